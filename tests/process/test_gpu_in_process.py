@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tests.process.gpu_site import (
     slow,
     soft,
 )
-from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, in_threads, made_on, wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
@@ -60,14 +59,7 @@ def new_site(store: Path, soft: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def here(call: Callable[[], Any]) -> Any:
     """Make the call until it runs in this process; the result of that."""
-    results: list[Any] = []
-
-    def is_here() -> bool:
-        results[:] = [call()]
-        return report().path == "in_process"
-
-    wait_until(is_here)
-    return results[0]
+    return made_on("in_process", call)
 
 
 def settle(call: Callable[[], Any]) -> lz.SelectionReport:
@@ -126,28 +118,18 @@ def test_order_is_that_of_the_callers_streams(new_site: Make) -> None:
     values = randn(16, 16)[1] / 8
     x = soft_cupy.asarray(values)
     here(lambda: lz.silu(x))
-    problems: list[object] = []
 
     def chain() -> None:
-        try:
-            with soft_cupy.stream():
-                mine = soft_cupy.asarray(values)
-                value, expected = mine, values.astype(np.float64)
-                for _ in range(20):
-                    value = lz.silu(lz.matmul(value, mine, backend="two"))
-                    expected = silu(expected @ values)
-                if report().path != "in_process":
-                    problems.append(report())
-                np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
-        except BaseException as exc:
-            problems.append(exc)
+        with soft_cupy.stream():
+            mine = soft_cupy.asarray(values)
+            value, expected = mine, values.astype(np.float64)
+            for _ in range(20):
+                value = lz.silu(lz.matmul(value, mine, backend="two"))
+                expected = silu(expected @ values)
+            assert report().path == "in_process"
+            np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
 
-    threads = [threading.Thread(target=chain) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    in_threads(3, chain)
 
 
 def test_what_is_written_in_place_is_the_callers_memory(new_site: Make) -> None:
