@@ -228,7 +228,7 @@ class Session:
             if now_s >= until_s:
                 return MISS
         self.last.record = None
-        raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
+        raise BrokerLost("the call was submitted before a fork, and its answer goes to the parent; call again here")
 
     def resume(self, receipt: Any) -> Any:
         """The result of a call that was put on a lane in C and did not end well there, or not soon."""
