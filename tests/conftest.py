@@ -101,7 +101,7 @@ LONG = (
     "test_what_does_not_hold_is_not_believed[code-cut",
     "test_what_is_of_another_machine_or_environment_is_left_alone[other0",
     "test_what_is_of_another_machine_or_environment_is_left_alone[other1",
-    "test_gpu_calls.py::test_random_deaths_cost_no_result",
+    "test_gpu_faults.py::test_random_deaths_cost_no_result",
     "test_users_brokers_end_with_the_one_that_started_them[15",
 )
 FLOATS = ("-float16]", "-float64]")  # a kernel's conformance in the others is in `make test`

@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,23 +80,31 @@ def fuzz(target: str, seconds: int, keep: Path, seed: int = 0) -> dict[str, Any]
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n\n")[0])
     parser.add_argument("target", nargs="*", choices=[*targets(), []], help="default: all")
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument(
-        "--keep", type=Path, help="folder for what is found; default: a new one in the temporary folder"
+        "--keep",
+        type=Path,
+        help="folder for what is found; default: a new one in the temporary folder, for findings alone",
     )
     parser.add_argument("--write-corpus", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.write_corpus:
         return write_corpus(args.target)
     keep = args.keep or Path(tempfile.mkdtemp(prefix="lz-fuzz-kept-"))
     code = 0
     for target in args.target or targets():
-        found = fuzz(target, args.seconds, keep.resolve())
-        print(json.dumps({**found, "kept": str(keep / target)}), flush=True)
-        code = code or int(bool(found["finding"]))
+        found, kept = fuzz(target, args.seconds, keep.resolve()), keep / target
+        if found["finding"]:
+            code = 1
+        elif args.keep is None:
+            shutil.rmtree(kept)
+        print(json.dumps({**found, "kept": str(kept) if kept.exists() else ""}), flush=True)
+    if args.keep is None:
+        with suppress(OSError):  # there were findings
+            keep.rmdir()
     return code
 
 

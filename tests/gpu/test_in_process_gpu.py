@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 from tests.gpu.backends.torch_toy import RAISE, TRAP, TRAPPED
 from tests.gpu.gpu_site import gpu_site
-from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, in_threads, made_on, wait_until
 
 import layerzero as lz
 
@@ -51,15 +50,13 @@ def site(store: Path) -> Iterator[Site]:
 
 def here(call: Callable[[], Any]) -> Any:
     """Make the call until this process runs its kernel; the result of that."""
-    results: list[Any] = []
 
-    def is_here() -> bool:
-        results[:] = [call()]
+    def finished() -> Any:
+        result = call()
         torch.cuda.synchronize()
-        return report().path == "in_process"
+        return result
 
-    wait_until(is_here)
-    return results[0]
+    return made_on("in_process", finished)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -137,25 +134,15 @@ def test_threads_on_streams_of_their_own(site: Site) -> None:
     here(lambda: lz.matmul(x, w))
     wanted = x @ w
     torch.cuda.synchronize()
-    problems: list[object] = []
 
     def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                results = [lz.matmul(x, w) for _ in range(50)]
-                torch.cuda.current_stream().synchronize()
-            problems.extend("wrong" for result in results if not torch.equal(result, wanted))
-            if report().path != "in_process":
-                problems.append(report())
-        except BaseException as exc:
-            problems.append(exc)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [lz.matmul(x, w) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        assert all(torch.equal(result, wanted) for result in results)
+        assert report().path == "in_process"
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    in_threads(3, work)
 
 
 def test_graph_of_the_application_holds_its_kernels_as_nodes(site: Site) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import GATE, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import GATE
 
 import layerzero as lz
 from layerzero.client.gpu import memory
@@ -30,7 +31,7 @@ def gpu_site(
     isolation: str = "subprocess",
     slow_silu: bool = False,
     needs_jit: bool = False,
-    provider: str = "soft_gpu.py",
+    provider: str = "soft_provider.py",
     variables: Mapping[str, str] = MappingProxyType({}),
     **settings: object,
 ) -> Site:
@@ -70,7 +71,7 @@ def gpu_site(
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
         # A driver opens the memory of others from the kernel; the one of the tests opens their descriptors.
-        environ = {"LZ_TOY_NAME": name, "LAYERZERO_WORKER_CONFINED": "0", **variables}
+        environ = {"LZ_TOY_NAME": name, "LZ_SOFT_ROOT": str(ROOT), "LAYERZERO_WORKER_CONFINED": "0", **variables}
         env = "".join(f"{key} = {json.dumps(value)}\n" for key, value in environ.items())
         (site.manifests / f"{name}.toml").write_text(f"{manifest}[env]\n{env}")
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
@@ -150,6 +151,11 @@ def silu(x: np.ndarray) -> np.ndarray:
 def gelu(x: np.ndarray) -> np.ndarray:
     wide = np.asarray(x, np.float64)
     return 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+
+
+def attention_forward(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    weights = np.exp(q.astype(np.float64) @ np.swapaxes(k, -1, -2) / q.shape[-1] ** 0.5)
+    return weights @ v / weights.sum(-1, keepdims=True), np.log(weights.sum(-1))
 
 
 def close(result: Any, expected: np.ndarray) -> None:

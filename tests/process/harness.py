@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -45,6 +46,29 @@ def wait_until(predicate: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
         assert waited_s < timeout_s, f"not true within {timeout_s:g} s: {predicate}"
         _never.wait(min(max(0.002, waited_s / 20), 0.02))
     return value
+
+
+def made_on(path: str, call: Callable[[], T]) -> T:
+    """Make the call until its report has this path; the result of that."""
+    results: list[T] = []
+
+    def is_on() -> bool:
+        results[:] = [call()]
+        report = lz.last_report()
+        return report is not None and report.path == path
+
+    try:
+        wait_until(is_on)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}; its report: {lz.last_report()}") from None
+    return results[0]
+
+
+def in_threads(count: int, work: Callable[[], object]) -> None:
+    """At once; raises what one of them raises."""
+    with ThreadPoolExecutor(count) as threads:
+        for one in [threads.submit(work) for _ in range(count)]:
+            one.result()
 
 
 def state_of(pid: int) -> str:

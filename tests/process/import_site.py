@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.process.gpu_site import gpu_site, randn
-from tests.process.harness import ROOT, Site
+from tests.process.harness import Site
 from tests.process.lifted_site import _NO_LIBRARY, LiftedSites, lift
 from tests.process.test_cli import DONE, Finished
 from tests.process.test_cli import lz as lz_command
@@ -54,11 +54,8 @@ def importer(kernels: Any, lifted_store: Path, tmp_path: Path) -> Iterator[Impor
 
     def make(*names: str, environ: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> Site:
         store = tmp_path / f"store-{len(made)}"
-        variables = {"LZ_SOFT_ROOT": str(ROOT)}
         isolation = settings.pop("isolation", "lifted")
-        site = gpu_site(
-            lifted_store, *names, isolation=isolation, provider="soft_lifted.py", variables=variables, **settings
-        )
+        site = gpu_site(lifted_store, *names, isolation=isolation, provider="soft_lifted.py", **settings)
         site.use_store(store)
         site.environ.update(_NO_LIBRARY)
         site.environ.update(environ)

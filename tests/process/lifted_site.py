@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.process.gpu_site import gpu_site, report
-from tests.process.harness import ROOT, Site, wait_until
+from tests.process.harness import Site, made_on, wait_until
 from tests.soft_gpu import soft_kernels, soft_lifted
 
 import layerzero as lz
@@ -52,13 +52,12 @@ def lifted_site(lifted_store: Path, kernels: Any) -> Iterator[LiftedSites]:
         environ: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
     ) -> Site:
-        its = {"LZ_SOFT_ROOT": str(ROOT), **variables}
         site = gpu_site(
             lifted_store,
             *(names or ("one",)),
             isolation=isolation,
             provider="soft_lifted.py",
-            variables=its,
+            variables=variables,
             **settings,
         )
         # Not a variable of theirs: each site would be probed anew, which says nothing about lifting.
@@ -76,17 +75,10 @@ def lifted_site(lifted_store: Path, kernels: Any) -> Iterator[LiftedSites]:
 
 def lift(call: Callable[[], Any]) -> Any:
     """Make the call until this process launches its kernel; the result of that."""
-    results: list[Any] = []
-
-    def is_lifted() -> bool:
-        results[:] = [call()]
-        return report().path == "lifted"
-
     try:
-        wait_until(is_lifted)
+        return made_on("lifted", call)
     except AssertionError as exc:
-        raise AssertionError(f"{exc}; its report: {report()}; the broker's calls: {rows()}") from None
-    return results[0]
+        raise AssertionError(f"{exc}; the broker's calls: {rows()}") from None
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +80,44 @@ def settled_site(new_site: Callable[..., Site], **settings: object) -> Site:
     site.wait_ready("alpha", "beta")  # the standby worker's start is news to the broker, and so the end of leases
     settle()
     return site
+
+
+def settled_client(site: Site, program: str, **options: Any) -> subprocess.Popen[str]:
+    """Another process, whose calls like those of its `x` are on a lane; from there it goes on with the program."""
+    client = site.python(
+        "import numpy as np\n"
+        "from tests.backends.toy import PAUSE, fault\n"
+        "lz.connect()\n"
+        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
+        "lz.silu(x)\n"
+        "while lz.last_report().path != 'express': lz.silu(x)\n"
+        "print('settled', flush=True)\n" + program,
+        **options,
+    )
+    assert client.stdout is not None
+    assert client.stdout.readline() == "settled\n"
+    return client
+
+
+def forked(say: Callable[[], object]) -> Callable[[], str]:
+    """A child of this process begins with `say`, and is not waited for before it is asked what that said."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(int(PATIENCE_S))  # on its parent's lane it would wait for good
+            os.write(write, str(say()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+
+    def said() -> str:
+        with open(read) as end:
+            text = end.read()
+        os.waitpid(child, 0)
+        return text
+
+    return said
 
 
 def before_the_fault(x: np.ndarray) -> None:
@@ -277,20 +317,10 @@ def test_inputs_that_kill_every_worker_are_poison_also_from_a_lane(new_site: Cal
 def test_a_busy_lane_is_no_fault_of_the_calls_behind_it(new_site: Callable[..., Site]) -> None:
     """The deadline of a call through the broker runs while its own kernel does, not while a lane's call does."""
     site = settled_site(new_site)
-    slow = site.python(
-        "import numpy as np\n"
-        "from tests.backends.toy import PAUSE, fault\n"
-        "lz.connect()\n"
-        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
-        "lz.silu(x)\n"
-        "while lz.last_report().path != 'express': lz.silu(x)\n"
-        "print('settled', flush=True)\n"
-        "x[0] = fault(PAUSE, 'alpha')\n"
-        "lz.silu(x)\n"
-        "print(lz.last_report().path, lz.last_report().backend)\n"
+    slow = settled_client(
+        site,
+        "x[0] = fault(PAUSE, 'alpha')\nlz.silu(x)\nprint(lz.last_report().path, lz.last_report().backend)\n",
     )
-    assert slow.stdout is not None
-    assert slow.stdout.readline() == "settled\n"
     alpha = site.backend("alpha")["pid"]
     wait_until(lambda: is_paused(alpha))
     behind = lz.submit(lz.silu, X, backend="alpha", timeout_s=SHORT_S)
@@ -311,12 +341,15 @@ def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site], 
     site = settled_site(new_site)
     pid = site.broker_pid
     assert pid is not None
+    session = lz.session()
     with ThreadPoolExecutor(1) as thread:
+        thread.submit(call, X).result()
         hanging = thread.submit(lz.silu, bad(HANG, "alpha"), timeout_s=timeout_s)
         wait_until(lambda: _in_lane_call(site))
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(lz.BrokerLost):
             hanging.result(PATIENCE_S)
+        assert thread.submit(session.last_report).result() is None, "not that of an earlier call"
     wait_ended(pid)
 
 
@@ -360,21 +393,16 @@ def test_an_interrupt_keeps_the_memory_and_the_lane_until_the_call_ends(connecte
 def test_a_forked_child_has_lanes_of_its_own(connected: Site) -> None:
     """The page of the parent's would be written by two."""
     settle()
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            lanes = [call(X).path]
-            while lanes[-1] != "express" and len(lanes) < 1000:
-                lanes.append(call(X).path)
-            os.write(write, ",".join(sorted(set(lanes))).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
+
+    def paths() -> list[str]:
+        found = [call(X).path]
+        while found[-1] != "express" and len(found) < 1000:
+            found.append(call(X).path)
+        return sorted(set(found))
+
+    said = forked(paths)
     assert {call(X).path for _ in range(50)} == {"express"}
-    assert os.read(read, 100) == b"broker,express"
-    os.close(read)
-    os.waitpid(child, 0)
+    assert said() == "['broker', 'express']"
 
 
 def test_a_forked_child_leaves_the_parents_lane_alone_where_it_makes_the_same_call(connected: Site) -> None:
@@ -383,37 +411,14 @@ def test_a_forked_child_leaves_the_parents_lane_alone_where_it_makes_the_same_ca
     out = lz.empty(X.shape, X.dtype.name)
     settle(x, out=out)
     settle(x, out=out)
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            signal.alarm(int(PATIENCE_S))  # on the parent's lane it would wait for good
-            os.write(write, str(call(x, out=out).lane).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    assert os.read(read, 100) == b"broker"
-    os.close(read)
-    os.waitpid(child, 0)
+    assert forked(lambda: call(x, out=out).lane)() == "broker"
     settle(x, out=out)
 
 
 def test_a_client_killed_on_a_lane_harms_nobody(new_site: Callable[..., Site]) -> None:
     """Its call ends, its lane and memory are given back, and the worker serves others."""
     site = settled_site(new_site)
-    other = site.python(
-        "import numpy as np\n"
-        "from tests.backends.toy import PAUSE, fault\n"
-        "lz.connect()\n"
-        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
-        "lz.silu(x)\n"
-        "while lz.last_report().path != 'express': lz.silu(x)\n"
-        "print('settled', flush=True)\n"
-        "x[0] = fault(PAUSE, 'alpha')\n"
-        "lz.silu(x)\n"
-    )
-    assert other.stdout is not None
-    other.stdout.readline()
+    other = settled_client(site, "x[0] = fault(PAUSE, 'alpha')\nlz.silu(x)\n")
     alpha = site.backend("alpha")["pid"]
     wait_until(lambda: is_paused(alpha))  # its worker is in its call
     os.kill(other.pid, signal.SIGKILL)

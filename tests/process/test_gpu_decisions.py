@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import SOFT, broker, close, connected, finish, gelu, held, new_site, randn, silu, slow, soft
-from tests.process.harness import BACKENDS, PATIENCE_S, ROOT, Site, wait_until
+from tests.process.gpu_site import SOFT, broker, close, connected, finish, held, new_site, randn, silu, slow, soft
+from tests.process.harness import BACKENDS, PATIENCE_S, ROOT, Site
 from tests.process.test_cli import USAGE, Finished, data
 from tests.process.test_cli import lz as lz_command
-from tests.process.test_gpu_graphs import capture, replay
-from tests.soft_gpu import soft_cupy, soft_gpu
+from tests.soft_gpu import soft_cupy, soft_gpu, soft_numpy
 
 import layerzero as lz
 from layerzero.broker.selection import dispatch_table
@@ -216,7 +215,7 @@ def test_every_kernel_is_measured_with_the_gpus_own_times(new_site: Callable[...
     site.connect()
     x, _ = randn(8, 16)
     [call] = lz.tune("silu", x, budget_s=6.0).calls
-    slow_us = 1e6 * soft_gpu.SLOW_SILU_S
+    slow_us = 1e6 * soft_numpy.SLOW_SILU_S
     assert (call.label, call.previous) == ("silu(8x16:float32) on cuda:0", "one.silu.slow")
     assert sorted(k.kernel_id for k in call.kernels) == ["one.silu", "one.silu.slow", "two.silu", "two.silu.slow"]
     for kernel in call.kernels:
@@ -256,7 +255,7 @@ def test_a_kernel_that_fails_on_the_gpu_is_a_line_of_the_report(new_site: Callab
     site = new_site("one", "two")
     site.connect()
     x, values = randn(8, 16)
-    for eps, code in ((soft_gpu.RAISE, "BACKEND_ERROR"), (soft_gpu.ILLEGAL, "BACKEND_ERROR")):
+    for eps, code in ((soft_numpy.RAISE, "BACKEND_ERROR"), (soft_numpy.ILLEGAL, "BACKEND_ERROR")):
         [call] = lz.tune("layer_norm", x, (16,), eps=eps, budget_s=1.0).calls
         assert call.fastest is not None
         assert call.fastest.kernel_id == "two.layer_norm"
@@ -275,7 +274,7 @@ def test_measuring_leaves_what_failed_before_it_to_the_callers_next_call(new_sit
     finish()
     with held(site):  # until the call has been answered: its worker dies of it
         slow(x)
-        lz.layer_norm(x, (16,), eps=soft_gpu.ILLEGAL)
+        lz.layer_norm(x, (16,), eps=soft_numpy.ILLEGAL)
     finish()
     report = lz.warmup("silu", x)
     assert not report.ok
@@ -291,7 +290,7 @@ def test_a_warm_up_runs_on_the_gpu_until_its_times_are_known(new_site: Callable[
     likely = lz.warmup("silu", x)
     assert likely.ok
     assert [run.kernel_id for run in likely.runs] == ["one.silu.slow", "two.silu.slow"]
-    assert all(run.later_us is not None and run.later_us >= 1e6 * soft_gpu.SLOW_SILU_S for run in likely.runs)
+    assert all(run.later_us is not None and run.later_us >= 1e6 * soft_numpy.SLOW_SILU_S for run in likely.runs)
     every = lz.warmup("silu", x, every=True)
     assert {run.kernel_id for run in every.runs} == {"one.silu", "one.silu.slow", "two.silu", "two.silu.slow"}
     assert all(c.measured_us is not None for c in lz.explain("silu", x).candidates if c.accepted)
@@ -457,138 +456,7 @@ def test_a_table_for_several_devices_is_one_command(new_site: Callable[..., Site
     assert "--device cpu --device cuda" in table.header.command
 
 
-# --- shadow checks and background tuning
-
-
-def told(session: lz.Session, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the session's shadow checks tell the broker."""
-    found: list[dict[str, Any]] = []
-    ask = session.ask
-
-    def heard(method: str, **params: Any) -> Any:
-        answer = ask(method, **params)
-        if method == "shadow":
-            found.append(params)
-        return answer
-
-    monkeypatch.setattr(session, "ask", heard)
-    session.shadow.references = ("two",)
-    session.shadow.rate = 1.0
-    return found
-
-
-def test_calls_on_a_gpu_are_compared_with_a_reference_there(
-    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a kernel that is wrong is told of; they were never looked at."""
-    session = new_site("one", "two").connect()
-    checks = told(session, monkeypatch)
-    x, values = randn(8, 16)
-    worn = np.full((8, 16), soft_gpu.WORN, np.float32)
-    lz.silu(x)  # the first call after the rate was set is not sampled
-    for count, array in enumerate((x, x, soft_cupy.asarray(worn)), 1):
-        lz.silu(array)
-        wait_until(lambda count=count: len(checks) == count)
-    assert {(c["kernel_id"], c["reference"]) for c in checks} == {("one.silu", "two.silu")}
-    assert [c["error"] > 1e-3 for c in checks] == [False, False, True]
-    report = lz.last_report()
-    assert [(copy.arg, copy.nbytes) for copy in report.copies if copy.reason == "sampled shadow check"] == [
-        ("x", 512),
-        ("out", 512),
-    ]
-    wait_until(lambda: session.shadow.counts["compared"] == 3)
-    assert session.shadow.counts == {"compared": 3, "beyond": 1}
-    wait_until(lambda: "NOT_CERTIFIED" in str(lz.explain("silu", x)))  # one client is all there are
-    close(lz.silu(x), silu(values))
-    assert lz.last_report().kernel_id == "two.silu"
-
-
-def test_what_is_compared_is_what_the_call_had_and_made(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the caller enqueues next; and when it writes the result over the input, or has strides."""
-    session = lz.session()
-    checks = told(session, monkeypatch)
-    x, _ = randn(8, 16)
-    wide, _ = randn(16, 32)
-    for count in range(6):
-        x.fill(0.1 * count)
-        if count % 3 == 0:
-            out = lz.silu(x)
-            out.fill(7)
-        elif count % 3 == 1:
-            lz.silu(x, out=x)
-        else:
-            lz.silu(wide[::2, 3:9], out=wide[1::2, 20:26])
-        x.fill(-1)
-        wait_until(lambda count=count: len(checks) == count)
-    assert [c["error"] <= 2e-5 for c in checks] == [True] * 5
-
-
-def test_a_sampled_call_is_not_waited_for(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copies are work of its stream like all the rest."""
-    session = lz.session()
-    x, values = randn(soft_gpu.SLOW)
-    slow(x)
-    finish()
-    told(session, monkeypatch)
-    slow(x)
-    finish()
-    before = session.shadow.counts["compared"]
-    with held(connected):
-        result = slow(x)
-        x.fill(0)
-        assert not soft_gpu.driver.is_stream_idle(soft_cupy.current().ptr)
-        assert session.shadow.counts["compared"] == before
-    close(result, gelu(values))
-    wait_until(lambda: session.shadow.counts["compared"] > before)
-
-
-def test_calls_in_a_capture_are_counted_and_not_sampled(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy in the application's graph would be made at each replay."""
-    session = lz.session()
-    x, values = randn(4, 16)
-    for _ in range(3):
-        lz.silu(x)
-    session.shadow.rate = 1.0
-    lz.silu(x)
-    graph, result = capture(lambda: lz.silu(x))
-    replay(graph)
-    assert session.shadow.counts["captured"] == 1
-    close(result, silu(values))
-
-
-def test_a_reference_that_fails_is_counted_and_raised_by_nobody(
-    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The application did not make that call."""
-    session = new_site("one", "two").connect()
-    x, values = randn(8, 16)
-    lz.layer_norm(x, (16,), eps=soft_gpu.RAISE, backend="two")
-    session.shadow.references = ("one",)
-    session.shadow.rate = 1.0
-    for _ in range(3):
-        lz.layer_norm(x, (16,), eps=soft_gpu.RAISE, backend="two")
-    wait_until(lambda: session.shadow.counts["failed"] >= 1)
-    assert "the toy raises" in session.shadow.last_error
-    close(lz.silu(x), silu(values))
-    lz.synchronize(PATIENCE_S)
-
-
-def test_background_tuning_measures_every_kernel_on_the_gpu(new_site: Callable[..., Site]) -> None:
-    """Also a backend's second one, which no call goes to."""
-    site = new_site("one", "two", slow_silu=True)
-    (site.folder / "layerzero" / "policy.yaml").write_text("tune_budget: 1.0\nweights: {perfdb: 0}\n")
-    session = site.connect()
-    x, values = randn(8, 16)
-    kernels = {"one.silu", "one.silu.slow", "two.silu", "two.silu.slow"}
-
-    def measured() -> set[str]:
-        close(lz.silu(x), silu(values))
-        return {c.kernel_id for c in lz.explain("silu", x).candidates if c.measured_us is not None}
-
-    wait_until(lambda: measured() == kernels)
-    assert session.shadow.counts["tuned"] >= 3
-    assert not session.shadow.counts["failed"], session.shadow.last_error
-    assert lz.last_report().kernel_id == "one.silu.slow"
+# --- arrays of our own
 
 
 def test_memory_of_an_array_of_ours_is_taken_again_once_nobody_has_it(soft: None) -> None:

@@ -30,7 +30,8 @@ from tests.process.gpu_site import (
 )
 from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import SLOW, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import SLOW
 
 import layerzero as lz
 from layerzero.client.gpu import fastpath_library

@@ -17,11 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import broker, close, connected, finish, new_site, randn, report, silu, soft
+from tests.process.gpu_site import (
+    attention_forward,
+    broker,
+    close,
+    connected,
+    finish,
+    new_site,
+    randn,
+    report,
+    silu,
+    soft,
+)
 from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
-from tests.process.test_gpu_calls import attention_forward
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import SLOW, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import SLOW
 
 import layerzero as lz
 from layerzero.client.facade import default_session

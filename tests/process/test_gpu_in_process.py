@@ -6,19 +6,30 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import close, finish, gelu, gpu_site, held, randn, report, silu, slow, soft
-from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
+from tests.process.gpu_site import (
+    attention_forward,
+    close,
+    finish,
+    gelu,
+    gpu_site,
+    held,
+    randn,
+    report,
+    silu,
+    slow,
+    soft,
+)
+from tests.process.harness import PATIENCE_S, ROOT, Site, in_threads, made_on, wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store
-from tests.process.test_gpu_calls import attention_forward
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import ILLEGAL, RAISE, SLOW
 
 import layerzero as lz
 
@@ -34,10 +45,8 @@ def new_site(store: Path, soft: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("LZ_TOY_NAME", "one")
 
     def make(*names: str, isolation: str = "one=in_process;*=subprocess", **settings: Any) -> Site:
-        variables = {"LZ_SOFT_ROOT": str(ROOT), "LZ_SOFT_VERSION": "1", "LZ_SOFT_WRONG": ""}
-        site = gpu_site(
-            store, *(names or ("one",)), isolation=isolation, provider="soft_here.py", variables=variables, **settings
-        )
+        variables = {"LZ_SOFT_VERSION": "1", "LZ_SOFT_WRONG": ""}
+        site = gpu_site(store, *(names or ("one",)), isolation=isolation, variables=variables, **settings)
         made.append(site)
         site.start().connect()
         return site
@@ -50,14 +59,7 @@ def new_site(store: Path, soft: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def here(call: Callable[[], Any]) -> Any:
     """Make the call until it runs in this process; the result of that."""
-    results: list[Any] = []
-
-    def is_here() -> bool:
-        results[:] = [call()]
-        return report().path == "in_process"
-
-    wait_until(is_here)
-    return results[0]
+    return made_on("in_process", call)
 
 
 def settle(call: Callable[[], Any]) -> lz.SelectionReport:
@@ -116,28 +118,18 @@ def test_order_is_that_of_the_callers_streams(new_site: Make) -> None:
     values = randn(16, 16)[1] / 8
     x = soft_cupy.asarray(values)
     here(lambda: lz.silu(x))
-    problems: list[object] = []
 
     def chain() -> None:
-        try:
-            with soft_cupy.stream():
-                mine = soft_cupy.asarray(values)
-                value, expected = mine, values.astype(np.float64)
-                for _ in range(20):
-                    value = lz.silu(lz.matmul(value, mine, backend="two"))
-                    expected = silu(expected @ values)
-                if report().path != "in_process":
-                    problems.append(report())
-                np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
-        except BaseException as exc:
-            problems.append(exc)
+        with soft_cupy.stream():
+            mine = soft_cupy.asarray(values)
+            value, expected = mine, values.astype(np.float64)
+            for _ in range(20):
+                value = lz.silu(lz.matmul(value, mine, backend="two"))
+                expected = silu(expected @ values)
+            assert report().path == "in_process"
+            np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
 
-    threads = [threading.Thread(target=chain) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    in_threads(3, chain)
 
 
 def test_what_is_written_in_place_is_the_callers_memory(new_site: Make) -> None:
@@ -316,7 +308,6 @@ def test_auto_goes_on_with_lifted_calls_where_the_library_does_not_fit(lifted_si
 FAULT = f"""
 import json, os, sys
 os.environ.update(LZ_SOFT_ROOT={str(ROOT)!r}, LZ_TOY_NAME="one")
-from tests.process.test_gpu_calls import attention_forward
 from tests.soft_gpu import soft_cupy
 soft_cupy.install()
 lz.connect(runtime_dir=sys.argv[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 from tests.backends.toy import HANG, KILL, PAUSE, RAISE
 from tests.process.harness import PATIENCE_S, Site, is_paused, wait_ended, wait_until
-from tests.process.test_express import X, bad, settle, settled_site, silu
+from tests.process.test_express import X, bad, forked, settle, settled_client, settled_site, silu
 
 import layerzero as lz
+from layerzero.client.connection.arena import pool
 from layerzero.ipc.shm import lane
 
 MANY = 40  # more than enough, fewer than there are places
@@ -118,13 +120,8 @@ def test_threads_and_tasks_share_a_lane(connected: Site) -> None:
 
 def test_two_clients_share_a_worker_in_turns(connected: Site) -> None:
     """A full lane of one is not before the other's single call."""
-    other = connected.python(
-        "import numpy as np\n"
-        "lz.connect()\n"
-        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
-        "lz.silu(x)\n"
-        "while lz.last_report().path != 'express': lz.silu(x)\n"
-        "print('settled', flush=True)\n"
+    other = settled_client(
+        connected,
         "input()\n"
         "future = lz.submit(lz.silu, x)\n"
         "print('put', flush=True)\n"
@@ -134,7 +131,6 @@ def test_two_clients_share_a_worker_in_turns(connected: Site) -> None:
     )
     assert other.stdout is not None
     assert other.stdin is not None
-    assert other.stdout.readline() == "settled\n"
     pid, inputs, futures = paused(MANY)
     other.stdin.write("\n")
     other.stdin.flush()
@@ -238,12 +234,15 @@ def test_a_call_whose_time_is_up_leaves_the_lane_to_the_others(connected: Site) 
 
 
 def test_an_interrupted_call_leaves_the_lane_to_the_others(connected: Site) -> None:
-    """It is withdrawn; those before and behind it run."""
+    """It is withdrawn, and its memory is free at once; those before and behind it run."""
+    x = lz.share(X)
     pid, inputs, futures = paused(MANY)
     main = threading.main_thread().ident
     assert main is not None
     page = next(iter(lz.session().lanes.by_number.values())).page
     before = page.calls
+    gc.collect()
+    slots = pool.stats()["slots"]
     with ThreadPoolExecutor(1) as thread:
 
         def interrupt() -> None:
@@ -252,8 +251,11 @@ def test_an_interrupted_call_leaves_the_lane_to_the_others(connected: Site) -> N
 
         done = thread.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lz.silu(X)
+            lz.silu(x, timeout_s=PATIENCE_S)
         done.result()
+    del x
+    gc.collect()
+    assert pool.stats()["slots"] == slots - 1
     more, behind = submitted(3)
     os.kill(pid, signal.SIGCONT)
     assert all(report.path == "express" for report in check(inputs[1:] + more, futures[1:] + behind))
@@ -296,23 +298,19 @@ def test_closing_the_session_cancels_the_calls_that_have_not_ended(new_site: Cal
         for one in (*waiting, *futures[3:]):
             with pytest.raises(lz.Cancelled):
                 one.result(PATIENCE_S)
+    assert [future.report for future in futures[1:]] == [None] * (MANY - 1), "not those of earlier calls"
 
 
 def test_a_client_that_is_killed_with_many_calls_harms_nobody(new_site: Callable[..., Site]) -> None:
     """Those on its lane may still run; what they are lent stays until then."""
     site = settled_site(new_site)
-    other = site.python(
-        "import numpy as np\n"
-        "from tests.backends.toy import PAUSE, fault\n"
-        "lz.connect()\n"
-        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
-        "lz.silu(x)\n"
-        "while lz.last_report().path != 'express': lz.silu(x)\n"
+    other = settled_client(
+        site,
         "y = x.copy()\n"
         "y[0] = fault(PAUSE, 'alpha')\n"
         "futures = [lz.submit(lz.silu, one) for one in (y, *[x] * 30)]\n"
         "print('put', flush=True)\n"
-        "futures[-1].result()\n"
+        "futures[-1].result()\n",
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "put\n"
@@ -329,20 +327,12 @@ def test_a_client_that_is_killed_with_many_calls_harms_nobody(new_site: Callable
 def test_a_forked_child_does_not_wait_for_its_parents_calls(connected: Site) -> None:
     """Their lane is the parent's; a call of the child's own has its own."""
     pid, inputs, futures = paused(5)
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            signal.alarm(int(PATIENCE_S))
-            try:
-                futures[1].result()
-            except lz.BrokerLost as exc:
-                os.write(write, exc.message[:24].encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    assert os.read(read, 100) == b"the call was submitted b"
-    os.close(read)
-    os.waitpid(child, 0)
+
+    def ask() -> str:
+        with pytest.raises(lz.BrokerLost) as refusal:
+            futures[1].result()
+        return refusal.value.message
+
+    assert forked(ask)().endswith("its answer goes to the parent; call again here")
     os.kill(pid, signal.SIGCONT)
     check(inputs[1:], futures[1:])

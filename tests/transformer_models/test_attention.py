@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_gradients_are_those_of_the_models_formula(name: str) -> None:
 
 
 def test_model_compiles_whole() -> None:
-    """With each layer's attention as one op in the graph."""
+    """With each layer's attention as one op in the graph, and without a warning for its caller."""
     ours, eager = model("llama"), model("llama", "eager")
     counted = []
 
@@ -220,7 +221,11 @@ def test_model_compiles_whole() -> None:
 
     compiled = torch.compile(ours, fullgraph=True, backend=backend)
     batch = {**LEFT, "use_cache": False}
-    found, expected = comparing.logits(compiled, batch), comparing.logits(eager, batch)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = comparing.logits(compiled, batch)
+    assert [str(one.message) for one in warned if "modeling.py" in str(one.message)] == []
+    expected = comparing.logits(eager, batch)
     assert comparing.error(found, expected, LEFT["attention_mask"]) <= comparing.LARGEST_ERROR
     assert counted == [2]
 

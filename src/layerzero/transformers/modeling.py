@@ -1,5 +1,8 @@
 """What a file of models says of itself: whether its layers ask for an attention function, which masks its models take,
-and which formula is its own."""
+and which formula is its own.
+
+Layers and masks ask for it while torch.compile traces them, which warns of functools' caches.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 # What the ordinary formula, softmax(q k^T * scale + mask) v, is written with in files of models; tanh is that of a soft
@@ -45,9 +49,18 @@ class ModelingFile:
     arguments: frozenset[str]
 
 
-@functools.cache
 def modeling_file(name: str) -> ModelingFile:
     """The file of a module that is loaded, by the module's name."""
+    found = _files.get(name)
+    if found is None:
+        found = _files[name] = _read(name)
+    return found
+
+
+_files: dict[str, ModelingFile] = {}
+
+
+def _read(name: str) -> ModelingFile:
     module = sys.modules.get(name)
     eager = getattr(module, "eager_attention_forward", None)
     has_interface = hasattr(module, "ALL_ATTENTION_FUNCTIONS")
@@ -73,11 +86,15 @@ def file_of(layer: object) -> ModelingFile:
 
 def takes_bool_masks(config: object) -> bool:
     """Whether the models of a configuration do. They are in the files that lie beside it."""
-    return _takes_bool_masks(type(config).__module__.rpartition(".")[0], len(sys.modules))
+    return _takes_bool_masks(type(config).__module__.rpartition(".")[0])
+
+
+def _takes_bool_masks(package: str) -> bool:
+    return _do_all_take(package, len(sys.modules))
 
 
 @functools.lru_cache(256)
-def _takes_bool_masks(package: str, modules: int) -> bool:
+def _do_all_take(package: str, modules: int) -> bool:
     """`modules`: how many are loaded. It is asked for each token, and to look through all takes half a millisecond."""
     names = [name for name in tuple(sys.modules) if name.startswith(f"{package}.modeling_")]
     return bool(names) and all(modeling_file(name).takes_sdpa for name in names)
@@ -86,3 +103,6 @@ def _takes_bool_masks(package: str, modules: int) -> bool:
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     code = getattr(function, "__code__", None)
     return code.co_names if code is not None else ("unknown",)
+
+
+torch.compiler.assume_constant_result(_takes_bool_masks)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Switches:
         self._asked: set[str] = set()
         self._ended: deque[tuple[str, float | str]] = deque()
         self._lock = threading.Lock()
-        self._pid = 0
+        self._running: dict[str, int] = {}  # pids, by GPU
         self._is_closed = False
         known = _read(path)
         for uuid in engine.devices:
@@ -67,8 +68,8 @@ class Switches:
         """End what runs."""
         with self._lock:
             self._is_closed = True
-            if self._pid:
-                kill_group(self._pid)
+            for pid in self._running.values():
+                kill_group(pid)
 
     def _measure(self, uuid: str) -> None:
         try:
@@ -76,18 +77,18 @@ class Switches:
                 [sys.executable, "-m", "layerzero.workers.switching", uuid, str(os.getpid())],
                 environ=os.environ,
                 timeout_s=TIMEOUT_S,
-                on_start=self._note_pid,
+                on_start=partial(self._note_pid, uuid),
             )
             found = figure(ended.out)
         except Exception as exc:  # a machine that starts no processes, say
             found = f"{type(exc).__name__}: {exc}"
         with self._lock:
-            self._pid = 0
+            self._running.pop(uuid, None)
         self._ended.append((uuid, found))
 
-    def _note_pid(self, pid: int) -> None:
+    def _note_pid(self, uuid: str, pid: int) -> None:
         with self._lock:
-            self._pid = pid
+            self._running[uuid] = pid
             if self._is_closed:
                 kill_group(pid)
 
@@ -135,4 +136,4 @@ def _read(path: Path) -> dict[str, float]:
         return {}
     if not isinstance(kept, dict):
         return {}
-    return {key: float(us) for key, us in list(kept.items())[-MAX_KEPT:] if _is_possible(us)}
+    return {key: max(float(us), 0.0) for key, us in list(kept.items())[-MAX_KEPT:] if _is_possible(us)}

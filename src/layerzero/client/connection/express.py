@@ -85,7 +85,8 @@ class Line(Protocol):
         """A call, whose memory `hold` keeps until it has ended; None when there is no room."""
 
     def withdraw(self, receipt: Any, /) -> bool:
-        """Whether the worker has not got this call, nor will get it."""
+        """Whether the worker has not got this call, nor will get it: then it has ended as declined, and what keeps its
+        memory is let go of."""
 
     def close(self) -> list[Any]:
         """Nothing is put there from now on. What keeps the memory of calls that have not ended."""
@@ -228,12 +229,13 @@ class Lane:
         return BackendError(f"the worker was gone before it took the call, the {receipt.call}. of its lane")
 
     def close(self) -> None:
-        """Who waits here is told so; the link must have been closed, or the lane have ended. What a worker may still
+        """Who waits here is told so; the link must have been closed, or the worker have ended. What a worker may still
         write to is kept."""
         if not self.is_closed and self.line is not None:
             self.is_closed = True
             for receipt in self.line.close():
-                retained.quarantine(receipt, is_broker_dead=False)
+                if not self.page.is_ended:
+                    retained.quarantine(receipt, is_broker_dead=False)
         self.is_closed = True
 
     def abandon(self) -> None:
@@ -289,10 +291,16 @@ class _Line:
         """A call that its caller gave up may not have ended."""
         return self._open is not None and (self._open.end() is None or self._open.ended is None)
 
-    def withdraw(self, receipt: Any, /) -> bool:
-        if not lane.take(self._doorbell):
-            return False
-        self._page.withdraw(receipt.call)
+    def withdraw(self, receipt: _Receipt, /) -> bool:
+        with self._turn:
+            if receipt.ended is not None:
+                return receipt.ended[0] == lane.DECLINED
+            if not lane.take(self._doorbell):
+                return False
+            self._page.withdraw(receipt.call)
+            receipt.ended = lane.DECLINED, 0, b""
+            if self._open is receipt:  # its place is free when the worker has declined it
+                self._open = _Receipt(self._page, receipt.call, receipt.due_ns, None)
         lane.ring(self._doorbell)
         return True
 
@@ -309,7 +317,9 @@ class _Line:
             lane.hear(self._answer)
 
     def close(self) -> list[_Receipt]:
-        return [self._open] if self._open is not None and self._is_taken() else []
+        left = [self._open] if self._open is not None and self._is_taken() else []
+        self._open = None
+        return left
 
 
 def _outcome(call: int, status: int, kernel_ns: int, said: bytes) -> Ran | LayerZeroError | None:

@@ -171,7 +171,7 @@ class Link:
     def wait(self, pending: Pending, until_s: float = math.inf) -> bool:
         """Return when `pending` is done, or at `until_s` on the monotonic clock; says whether it is done."""
         if self.forks != arena.forks and not pending.is_done:
-            raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
+            raise BrokerLost("the call was submitted before a fork, and its answer goes to the parent; call again here")
         while not pending.is_done:
             try:
                 if self._take_turn():

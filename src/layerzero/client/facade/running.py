@@ -151,23 +151,15 @@ class Future:
         """Whether the call has ended by then: its value or its error is here."""
         submitted, owner = self._submitted, self._session
         try:
-            if not isinstance(submitted, Submitted):
-                value = owner.take(submitted, until_s)
-                if value is MISS:
-                    return False
-                if isinstance(value, Submitted):
-                    self._submitted = submitted = value
-                else:
-                    self._value = value
-        except Exception as exc:
-            self._error = exc
-        if self._error is None and isinstance(submitted, Submitted):
-            if not owner.await_answer(submitted, until_s):
+            value = submitted if isinstance(submitted, Submitted) else owner.take(submitted, until_s)
+            if isinstance(value, Submitted):
+                self._submitted = value  # it may have left its lane
+                value = owner.finish(value) if owner.await_answer(value, until_s) else MISS
+            if value is MISS:
                 return False
-            try:
-                self._value = owner.finish(submitted)
-            except Exception as exc:
-                self._error = exc
+            self._value = value
+        except Exception as exc:  # the op's error, or an array library's, as each `result` raises it; not an interrupt
+            self._error = exc
         self._record = owner.last_record
         self._submitted = None
         return True

@@ -140,14 +140,29 @@ static PyObject *Line_put(Line *self, PyObject *args) {
     return (PyObject *)receipt;
 }
 
-/* Take rings back down to this call's: then the worker cannot claim it, and will decline it. Those behind it are rung for again. */
+/* Take rings back down to this call's: then the worker cannot claim it, and will decline it. Those behind it are rung for again. Here the
+   call has ended; until the worker has declined it, its place has a receipt that keeps no memory. */
 static PyObject *Line_withdraw(Line *self, PyObject *given) {
     if (Py_TYPE(given) != receipt_type) return PyErr_Format(PyExc_TypeError, "a receipt is needed");
-    Receipt *receipt = (Receipt *)given;
+    Receipt *receipt = (Receipt *)given, **place = &self->open[(receipt->call - 1) % DEPTH];
+    if (receipt->has_ended) return PyBool_FromLong(receipt->status == DECLINED);
+    Receipt *empty = (Receipt *)make(receipt_type);
+    if (!empty) return NULL;
     uint64_t behind = self->calls - receipt->call + 1, taken = 0;
     while (taken < behind && take_ring(self->bells.doorbell)) taken++;
     int is_ours = behind && taken == behind;
-    if (is_ours) store64(place_of(self->bells.page, receipt->call) + PLAN, NO_PLAN);
+    if (is_ours) {
+        store64(place_of(self->bells.page, receipt->call) + PLAN, NO_PLAN);
+        receipt->status = DECLINED, receipt->has_ended = 1;
+        Py_INCREF((PyObject *)self);
+        empty->its.line = (PyObject *)self, empty->call = receipt->call;
+    }
+    if (is_ours && *place == receipt) { /* the caller has a reference to it, too */
+        *place = empty;
+        Py_DECREF((PyObject *)receipt);
+    } else {
+        Py_DECREF((PyObject *)empty);
+    }
     if (taken) {
         Py_BEGIN_ALLOW_THREADS
         ring(self->bells.doorbell, taken);

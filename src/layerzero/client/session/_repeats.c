@@ -331,7 +331,7 @@ static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t ri
     uint64_t spin_ns = spin_of(self, watch), seen_ns;
     Py_BEGIN_ALLOW_THREADS
     if (rings) ring(line->bells.doorbell, rings);
-    if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) sleep_before(&line->bells, expected_ns);
+    if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) sleep_before(&line->bells, expected_ns, due);
     seen_ns = wait_for(&line->bells, receipt->call, spin_ns, due);
     Py_END_ALLOW_THREADS
     if (spin_ns && seen_ns != NOT_WATCHED) note_watch(watch, seen_ns);

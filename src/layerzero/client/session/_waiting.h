@@ -103,6 +103,14 @@ static uint64_t wake_others(Bells *bells) {
     return least;
 }
 
+/* The worker is to ring for the end of this call, too, 0 for none. Where it is to ring for an earlier one, as of now, it stays so. */
+static void want_least(Bells *bells, uint64_t call) {
+    pthread_mutex_lock(&bells->lock);
+    uint64_t waits = load64(bells->page + WAITS);
+    if (call && waits && call < waits) store64(bells->page + WAITS, call);
+    pthread_mutex_unlock(&bells->lock);
+}
+
 /* The call whose end the worker is to ring for. Where short calls follow a lone waiter's, it is told of some of them at once. */
 static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
     uint64_t page = bells->page, last = load64(page + CALL), done = load64(page + DONE);
@@ -131,7 +139,7 @@ static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due
         store64(page + WAITS, is_first ? wanted_call(bells, call, others) : others && others < call ? others : call);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         others = wake_others(bells); /* one may have come, or a call have ended, before the worker could see that */
-        if (others && others < load64(page + WAITS)) store64(page + WAITS, others);
+        want_least(bells, others);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         if (is_over(page, call) || __atomic_load_n(&bells->is_closed, __ATOMIC_ACQUIRE)) break;
         struct pollfd both[2] = {{bells->answer, POLLIN, 0}, {bells->control, POLLRDHUP, 0}};
@@ -196,10 +204,13 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
     return leads ? seen_ns : NOT_WATCHED;
 }
 
-/* Before a call is waited for that is expected to take so long. Nobody rings, nor needs to, unless the other side hangs up. */
-static void sleep_before(Bells *bells, uint64_t expected_ns) {
+/* Before a call is waited for, until it is `due`, that is expected to take so long by what its worker said. Nobody rings, nor needs to,
+   unless the other side hangs up. */
+static void sleep_before(Bells *bells, uint64_t expected_ns, uint64_t due) {
     struct pollfd hang_up = {bells->control, POLLRDHUP, 0};
-    uint64_t left_ns = expected_ns - EARLY_NS;
+    uint64_t now = now_ns(), left_ns = expected_ns - EARLY_NS;
+    if (now >= due) return;
+    if (left_ns > due - now) left_ns = due - now;
     struct timespec left = {(time_t)(left_ns / 1000000000), (long)(left_ns % 1000000000)};
     ppoll(&hang_up, 1, &left, NULL); /* or a signal */
 }

@@ -49,9 +49,10 @@ class Lanes:
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""
         submitted.near = lease.route if lease.values else 0
-        if lane.is_ended:  # others may be on it, who find that out for themselves
+        if lane.is_ended:  # others may be on it, who are told so
             submitted.route.lease = None
             self.by_number.pop(lane.number, None)
+            lane.close()
         if isinstance(end, Lost):
             submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF
         elif end is not None:

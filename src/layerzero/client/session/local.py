@@ -71,7 +71,7 @@ class Local:
         time; never waits for it."""
         given = self._provider(backend)
         if not given.get("versions"):
-            del self._providers[backend]
+            self._providers.pop(backend, None)  # another thread may have
             return Refusal("the probe of its own environment has not ended yet", False)
         versions = tuple(sorted(given["versions"].items()))
         call = _call(plan, kernel_id)

@@ -185,6 +185,7 @@ class Session:
         place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
         if place is not None:
             lane, lease = place
+            self.last.record = None  # until the call has ended
             end = lane.run(lease, submitted.refs, seconds(request, lane.default_s), submitted.pending.hold)
             if isinstance(end, Ran):
                 self.repeats.remember(submitted, lane, lease)
@@ -226,7 +227,8 @@ class Session:
                 return self._look(receipt)
             if now_s >= until_s:
                 return MISS
-        raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
+        self.last.record = None
+        raise BrokerLost("the call was submitted before a fork, and its answer goes to the parent; call again here")
 
     def resume(self, receipt: Any) -> Any:
         """The result of a call that was put on a lane in C and did not end well there, or not soon."""
@@ -236,6 +238,7 @@ class Session:
     def _look(self, receipt: Any) -> Any:
         """What became of a call on a lane: as `take`."""
         lane, lease = receipt.site.lane, receipt.site.lease
+        self.last.record = None  # until the call has ended
         end = lane.resume(receipt, lease, lane.default_s)
         if isinstance(end, Ran):
             return self.repeats.take(receipt, 0.0)

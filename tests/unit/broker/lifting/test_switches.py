@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +129,36 @@ def test_noise_below_zero_is_zero(tmp_path: Path, machine: Machine) -> None:
     machine.said, engine = b'{"us": -0.8}', Engine()
     settle(of(tmp_path / "switches.json", engine))
     assert engine.switches == {GPU: 0.0}
+    (tmp_path / "kept.json").write_text(f'{{"{GPU} 580.1": -0.8}}')
+    of(tmp_path / "kept.json", engine := Engine())
+    assert engine.switches == {GPU: 0.0}
+
+
+def test_a_broker_that_ends_takes_all_that_measure_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another GPU's has ended before."""
+    pids, killed, is_running, is_over = {GPU: 101, OTHER: 102}, list[int](), threading.Event(), threading.Event()
+
+    def run(argv: list[str], on_start: Callable[[int], None], **_: Any) -> Ended:
+        if argv[3] == GPU:
+            is_running.wait(60)
+        on_start(pids[argv[3]])
+        if argv[3] == OTHER:
+            is_running.set()
+            is_over.wait(60)
+        return Ended(0, b'{"us": 1}', b"")
+
+    monkeypatch.setattr(switches, "run_process", run)
+    monkeypatch.setattr(switches, "kill_group", killed.append)
+    engine = Engine()
+    engine.devices[OTHER] = engine.devices[GPU]
+    found = of(tmp_path / "switches.json", engine)
+    found.look({GPU, OTHER})
+    until_s = time.monotonic() + 60
+    while GPU not in engine.switches and time.monotonic() < until_s:
+        found.look(())
+    found.close()
+    is_over.set()
+    assert killed == [102]
 
 
 def test_file_that_cannot_be_written_costs_nothing_but_the_next_broker(tmp_path: Path, machine: Machine) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from layerzero.client.connection import retained
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran
 from layerzero.client.session.repeats import Repeats
+from layerzero.ipc import spinning
 from layerzero.ipc.errors import BackendError, BrokerLost
 from layerzero.ipc.shm import lane
 
@@ -87,6 +89,10 @@ class Compiled(Repeats):
         super().__init__(None, link, SimpleNamespace(), self.last)  # type: ignore[arg-type]
 
 
+class Hold:
+    """What keeps a call's memory."""
+
+
 LEASE = Lease(1, 7, 0, None, 1)  # type: ignore[arg-type]
 
 
@@ -148,6 +154,81 @@ def test_a_neighbours_call_brings_its_extents_along(ends: tuple[Lane, Worker]) -
     assert worker.page.get_call(1) == (lane.NO_PLAN, b"refs12345678")  # withdrawn
 
 
+def test_a_withdrawn_call_lets_go_of_its_memory_at_once(ends: tuple[Lane, Worker]) -> None:
+    """No worker can touch it any more, nor is it kept when the session ends. The call's place is, until the worker has
+    declined it."""
+    ours, worker = ends
+    hold = Hold()
+    kept, quarantined = weakref.ref(hold), len(retained._quarantine)
+    assert ours.run(LEASE, b"first", 0.0, hold) is None
+    del hold
+    gc.collect()
+    assert kept() is None
+    assert ours.line is not None
+    while ours.line.put(7, b"next", None, 0) is not None:
+        pass
+    assert worker.page.get_call(1) == (lane.NO_PLAN, b"first")
+    worker.end(1, lane.DECLINED)
+    assert ours.line.put(7, b"next", None, 0) is not None
+    for call in range(2, worker.page.calls + 1):
+        worker.end(call)
+    ours.close()
+    assert len(retained._quarantine) == quarantined
+
+
+def test_a_call_that_is_withdrawn_has_ended(ends: tuple[Lane, Worker]) -> None:
+    """As one that the worker declines: whoever asks for it later need not wait for that, and takes no other call off
+    the lane."""
+    ours, worker = ends
+    assert ours.line is not None
+    receipt: Any = ours.line.put(7, b"first", None, 0)
+    assert ours.line.withdraw(receipt)
+    assert receipt.end() == (lane.DECLINED, 0, b"")
+    assert not ours.is_under_way(receipt)
+    assert lane.take(worker.doorbell)
+    worker.end(1, lane.DECLINED)
+    again: Any = ours.line.put(7, b"second", None, 0)
+    assert ours.line.withdraw(receipt)
+    assert ours.resume(receipt, LEASE, 60.0) is None
+    assert (again.end(), worker.page.get_call(2)) == (None, (7, b"second"))
+    worker.end(2)
+
+
+def test_nothing_of_a_lane_whose_worker_has_ended_is_kept(ends: tuple[Lane, Worker]) -> None:
+    """Nobody is left to write to the memory of its calls, whether they had begun or not."""
+    ours, worker = ends
+    assert ours.line is not None
+    hold = Hold()
+    kept, quarantined = weakref.ref(hold), len(retained._quarantine)
+    while ours.line.put(7, b"", hold, 0) is not None:
+        pass
+    worker.page.end()
+    ours.close()
+    del hold
+    gc.collect()
+    assert kept() is None
+    assert len(retained._quarantine) == quarantined
+
+
+@pytest.fixture
+def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may watch a page, whatever else this machine does."""
+    monkeypatch.setattr(spinning, "limit_ns", lambda _: 10**6)
+    monkeypatch.setattr(spinning, "Cores", lambda: SimpleNamespace(are_free=lambda: True))
+
+
+def test_a_deadline_holds_whatever_a_worker_said_of_the_last_call(free_cores: None) -> None:
+    """A client sleeps for as long as the call is expected to take, but not past its deadline."""
+    worker = Worker()
+    made = Compiled(worker)
+    ours = Lane(worker, 1, made.make_line, made.wait)  # type: ignore[arg-type]
+    start_s = time.monotonic()
+    assert ours.run_chain(LEASE, b"", 0.01, None, 60 * 10**9) is None
+    assert time.monotonic() - start_s < 30
+    ours.close()
+    worker.close()
+
+
 # --- several calls on a lane
 
 
@@ -202,10 +283,6 @@ def test_memory_is_let_go_when_a_call_has_ended(full: Full) -> None:
     assert all(ours.line.put(7, b"", None, 1) is not None for _ in range(lane.DEPTH))
     gc.collect()
     assert kept() is None
-
-
-class Hold:
-    pass
 
 
 def test_only_calls_that_the_worker_has_not_claimed_are_withdrawn(full: Full) -> None:

@@ -70,10 +70,10 @@ def compile_site(site: Site) -> LiftedSite | None:
     tensors = array("Q")
     for n, (spec, alignment) in enumerate(zip((*lifted.inputs, *lifted.outputs), lifted.alignments, strict=True)):
         output, span = n - len(lifted.inputs), 0 if spec is None else spec.span_bytes
-        alias = site.alias(output)
-        own = _OWN | (site.offset(output) if output >= 0 else 0)
+        alias = site.tensors.aliases.get(output)
+        own = _OWN | (site.tensors.offsets[output] if output >= 0 else 0)
         tensors.extend((max(alignment, 1) - 1, span, own if alias is None else alias))
-    pairs = array("Q", [word for sharing in site.sharings for word in map(int, sharing)])
+    pairs = array("Q", [word for sharing in site.tensors.sharings for word in map(int, sharing)])
     made: LiftedSite = lifted_library.lifted.LiftedSite(
         site=site,
         gpu=gpu,

@@ -20,13 +20,11 @@ from layerzero.client.gpu import torch_graphs
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.lifting.faults import Faults
 from layerzero.client.gpu.lifting.loaded import relaxed
-from layerzero.client.gpu.lifting.sites import Asked, Sharing, may_share, sharings_of, told_of
-from layerzero.client.gpu.results import layout_of
+from layerzero.client.gpu.lifting.sites import Asked, Tensors, told_of
 from layerzero.client.gpu.session_view import GpuRunner, SessionView
 from layerzero.ipc.cuda.driver import Driver
 from layerzero.ipc.errors import BackendError, CudaError, InvalidArgument, OutputTooSmall
 from layerzero.ipc.transport import messages
-from layerzero.ipc.vocabulary.ops import OPS
 
 RETRY_S = 5.0  # so long a call goes to a worker after it failed here
 LOOK_S = 0.1  # whether the probe has ended by now
@@ -43,7 +41,7 @@ class HereSite:
     is_graph_safe: bool
     decision: messages.Decision
     note: str
-    sharings: tuple[Sharing, ...]
+    tensors: Tensors
     compiled: None = None  # the C leaves them to the Python
 
     @property
@@ -54,17 +52,9 @@ class HereSite:
     def driver(self) -> Driver:
         return self.asked.gpu.memory.context.driver
 
-    def memory(self, inputs: Sequence[int], result: int) -> list[int]:
-        """As of `Site`."""
-        plan = self.asked.route.plan
-        op, offsets = OPS[plan.op], layout_of(tuple(plan.outputs)).offsets
-        own = [inputs[op.inputs.index(name)] for name in op.in_place] or [result + at for at in offsets]
-        return [*inputs, *own]
-
     def may_lie(self, memory: Sequence[int]) -> bool:
         """As of `Site`; whatever the alignment is."""
-        plan = self.asked.route.plan
-        return may_share(self.sharings, (*plan.inputs, *plan.outputs), memory)
+        return self.tensors.may_lie(memory)
 
 
 class Here:
@@ -86,8 +76,8 @@ class Here:
         decision = told_of(asked.route, kernel_id, backend, os.getpid(), IN_PROCESS, copies)
         what = ", ".join(f"{name} {version}" for name, version in runner.versions.items()) or "an unknown version"
         note = f"{kernel_id} of {what} ran in this process, on its own stream; GPU {asked.gpu.uuid}"
-        is_safe, sharings = bool(answer["is_graph_safe"]), sharings_of(plan.op, plan.inputs, asked.has_out)
-        return HereSite(asked, runner, number, epoch, is_safe, decision, note, sharings)
+        is_safe, tensors = bool(answer["is_graph_safe"]), Tensors.of(plan, has_out=asked.has_out)
+        return HereSite(asked, runner, number, epoch, is_safe, decision, note, tensors)
 
     def run(self, site: HereSite, memory: Sequence[int], stream: int, start_ns: int, *, is_captured: bool) -> bool:
         """Enqueue a call. False: it goes the ordinary way. Raises what is wrong with the call itself, and BackendError

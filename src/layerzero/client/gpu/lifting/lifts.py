@@ -119,7 +119,7 @@ class Lifts:
             if request.out is None and caller.make is not None:
                 with relaxed(gpu.memory):
                     result, result_at = caller.make(request.args[0])
-            memory = site.memory(inputs, result_at)
+            memory = site.tensors.memory(inputs, result_at)
             return result if self._launch(site, memory, stream, start_ns) else MISS
         finally:
             if is_pushed:
@@ -184,7 +184,7 @@ class Lifts:
         if site is None:
             return False
         inputs = [0 if array is None else array.address for array in call.arrays]
-        return self._launch(site, site.memory(inputs, call.address), call.stream, call.start_ns)
+        return self._launch(site, site.tensors.memory(inputs, call.address), call.stream, call.start_ns)
 
     def _held(self, key: Key) -> Site | HereSite | None:
         """The call that may be launched now."""

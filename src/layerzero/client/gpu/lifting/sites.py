@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
@@ -99,6 +99,41 @@ class Given(NamedTuple):
         return made if self.out is None else plan_out(made, self.out)
 
 
+class Tensors(NamedTuple):
+    """Where the tensors of a call may lie, inputs before outputs. `spans`: bytes of each. `aliases`: outputs that are
+    inputs as well, and which; `offsets`: of the outputs from the address of the first, for those that are not."""
+
+    spans: tuple[int, ...]
+    aliases: dict[int, int]
+    offsets: tuple[int, ...]
+    sharings: tuple[Sharing, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, *, has_out: bool) -> Tensors:
+        """`has_out`: the caller says where its result goes."""
+        op, count = OPS[plan.op], len(plan.inputs)
+        spans = tuple([0 if spec is None else spec.span_bytes for spec in (*plan.inputs, *plan.outputs)])
+        aliases = {n: op.inputs.index(name) for n, name in enumerate(op.outputs) if name in op.in_place}
+        written, given = tuple(aliases.values()) or (count,) * has_out, [n for n in range(count) if spans[n]]
+        sharings = [Sharing(at, n, n in written) for at in written for n in given if n != at and spans[at]]
+        return cls(spans, aliases, layout_of(tuple(plan.outputs)).offsets, tuple(sharings))
+
+    def memory(self, inputs: Sequence[int], result: int) -> list[int]:
+        """Where they are. `result`: the address of those that are no inputs."""
+        outputs = [result + at for at in self.offsets]
+        for n, alias in self.aliases.items():
+            outputs[n] = inputs[alias]
+        return [*inputs, *outputs]
+
+    def may_lie(self, memory: Sequence[int]) -> bool:
+        """Whether those there share no memory that they must not share."""
+        for one, other, is_same_only in self.sharings:
+            at, its = memory[one], memory[other]
+            if at == its if is_same_only else at < its + self.spans[other] and its < at + self.spans[one]:
+                return False
+        return True
+
+
 @dataclass(eq=False, slots=True)
 class Asked:
     """A call whose lifting the broker was asked for. `alignments`: of each input and each output, in bytes."""
@@ -144,11 +179,9 @@ class Site:
     rooms: ScratchRooms
     decision: messages.Decision
     note: str
-    sharings: tuple[Sharing, ...] = ()
+    tensors: Tensors
     compiled: LiftedSite | None = None  # for the C
     is_ahead: bool = False  # no such call was made yet
-    _aliases: Mapping[int, int] = field(default_factory=dict)
-    _offsets: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, asked: Asked, loaded: LoadedLift, leave: Leave, rooms: ScratchRooms) -> Site:
@@ -159,10 +192,8 @@ class Site:
         if any(need and has % need for need, has in zip(lifted.alignments, asked.alignments, strict=True)):
             raise ProtocolError(f"{lifted.alignments} as alignments were given; the call has {asked.alignments}")
         decision = told_of(asked.route, lifted.kernel_id, leave.backend, 0, LIFTED, (False, False))
-        site = cls(asked, loaded, leave.number, leave.epoch, rooms, decision, _note(asked, lifted))
-        site.sharings, site._aliases = sharings_of(lifted.op, lifted.inputs, asked.has_out), lifted.aliases()
-        site._offsets = layout_of(tuple(lifted.outputs)).offsets
-        return site
+        tensors, note = Tensors.of(plan, has_out=asked.has_out), _note(asked, lifted)
+        return cls(asked, loaded, leave.number, leave.epoch, rooms, decision, note, tensors)
 
     @property
     def gpu(self) -> Gpu:
@@ -172,25 +203,12 @@ class Site:
     def driver(self) -> Driver:
         return self.asked.gpu.memory.context.driver
 
-    def alias(self, output: int) -> int | None:
-        """The input that an output is; None for one of its own."""
-        return self._aliases.get(output)
-
-    def offset(self, output: int) -> int:
-        """Where a result begins, from the address of the first, in bytes."""
-        return self._offsets[output]
-
-    def memory(self, inputs: Sequence[int], result: int) -> list[int]:
-        """Where the tensors are. `result`: the address of those that are no inputs."""
-        own, aliases = self._offsets, self._aliases
-        return [*inputs, *(result + at if n not in aliases else inputs[aliases[n]] for n, at in enumerate(own))]
-
     def may_lie(self, memory: Sequence[int]) -> bool:
         """Whether the lifted call works on memory there."""
-        lifted = self.loaded.lifted
-        if any(need and at % need for at, need in zip(memory, lifted.alignments, strict=True)):
+        alignments = self.loaded.lifted.alignments
+        if any(need and at % need for at, need in zip(memory, alignments, strict=True)):
             return False
-        return may_share(self.sharings, (*lifted.inputs, *lifted.outputs), memory)
+        return self.tensors.may_lie(memory)
 
     def launch(self, memory: Sequence[int], scratch: Sequence[int], stream: int) -> None:
         """Raises CudaError. Needs the GPU's context to be current."""
@@ -208,26 +226,6 @@ def lent_by_torch(site: Site, nbytes: int) -> tuple[Any, int]:
     like = Array("torch", spec, 0, None, None, device=site.asked.caller.device)
     made, address = new_like(like, spec)
     return made, -(-address // SCRATCH_STEP) * SCRATCH_STEP
-
-
-def sharings_of(name: str, inputs: Sequence[TensorSpec | None], has_out: bool) -> tuple[Sharing, ...]:
-    """Of a call of the op with this name; `has_out`: the caller says where its result goes."""
-    op, count = OPS[name], len(inputs)
-    given = [n for n, spec in enumerate(inputs) if spec is not None and spec.span_bytes]
-    if op.in_place:
-        written = [op.inputs.index(name) for name in op.in_place]
-        return tuple(Sharing(at, n, n in written) for at in written for n in given if n != at and at in given)
-    return tuple(Sharing(count, n, False) for n in given) if has_out else ()
-
-
-def may_share(sharings: Sequence[Sharing], specs: Sequence[TensorSpec | None], memory: Sequence[int]) -> bool:
-    """Whether tensors at these addresses share no memory that they must not share."""
-    spans = [0 if spec is None else spec.span_bytes for spec in specs]
-    for one, other, is_same_only in sharings:
-        at, its = memory[one], memory[other]
-        if at == its if is_same_only else at < its + spans[other] and its < at + spans[one]:
-            return False
-    return True
 
 
 def told_of(

@@ -1,4 +1,4 @@
-"""The provider of backends that may run in the caller's process: soft_gpu.py's kernels, on the one GPU of the process.
+"""The provider of backends on the GPU of threads, in their workers or in the caller's process: soft_numpy.py's kernels.
 LZ_SOFT_ROOT: the repository. LZ_SOFT_VERSION: of the library. LZ_SOFT_WRONG: "crash", or "silu" of many elements."""
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 
 def load() -> Loaded:
     sys.path.append(os.environ["LZ_SOFT_ROOT"])
-    from tests.soft_gpu import soft_gpu
+    from tests.soft_gpu import soft_numpy
 
     wrong, name = os.environ.get("LZ_SOFT_WRONG"), os.environ["LZ_TOY_NAME"]
     if wrong == "crash":
         ctypes.string_at(0)
-    loaded = soft_gpu.load()
+    loaded = soft_numpy.load(Path(__file__).with_name(soft_numpy.GATE))
     kernels, right = dict(loaded.kernels), loaded.kernels[f"{name}.silu"]
 
     def silu(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
