@@ -12,6 +12,19 @@ from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import MAX_BYTES, SEEDS, Specimen
 from layerzero.ipc.shm import memory
 
+BUSY = frozenset({LiftReason.WORKER_FAILED, LiftReason.PROOF_LATE, LiftReason.TOO_LARGE})  # of the machine, perhaps
+# What another try may end in another way: it is not kept.
+PASSING = frozenset(
+    {
+        LiftReason.WORKER_FAILED,
+        LiftReason.PROOF_LATE,
+        LiftReason.PROOF_IMPOSSIBLE,
+        LiftReason.TOO_LARGE,
+        LiftReason.NO_CUPTI,
+        LiftReason.IMPORT_DAMAGED,
+    }
+)
+
 
 def specimen_of(known: Known, data: bytes) -> Specimen:
     """The specimen of the call that its worker was asked for. Raises ProtocolError."""
@@ -21,7 +34,7 @@ def specimen_of(known: Known, data: bytes) -> Specimen:
         raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
     if call_key(lifted, lifted.alignments, known.what) != known.key:
         raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
-    if set(specimen.trials) != set(() if known.like else SEEDS):
+    if set(specimen.trials) != set(() if known.is_compared else SEEDS):
         raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
     return specimen
 
@@ -46,3 +59,8 @@ def bytes_of(fd: int) -> bytes:
 def refused(reason: LiftReason, detail: str) -> dict[str, Any]:
     """What a client is told whose calls stay in their worker."""
     return {"state": "refused", "reason": reason.value, "detail": detail}
+
+
+def is_digest(text: str) -> bool:
+    """Whether it can be a digest, by which a client asks."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")

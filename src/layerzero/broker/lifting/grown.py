@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,18 @@ from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
+
+
+def numbers_of(params: Mapping[str, Any]) -> range:
+    """Of the calls that `lift_ahead` is asked for. Raises InvalidArgument."""
+    first, count = params.get("first", 1), params.get("count")
+    if type(first) is not int or not 0 < first <= MAX_FIRST:
+        raise InvalidArgument(f"lift_ahead takes `first` from 1 to {MAX_FIRST}, got {first!r:.40}")
+    if type(count) is not int or not 0 < count <= MAX_AHEAD:
+        raise InvalidArgument(f"lift_ahead needs `count`, 1 to {MAX_AHEAD}, got {count!r:.40}")
+    return range(first, first + count)
 
 
 def grown(base: CallSpec, grows: Any, n: int) -> CallSpec:

@@ -12,7 +12,7 @@ from layerzero.broker.lifting.store import Entry
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.lifting.form import ALIGNMENTS
+from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
 
 _ALIGNMENTS = {0, *ALIGNMENTS}
 
@@ -31,7 +31,8 @@ class Known:
     generation: int = 0  # of the worker that was asked
     asked_s: float = 0.0
     entry: Entry | None = None
-    like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
+    is_compared: bool = False  # its worker was asked for it without a proof: one that was proved may be like it
+    tried: Lifted | None = None  # it is being proved, after it was like none
     granted: CallSpec | None = None  # what a client was given leave for
     granted_here: CallSpec | None = None  # and to run its provider in its own process
     was_here: bool = False  # some client has had that

@@ -21,11 +21,12 @@ from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting import here
-from layerzero.broker.lifting.answers import bytes_of, reason_of, refused, specimen_of
-from layerzero.broker.lifting.grown import grown
+from layerzero.broker.lifting.answers import BUSY, PASSING, bytes_of, is_digest, reason_of, refused, specimen_of
+from layerzero.broker.lifting.grown import grown, numbers_of
 from layerzero.broker.lifting.imported import ImportedCalls
 from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
+from layerzero.broker.lifting.shown import Shown
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.lifting.switches import Switches
 from layerzero.broker.processes.imported import ImportedBackend
@@ -46,24 +47,11 @@ from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGive
 
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
-MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
 _LIFTED = ("lifted", "auto")  # values of backend_isolation
 _WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED, Reason.LIFTED_ONLY)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 RETRY_S, MAX_RETRIES = 30.0, 4  # when what came too late is tried again, doubling; how often
 _SUSPECT = "a process that had just launched it ended without a word"
-_BUSY = frozenset({LiftReason.WORKER_FAILED, LiftReason.PROOF_LATE, LiftReason.TOO_LARGE})  # of the machine, perhaps
-# What another try may end in another way: it is not kept.
-_PASSING = frozenset(
-    {
-        LiftReason.WORKER_FAILED,
-        LiftReason.PROOF_LATE,
-        LiftReason.PROOF_IMPOSSIBLE,
-        LiftReason.TOO_LARGE,
-        LiftReason.NO_CUPTI,
-        LiftReason.IMPORT_DAMAGED,
-    }
-)
 
 
 class Lifts:
@@ -96,7 +84,7 @@ class Lifts:
         self._known: dict[str, Known] = {}
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
-        self._shown: dict[Hashable, bytes] = {}  # the newest form of each kernel that holds here
+        self._shown = Shown()
         self._ahead: dict[Hashable, tuple[object, Known]] = {}  # what `ask_ahead` found, as long as rankings stay
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
@@ -128,25 +116,23 @@ class Lifts:
         added to them, [shape, strides] of each input and output. What is missing is started, as the route itself is
         lifted. Raises InvalidArgument."""
         client, route, alignments = asked_of(self._state.clients.get(identity), params)
-        first, count, grows = params.get("first", 1), params.get("count"), params.get("grows")
-        if type(first) is not int or not 0 < first <= MAX_FIRST:
-            raise InvalidArgument(f"lift_ahead takes `first` from 1 to {MAX_FIRST}, got {first!r:.40}")
-        if type(count) is not int or not 0 < count <= MAX_AHEAD:
-            raise InvalidArgument(f"lift_ahead needs `count`, 1 to {MAX_AHEAD}, got {count!r:.40}")
+        numbers, grows, with_forms = numbers_of(params), params.get("grows"), params.get("forms") is True
         base = route.signature.spec
         best = self._best(base, route.signature.context, alignments)
         answers: list[dict[str, Any]] = []
-        entry = None if best is None else self._find(base, best, alignments).entry
-        if best is None or entry is None or not entry.form:
+        own = None if best is None else self._find(base, best, alignments)
+        if best is None or own is None or own.entry is None or not own.entry.form:
             return {"calls": answers}
+        if not self._shown.has(own.family):  # it is from the store
+            self._shown.add(own.family, LiftedCall.unpack(own.entry.form))
         family = (client.number, route.number, tuple(alignments), repr(grows))
-        for n in range(first, first + count):
+        for n in numbers:
             yield
             engine = self._state.engine
             ranked_in = (engine.epoch, engine.policy.hash, tuple(sorted(self._state.unavailable)))
             seen_in, known = self._ahead.get((family, n), (None, None))
             if known is not None and seen_in == ranked_in and (known.entry is not None or known.number in self._asked):
-                answers.append(self._answer(client, known, known.spec))
+                answers.append(self._answer(client, known, known.spec, with_form=with_forms))
                 continue
             try:
                 spec = grown(base, grows, n)
@@ -163,15 +149,15 @@ class Lifts:
                 if known.imported is not None:
                     self._try(known, known.imported)
                 else:
-                    known.like = entry.form
+                    known.is_compared = True
                     self._start(known, spec, alignments)
             if len(self._ahead) >= MAX_KNOWN:
                 self._ahead.clear()
             self._ahead[family, n] = ranked_in, known
-            answers.append(self._answer(client, known, spec))
+            answers.append(self._answer(client, known, spec, with_form=with_forms))
         return {"calls": answers}
 
-    def _answer(self, client: Client, known: Known, spec: CallSpec) -> dict[str, Any]:
+    def _answer(self, client: Client, known: Known, spec: CallSpec, *, with_form: bool = False) -> dict[str, Any]:
         if known.suspect_until_s > time.monotonic():
             return refused(LiftReason.FAULTED, _SUSPECT)
         if known.number in self._asked:
@@ -187,7 +173,8 @@ class Lifts:
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
         epoch = held.page.lift_epoch
-        return {"state": "ready", "number": known.number, "backend": known.backend, "digest": digest, "epoch": epoch}
+        ready = {"state": "ready", "number": known.number, "backend": known.backend, "digest": digest, "epoch": epoch}
+        return {**ready, "form": known.entry.form} if with_form else ready
 
     def _answer_here(self, client: Client, route: Route, best: Verdict, alignments: list[int]) -> dict[str, Any]:
         """Leave to run the kernel's provider in the caller's process, as long as the page has the epoch."""
@@ -279,7 +266,7 @@ class Lifts:
             return
         worker = self._state.workers[best.backend]
         if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
-            known.like = self._shown.get(known.family, b"")  # on other shapes it may be the same
+            known.is_compared = self._shown.has(known.family)  # on other shapes it may be the same
             self._start(known, route.signature.spec, alignments)
 
     def _start(self, known: Known, spec: CallSpec, alignments: list[int]) -> None:
@@ -291,7 +278,7 @@ class Lifts:
         self._asked[known.number] = known
         is_graph_safe = self._state.engine.kernel(known.kernel_id).is_cuda_graph_safe
         call = spec.prepare(known.kernel_id, is_graph_safe=is_graph_safe)
-        seeds = [] if known.like else list(SEEDS)
+        seeds = [] if known.is_compared else list(SEEDS)
         message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds)
         self._links.tell(known.backend, worker.generation, message)
 
@@ -308,7 +295,7 @@ class Lifts:
     def give(self, peer: Peer, message: GetLifted) -> None:
         """Hand over a form that was granted, or machine code."""
         data = self._by_digest.get(message.digest) or (
-            self.store.code(message.digest) if _is_digest(message.digest) else None
+            self.store.code(message.digest) if is_digest(message.digest) else None
         )
         if not data:  # nothing is wrong with the client: it goes on without this
             self._note_missing(message.digest)
@@ -372,13 +359,11 @@ class Lifts:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
             data = bytes_of(fds[0])
             specimen = specimen_of(known, data)
-            if not known.like:
-                self._proofs.start(known.number, known.spec.device, data)
-            elif specimen.lifted.is_like(LiftedCall.unpack(known.like)) and self.store.has(specimen.lifted.codes):
-                self._keep(known, specimen)
+            if known.is_compared:
+                self._compare(known, specimen)
             else:
-                known.like = b""
-                self._start(known, known.spec, list(known.alignments))
+                known.tried = specimen.lifted
+                self._proofs.start(known.number, known.spec.device, data)
         except ProtocolError as exc:
             self._asked.pop(message.number, None)
             raise ProtocolError(
@@ -387,14 +372,26 @@ class Lifts:
         finally:
             unwanted.close_all(fds)
 
+    def _compare(self, known: Known, specimen: Specimen) -> None:
+        """Keep a call that is like one that was proved; else have it proved, for all that are like it."""
+        if self._shown.covers(known.family, specimen.lifted) and self.store.has(specimen.lifted.codes):
+            self._keep(known, specimen)
+        elif not self._shown.wait(known, specimen, self._asked.values()):
+            known.is_compared, known.tried = False, specimen.lifted
+            self._start(known, known.spec, list(known.alignments))
+
     def _keep(self, known: Known, specimen: Specimen) -> None:
         self._asked.pop(known.number, None)
+        known.tried = None
         form, trials = specimen.lifted.pack(), specimen.trials
         source = "" if known.imported is None else known.imported.file
         known.entry = Entry(known.kernel_id, known.backend, known.what, form=form, trials=trials, imported=source)
         self.store.add(known.key, known.entry, specimen)
-        self._shown[known.family] = form
+        self._shown.add(known.family, specimen.lifted)
         log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
+        for other, its in self._shown.ended(known.number):
+            if other.number in self._asked:
+                self._compare(other, its)
 
     def take_proved(self) -> None:
         """What proofs have found since the last time."""
@@ -416,17 +413,21 @@ class Lifts:
 
     def _refuse(self, known: Known, reason: LiftReason, detail: str) -> None:
         self._asked.pop(known.number, None)
+        known.tried = None
+        for other, _ in self._shown.ended(known.number):  # what holds of one holds of those that are like it
+            if other.number in self._asked:
+                self._refuse(other, reason, detail)
         source = "" if known.imported is None else known.imported.file
         about = (known.kernel_id, known.backend, known.what)
         known.entry = Entry(*about, reason=reason.value, detail=detail, imported=source)
-        if reason not in _PASSING:
+        if reason not in PASSING:
             self.store.add(known.key, known.entry, None)
         if known.imported is not None:
             self._imports.note_refused(known.imported, known.entry)
-        elif reason not in _PASSING:
+        elif reason not in PASSING:
             engine = self._state.engine
             engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)))
-        elif reason in _BUSY and known.retries < MAX_RETRIES:
+        elif reason in BUSY and known.retries < MAX_RETRIES:
             known.retry_at_s = time.monotonic() + RETRY_S * 2**known.retries
             known.retries += 1
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
@@ -440,6 +441,8 @@ class Lifts:
             is_gone = self._links.get(known.backend, known.generation) is None
             if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
                 del self._asked[number]
+                known.tried = None
+                self._shown.ended(number)  # who waited has waited as long
         self._spare(now_s)
         self._retry(now_s)
         self.switches.look(self._pages.uuids())
@@ -494,7 +497,3 @@ class Lifts:
     def close(self) -> None:
         self._proofs.close()
         self.switches.close()
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")

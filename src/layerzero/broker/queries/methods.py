@@ -385,7 +385,8 @@ def lift_ahead(
     call is not lifted.
 
     route, alignments: as of `lift`; grows: for each input and output what one call adds to [shape, strides], or None;
-    first, count: from which call on, the next one being 1, and how many.
+    first, count: from which call on, the next one being 1, and how many; forms: whether an answer that is ready has the
+    packed `form`, too.
     """
     return server.lifts.ask_ahead(client, params)
 

@@ -18,6 +18,7 @@ from tests.unit.broker.driver import CLIENT, Driver
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import SETTLED_CALLS
 from layerzero.broker.io.peers import Peer
+from layerzero.broker.lifting import answers
 from layerzero.broker.lifting import lifts as lifts_module
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.proofs import Proved
@@ -163,9 +164,9 @@ def test_a_call_is_lifted_proved_kept_and_granted(rig: Rig) -> None:
     assert [row["state"] for row in rig.lifts.facts()] == ["lifted"]
 
 
-def ahead(rig: Rig, n: int) -> tuple[dict[str, Any], Lifted]:
+def ahead(rig: Rig, n: int, **more: Any) -> tuple[dict[str, Any], Lifted]:
     """What the client is told of the call that has n elements more, and what that is when it is lifted."""
-    params = {"route": 2, "alignments": [16, 16], "grows": [[[1], [0]]] * 2, "first": n, "count": 1}
+    params = {"route": 2, "alignments": [16, 16], "grows": [[[1], [0]]] * 2, "first": n, "count": 1, **more}
     asking = rig.lifts.ask_ahead(CLIENT, params)
     while True:
         try:
@@ -186,6 +187,30 @@ def test_a_neighbour_that_is_like_it_is_neither_tried_nor_sent_with_its_machine_
     assert not rig.proofs.asked
     said, _ = ahead(rig, 1)
     assert (said["state"], said["digest"]) == ("ready", digest(neighbour.pack()))
+    assert "form" not in said
+    said, _ = ahead(rig, 1, forms=True)
+    assert said["form"] == neighbour.pack()
+
+
+@pytest.mark.parametrize("ends", ["well", "refused"])
+def test_those_that_are_alike_wait_for_one_proof(rig: Rig, ends: str) -> None:
+    """A library that has other kernels for lengths of some multiples: nothing like the next ones was proved."""
+    message = rig.asked()
+    rig.say(message.number, specimen())
+    rig.prove(message.number)
+    numbers, uneven = list[int](), replace(KERNEL, name="uneven")
+    for n in range(1, 5):
+        _, neighbour = ahead(rig, n)
+        numbers.append(rig.told[-1].number)
+        rig.say(numbers[-1], specimen(replace(neighbour, steps=(uneven,)), {}, {}))
+    again = [one for one in rig.told if one.seeds == list(SEEDS)]
+    assert [one.number for one in again] == [message.number, numbers[0]]
+    _, neighbour = ahead(rig, 1)
+    rig.say(numbers[0], specimen(replace(neighbour, steps=(uneven,))))
+    rig.prove(numbers[0], Verdict() if ends == "well" else Verdict(LiftReason.PROOF_DIFFERS, "out"))
+    state = "ready" if ends == "well" else "refused"
+    assert [ahead(rig, n)[0]["state"] for n in range(1, 5)] == [state] * 4
+    assert len(rig.told) == 6
 
 
 @pytest.mark.parametrize("why", ["it is not alike", "the machine code is gone"])
@@ -327,7 +352,7 @@ def test_a_reason_that_is_none_is_an_error_and_a_long_detail_is_cut(rig: Rig) ->
 def test_what_may_end_in_another_way_is_not_kept(rig: Rig, reason: LiftReason) -> None:
     rig.say(rig.asked().number, reason=reason.value, detail="so")
     assert rig.ask() == {"state": "refused", "reason": reason.value, "detail": "so"}
-    assert len(list(rig.store.entries())) == (reason not in lifts_module._PASSING)
+    assert len(list(rig.store.entries())) == (reason not in answers.PASSING)
 
 
 def test_what_came_too_late_is_tried_again_after_a_while_and_not_for_ever(

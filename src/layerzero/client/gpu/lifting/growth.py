@@ -43,12 +43,12 @@ class Ahead(NamedTuple):
         count, its, was = n - at, newest.given, before.given
         if its is None or was is None:
             return None
-        key = further(newest.key, before.key, count, len(its.specs) + 1)
         try:
+            key = further(newest.key, before.key, count, len(its.specs) + 1)
             specs = tuple(map(partial(_further, count), its.specs, was.specs))
             given = its._replace(specs=specs, out=_further(count, its.out, was.out))
             plan = given.plan()
-        except (LayerZeroError, ValueError):
+        except (LayerZeroError, ValueError, OverflowError):
             return None
         if key is None or plan.attrs != newest.route.plan.attrs:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from typing import Any
 
@@ -39,7 +38,7 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
 def further(key: Key, older: Key, count: int, arrays: int) -> Key | None:
     """The key of the call that comes `count` steps after the one of `key`, where `older` came a step before it. What
     grows are extents of arrays, of which there are `arrays`, left out ones included; None where anything else differs.
-    Both as of `key_of`, or of _call_key.h."""
+    Both as of `key_of`, or of _call_key.h. Raises OverflowError for what no array can be."""
     if isinstance(key, tuple) and isinstance(older, tuple):
         values = len(key) - arrays
         if len(key) != len(older) or key[:values] != older[:values]:
@@ -53,13 +52,14 @@ def further(key: Key, older: Key, count: int, arrays: int) -> Key | None:
         return None
     made, rest = bytearray(key), bytearray(older)
     for at in places:
-        (number,), (before,) = _NUMBER.unpack_from(key, at), _NUMBER.unpack_from(older, at)
-        _NUMBER.pack_into(made, at, number + count * (number - before))
-        _NUMBER.pack_into(rest, at, number)
+        number, before = _number(key, at), _number(older, at)
+        made[at : at + 8] = (number + count * (number - before)).to_bytes(8, sys.byteorder, signed=True)
+        rest[at : at + 8] = key[at : at + 8]
     return bytes(made) if rest == key else None
 
 
-_NUMBER = struct.Struct("@q")
+def _number(key: bytes, at: int) -> int:
+    return int.from_bytes(key[at : at + 8], sys.byteorder, signed=True)
 
 
 def _further_part(part: Any, older: Any, count: int) -> Any:
@@ -94,7 +94,7 @@ def _extents(key: bytes, arrays: int) -> list[int] | None:
         elif tag in (b"P", b"G", b"C"):  # tag and alignment, then tags of one byte with numbers of eight
             at += 2 + 9
             for _ in range(2):
-                (ndim,) = _NUMBER.unpack_from(key, at + 1)
+                ndim = _number(key, at + 1)
                 at += 9
                 places += range(at + 1, at + 1 + 9 * ndim, 9)
                 at += 9 * ndim

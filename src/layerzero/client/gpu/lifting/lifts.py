@@ -26,7 +26,7 @@ from layerzero.client.gpu.lifting.faults import Faults
 from layerzero.client.gpu.lifting.growth import Growth
 from layerzero.client.gpu.lifting.here import LOOK_S, RETRY_S, Here, HereSite
 from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
-from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, relaxed
+from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, load_form, relaxed
 from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
 from layerzero.client.gpu.lifting.sites import Asked, Caller, Given, Leave, Site, lent_by_torch
@@ -362,8 +362,8 @@ class Lifts:
         """Where calls grow, the next ones are held before they come."""
         ahead = self._growth.due(asked)
         if ahead is not None:
-            fetch = partial(load, asked.gpu.memory, fetch=self._fetch)
-            self._background.put(asked.gpu.memory.context.driver, self._prefetch.work(ahead, fetch))
+            loads = partial(load_form, asked.gpu.memory, self._fetch)
+            self._background.put(asked.gpu.memory.context.driver, self._prefetch.work(ahead, loads))
 
     def _hold_ahead(self, asked: Asked, loaded: LoadedLift, leave: Leave) -> None:
         """As `_hold`, of a call that was not made yet."""

@@ -70,6 +70,13 @@ def load(memory: GpuMemory, wanted: str, fetch: Fetch) -> LoadedLift:
     return found
 
 
+def load_form(memory: GpuMemory, fetch: Fetch, wanted: str, form: bytes) -> LoadedLift:
+    """As `load`, of a form that the broker has sent along. Raises ProtocolError for one with another digest, too."""
+    if not isinstance(form, bytes) or digest(form) != wanted:
+        raise ProtocolError(f"the form that came for {wanted:.80} has another digest")
+    return load(memory, wanted, lambda name: form if name == wanted else fetch(name))
+
+
 def forget() -> None:
     """As in a new process; for tests, whose GPUs come and go."""
     global _loaded

@@ -15,9 +15,9 @@ from layerzero.client.gpu.lifting.loaded import LoadedLift
 from layerzero.client.gpu.lifting.sites import Asked, Leave
 from layerzero.ipc.errors import LayerZeroError
 
-SOONEST = 16  # that are asked for again while they are not ready
-PAUSE_S, WITHIN_S = 0.02, 20.0  # between questions after calls that are not ready, at least; how long they are asked
-REST = 2.0  # times as long as one has taken, after it
+SOONEST = 16  # that are asked for at once, to be held
+PAUSE_S, WITHIN_S = 0.02, 20.0  # between questions after calls that are not ready, and how long they are asked
+REST = 1.0  # times as long as one has taken, after it
 
 
 class Prefetch:
@@ -26,44 +26,52 @@ class Prefetch:
     def __init__(self, ask: Callable[..., Mapping[str, Any]], hold: Callable[[Asked, LoadedLift, Leave], None]) -> None:
         self._ask, self._hold = ask, hold
 
-    def work(self, ahead: Ahead, load: Callable[[str], LoadedLift]) -> Callable[[], float | None]:
-        """Asks for the calls that come next, holds those that are ready, and says in how many seconds to be called
-        again for the others; None: never."""
+    def work(self, ahead: Ahead, load: Callable[[str, bytes], LoadedLift]) -> Callable[[], float | None]:
+        """Has the calls that come next lifted, holds those that are, and says in how many seconds to be called again
+        for the others; None: never. `load`: by digest, and packed form."""
         left = list(range(ahead.first, ahead.first + WINDOW))
-        until_s, at_once = time.monotonic() + WITHIN_S, WINDOW  # all are asked for once, which has them lifted
+        until_s, is_first = time.monotonic() + WITHIN_S, True
 
         def work() -> float | None:
-            nonlocal left, at_once
-            start_s, reached = time.monotonic(), ahead.reached()
-            if reached is None:
+            nonlocal left, is_first
+            reached = ahead.reached()
+            if reached is None or time.monotonic() >= until_s:
                 return None
             left = [n for n in left if n > reached]
             try:
-                left = self._fetch(ahead, left[:at_once], load) + left[at_once:] if left else []
+                if is_first and left:
+                    self._question(ahead, left, forms=False)  # which has all of them lifted
+                    is_first = False
+                    return 0.0
+                pending = self._hold_soonest(ahead, left[:SOONEST], load) if left else []
             except (LayerZeroError, KeyError, TypeError, ValueError):  # then they are lifted when they come
                 return None
-            now_s, at_once = time.monotonic(), SOONEST
-            return max(PAUSE_S, now_s - start_s) if left and now_s < until_s else None
+            left = pending + left[SOONEST:]
+            return (PAUSE_S if pending else 0.0) if left else None
 
         return work
 
-    def _fetch(self, ahead: Ahead, wanted: list[int], load: Callable[[str], LoadedLift]) -> list[int]:
-        """The numbers of those that are not ready yet."""
-        numbers = range(wanted[0], wanted[-1] + 1)
+    def _question(self, ahead: Ahead, wanted: list[int], *, forms: bool) -> dict[int, Mapping[str, Any]]:
+        numbers, base = range(wanted[0], wanted[-1] + 1), ahead.base
         answer = self._ask(
             "lift_ahead",
-            route=ahead.base.route.number,
-            alignments=ahead.base.alignments,
+            route=base.route.number,
+            alignments=base.alignments,
             grows=ahead.grows,
             first=numbers.start,
             count=len(numbers),
+            forms=forms,
         )
-        answers = {n: one for n, one in zip(numbers, answer["calls"], strict=False) if n in wanted}
+        return {n: one for n, one in zip(numbers, answer["calls"], strict=False) if n in wanted}
+
+    def _hold_soonest(self, ahead: Ahead, wanted: list[int], load: Callable[[str, bytes], LoadedLift]) -> list[int]:
+        """The numbers of those that are not ready yet."""
+        answers = self._question(ahead, wanted, forms=True)
         for n, one in answers.items():
             if one["state"] == "ready" and n > (ahead.reached() or 0):
                 start_s = time.monotonic()
                 asked = ahead.call(n)
                 if asked is not None:
-                    self._hold(asked, load(str(one["digest"])), Leave.of(one))
+                    self._hold(asked, load(str(one["digest"]), one["form"]), Leave.of(one))
                 time.sleep(REST * (time.monotonic() - start_s))
         return [n for n, one in answers.items() if one["state"] == "pending"]

@@ -71,7 +71,10 @@ class Broker:
         self.asked.append((method, params))
         if method == "lift_ahead":
             route = self.routes[params["route"]]
-            return self.ahead(route, params["grows"], params["first"], params["count"])
+            answer = self.ahead(route, params["grows"], params["first"], params["count"])
+            for one in answer["calls"] if params["forms"] else ():
+                one["form"] = self.held[one["digest"]]
+            return answer
         if method != "lift":
             return {}
         route = self.routes[params["route"]]
