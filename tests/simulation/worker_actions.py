@@ -185,6 +185,12 @@ class WorkerActions:
         process.lent.discard(arena)
         process.tell("unmap", arena)
 
+    def _tell_client_left(self, action: act.TellClientLeft) -> None:
+        process = self.processes[action.backend, action.generation]
+        self.require(not process.is_confirmed_dead, "a dead worker is told of a client's end")
+        open_calls = [d for d in process.held if d.call.client.number == action.client]
+        self.require(not open_calls, "a worker is told that a client has left while it has a call of it")
+
     def _lend_gpu(self, action: act.GrantGpu) -> None:
         process = self.processes[action.backend, action.generation]
         self.require(not process.is_confirmed_dead, "a GPU is lent to a dead worker")

@@ -159,6 +159,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             self.limits,
             random.Random(seed + 1),
         )
+        self.state.closing.grants.keeping = frozenset({"silu"})  # as users' functions
         self._observe()
 
     def _observe(self) -> None:
@@ -368,6 +369,7 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.SendDrop: World._drop,
     act.GrantArena: World._lend,
     act.TakeBackArena: World._take_back,
+    act.TellClientLeft: World._tell_client_left,
     act.CloseArena: World._close_arena,
     act.GrantGpu: World._lend_gpu,
     act.TakeBackGpu: World._take_back_gpu,

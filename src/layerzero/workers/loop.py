@@ -55,6 +55,7 @@ HWM = 4096
 _CONTROL = (
     messages.MapArena,
     messages.UnmapArena,
+    messages.ClientLeft,
     messages.MapLane,
     messages.UnmapLane,
     messages.Wake,  # nothing to do: the worker is awake
@@ -400,7 +401,9 @@ class _Loop:
             self._block(prepared, client, spec, ref, writable=True)
             for spec, ref in zip(call.outputs, refs[len(call.inputs) :], strict=True)
         ]
-        return prepared.bind(call, inputs, outputs)
+        per_client = self._loaded.per_client
+        bind = prepared.bind if per_client is None else per_client.bind_of(client)
+        return bind(call, inputs, outputs)
 
     def _block(self, prepared: _Prepared, client: int, spec: TensorSpec, ref: wire.Ref, *, writable: bool) -> Block:
         if ref.arena == NO_ARENA:
@@ -446,6 +449,9 @@ class _Loop:
             self._arenas[message.client, message.arena] = map_arena(fds[0], message.nbytes)
         elif isinstance(message, messages.UnmapArena):
             self._unmap_arena(message.client, message.arena)
+        elif isinstance(message, messages.ClientLeft):
+            if self._loaded.per_client is not None:
+                self._loaded.per_client.forget(message.client)
         elif isinstance(message, messages.MapGpu):
             self._gpu_serving().gpus.map_gpu(message, fds)
         elif isinstance(message, messages.UnmapGpu):

@@ -82,6 +82,16 @@ Bind = Callable[[Call, Sequence["Block | None"], Sequence[Block]], Bound]
 times. It may view the blocks' memory but must not read it yet."""
 
 
+class PerClient(Protocol):
+    """Kernels that keep something for their clients between calls."""
+
+    def bind_of(self, client: int) -> Bind:
+        """For the calls of one client, by its number, which is never given to another one."""
+
+    def forget(self, client: int) -> None:
+        """It has left: no call of it will come."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What `load()` returns: versions of the libraries at work, and a Bind per kernel id of the descriptor.
@@ -95,6 +105,7 @@ class Loaded:
     versions: Mapping[str, str]
     kernels: Mapping[str, Bind]
     on_stream: Callable[[int], AbstractContextManager[None]] | None = None
+    per_client: PerClient | None = None  # binds in place of `kernels`
 
 
 class Provider(Protocol):

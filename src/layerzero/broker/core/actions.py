@@ -76,6 +76,15 @@ class TakeBackArena:
 
 
 @record
+class TellClientLeft:
+    """A worker may let go of what it has kept for a client between calls."""
+
+    backend: str
+    generation: int
+    client: int
+
+
+@record
 class CloseArena:
     """Nobody uses it any more: the broker closes its descriptor."""
 
@@ -279,6 +288,7 @@ Action = (
     | SendDrop
     | GrantArena
     | TakeBackArena
+    | TellClientLeft
     | CloseArena
     | GrantGpu
     | TakeBackGpu

@@ -8,12 +8,14 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
+from layerzero.ipc.vocabulary.ops import FUNCTION
 
 
 @dataclass(eq=False, kw_only=True)
 class Grants:
     lifecycle: WorkerLifecycle
     effects: Effects
+    keeping: frozenset[str] = frozenset({FUNCTION})  # ops whose workers keep something between calls
 
     def lend(self, worker: Worker, call: Call) -> None:
         """All that the call is about."""
@@ -25,6 +27,8 @@ class Grants:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
+                if call.route.signature.spec.op in self.keeping:
+                    worker.clients.add(number)
                 self.effects.emit(act.GrantArena(worker.backend, worker.generation, number, arena))
 
     def close_arena(self, client: Client, arena: int) -> None:
@@ -38,6 +42,13 @@ class Grants:
                 worker.arenas.discard(key)
                 self.effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
         self.effects.emit(act.CloseArena(*key))
+
+    def tell_left(self, client: Client) -> None:
+        """No call of it is open any more: workers of functions let go of what they keep for it."""
+        for worker in self.lifecycle.workers.values():
+            if client.number in worker.clients:
+                worker.clients.discard(client.number)
+                self.effects.emit(act.TellClientLeft(worker.backend, worker.generation, client.number))
 
     def take_back_arenas(self, client: Client, worker: Worker) -> None:
         for key in sorted(key for key in worker.arenas if key[0] == client.number):

@@ -261,6 +261,7 @@ class Worker:
     answered: int = 0
     failed: int = 0
     arenas: set[tuple[int, int]] = field(default_factory=set)
+    clients: set[int] = field(default_factory=set)  # numbers of those whose functions it has run
     plans: set[int] = field(default_factory=set)
     slot: int = 0  # of this start, on offers of GPU memory; 0 for a backend of the CPU
     gpus: set[tuple[int, str]] = field(default_factory=set)  # clients' GPUs that it was told of

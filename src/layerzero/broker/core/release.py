@@ -150,6 +150,7 @@ class Release:
         if client.has_left and client.open_calls == client.enqueued == 0 and not self.has_rings(client):
             for arena in list(client.arenas):
                 self.grants.close_arena(client, arena)
+            self.grants.tell_left(client)
             for gpu in list(client.gpus):
                 self.points.forget(client, gpu)
                 self.grants.close_gpu(client, gpu)

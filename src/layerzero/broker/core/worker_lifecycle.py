@@ -234,6 +234,7 @@ class WorkerLifecycle:
         self.by_identity.pop(worker.identity, None)
         worker.identity = b""
         worker.arenas.clear()
+        worker.clients.clear()
         worker.plans.clear()
         worker.gpus.clear()
         worker.no_transport.clear()

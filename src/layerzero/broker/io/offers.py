@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
@@ -164,6 +165,19 @@ class Offers:
 
     # --- what workers are lent -------------------------------------------------------------------------
 
+    def performs(self) -> dict[type, Callable[[Any], None]]:
+        """The actions that are for this."""
+        return {
+            act.GrantArena: self.grant_arena,
+            act.TakeBackArena: self.take_back_arena,
+            act.TellClientLeft: self.tell_client_left,
+            act.CloseArena: self.close_arena,
+            act.GrantGpu: self.grant_gpu,
+            act.TakeBackGpu: self.take_back_gpu,
+            act.GrantLane: self.grant_lane,
+            act.TakeBackLane: self.take_back_lane,
+        }
+
     def grant_arena(self, action: act.GrantArena) -> None:
         arena = self._arenas[action.client, action.arena]
         fds: tuple[int, ...] = () if arena.fd is None else (arena.fd,)
@@ -177,6 +191,9 @@ class Offers:
     def take_back_arena(self, action: act.TakeBackArena) -> None:
         message = messages.UnmapArena(client=action.client, arena=action.arena)
         self._links.tell(action.backend, action.generation, message)
+
+    def tell_client_left(self, action: act.TellClientLeft) -> None:
+        self._links.tell(action.backend, action.generation, messages.ClientLeft(client=action.client))
 
     def close_arena(self, action: act.CloseArena) -> None:
         self._close_arena(action.client, action.arena)

@@ -130,6 +130,15 @@ class UnmapArena(Message):
 
 
 @named_record
+class ClientLeft(Message):
+    """broker -> worker that has served users' functions to this client: no call of it is open, and none will come. Not
+    answered."""
+
+    kind: ClassVar[str] = "client_left"
+    client: int
+
+
+@named_record
 class AddGpu(Message):
     """client -> broker, with the order page (ipc/shm/timeline_page.py) of its calls on a GPU, and the descriptor of
     the offered memory if its transport has one. Again, with the next transport, when no worker could use the last.

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
@@ -17,7 +18,7 @@ from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.output import Output
-from layerzero.workers.provider import Block, Bound, Call
+from layerzero.workers.provider import Bind, Block, Bound, Call
 
 MAX_KEPT = 1024
 KEPT_S = 600.0
@@ -38,34 +39,42 @@ class Arrays(Protocol):
 
 
 class Functions:
-    """The kernel `function`."""
+    """The kernel `function`. What is kept for a client goes with it, and no other client can have it."""
 
     def __init__(self, arrays: Arrays, name: str) -> None:
         self._arrays, self._name = arrays, name
         self._modules, self._output = Modules(), Output()
-        self._kept: OrderedDict[int, tuple[float, Frame]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._tokens = 0
         self._code: tuple[list[Any], Code] | None = None  # of the last call
 
-    def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        """As provider.Bind."""
+    def bind_of(self, client: int) -> Bind:
+        """As provider.PerClient."""
+        return partial(self._bind, client)
+
+    def forget(self, client: int) -> None:
+        """As provider.PerClient."""
+        for key in [key for key in self._kept if key[0] == client]:
+            del self._kept[key]
+
+    def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
         frame, lent, answer = memories[0], memories[1:], outputs[0].host[: outputs[0].spec.span_bytes]
         assert frame is not None
 
         def bound() -> dict[str, list[int]]:
-            made = self._fit(self._serve(frame, lent), len(answer))
+            made = self._fit(client, self._serve(client, frame, lent), len(answer))
             made.write(answer)
             return {"sizes": [made.nbytes]}
 
         return bound
 
-    def _fit(self, made: Frame, room: int) -> Frame:
+    def _fit(self, client: int, made: Frame, room: int) -> Frame:
         if made.nbytes <= room:
             return made
         now_s = time.monotonic()
         self._tokens += 1
-        self._kept[self._tokens] = (now_s, made)
+        self._kept[client, self._tokens] = (now_s, made)
         while len(self._kept) > MAX_KEPT or next(iter(self._kept.values()))[0] < now_s - KEPT_S:
             self._kept.popitem(last=False)
         notice = Frame([frames.KEPT, self._tokens, made.nbytes])
@@ -73,14 +82,14 @@ class Functions:
             raise InvalidArgument(f"an answer has room for {room} bytes; allowed: at least {notice.nbytes}")
         return notice
 
-    def _serve(self, frame: memoryview, lent: list[memoryview | None]) -> Frame:
+    def _serve(self, client: int, frame: memoryview, lent: list[memoryview | None]) -> Frame:
         try:
             head, payload = frames.read(frame)
             match head:
                 case [frames.PING]:
                     return frames.pong()
                 case [frames.FETCH, int(token)]:
-                    return self._fetch(token)
+                    return self._fetch(client, token)
                 case [frames.LOAD, code]:
                     return self._load(Code.from_tree(code))
                 case [frames.CALL, code, args, kwargs, int(level)]:
@@ -116,8 +125,8 @@ class Functions:
         kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
         return Frame([frames.RAISED, kind, message[:MAX_TEXT], text, self._output.take()])
 
-    def _fetch(self, token: int) -> Frame:
-        kept = self._kept.pop(token, None)
+    def _fetch(self, client: int, token: int) -> Frame:
+        kept = self._kept.pop((client, token), None)
         if kept is None:
             raise ProtocolError(f"no answer {token} is kept: it was fetched, or {KEPT_S:g} s are over")
         return kept[1]

@@ -19,6 +19,7 @@ from layerzero.workers.functions import stand_in
 from layerzero.workers.functions.serving import Functions
 from layerzero.workers.provider import Loaded
 
+PROBE = 0  # as a client: brokers number theirs from 1 on
 BACKEND = "LAYERZERO_FUNCTIONS"  # the name of this environment, in its manifest
 
 
@@ -32,7 +33,8 @@ def load() -> Loaded:
         versions.setdefault(str(dist.metadata["Name"]).lower(), dist.version)
         if len(versions) >= 64:
             break
-    return Loaded(versions=versions, kernels={f"{name}.call": Functions(_Arrays(), name).bind})
+    served = Functions(_Arrays(), name)
+    return Loaded(versions=versions, kernels={f"{name}.call": served.bind_of(PROBE)}, per_client=served)
 
 
 class _Arrays:

@@ -14,6 +14,7 @@ from layerzero.ipc.transport import wire
 
 OTHER = b"C2"
 MEMORY = (act.GrantArena, act.TakeBackArena, act.CloseArena)
+LEFT = (act.TellClientLeft,)
 GPUS = (act.GrantGpu, act.TakeBackGpu, act.CloseGpu)
 
 
@@ -128,6 +129,26 @@ def test_arenas_that_a_worker_does_not_need_are_taken_back_from_it_alone() -> No
         act.CloseArena(1, 1),
     ]
     assert of(driver.call(2, identity=OTHER), MEMORY) == []
+
+
+def test_a_worker_that_keeps_something_for_clients_is_told_of_their_ends() -> None:
+    """After the last call, once, and of those alone that it has served in this start."""
+    driver = Driver("alpha")
+    driver.state.closing.grants.keeping = frozenset({"silu"})
+    driver.join(OTHER, 2)
+    run = driver.serve(1)
+    assert of(driver(ev.ClientLeft(CLIENT)), LEFT) == []
+    assert of(driver.ran(run), LEFT) == [act.TellClientLeft("alpha", 1, 1)]
+    assert of(driver(ev.ClientLeft(OTHER)), LEFT) == []
+
+
+def test_a_worker_is_told_of_a_client_whose_memory_it_has_lost_before() -> None:
+    """What it keeps does not lie there."""
+    driver = Driver("alpha")
+    driver.state.closing.grants.keeping = frozenset({"silu"})
+    driver.ran(driver.serve(1))
+    assert of(driver(ev.RouteForgotten(CLIENT, 1)), MEMORY) == [act.TakeBackArena("alpha", 1, 1, 1)]
+    assert of(driver(ev.ClientLeft(CLIENT)), LEFT) == [act.TellClientLeft("alpha", 1, 1)]
 
 
 # --- GPUs ----------------------------------------------------------------------------------------------------

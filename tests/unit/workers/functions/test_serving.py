@@ -1,0 +1,59 @@
+"""workers/functions/serving.py: what a worker keeps between calls, and for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from layerzero.ipc.functions import frames, values
+from layerzero.ipc.functions.frames import Code, Frame
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions import serving
+from layerzero.workers.functions.serving import Functions
+from layerzero.workers.provider import Block, Call
+
+CODE = Code("shop", "total", "/srv/shop.py", "0" * 64, "/srv", is_main=False).to_tree()
+LONG = "x" * 5000
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Functions:
+    """Its function returns a text that the first answer has no room for."""
+    output = mock.Mock(take=list)
+    monkeypatch.setattr(serving, "Output", lambda: output)
+    monkeypatch.setattr(serving, "Modules", lambda: mock.Mock(function=lambda _: lambda: LONG))
+    return Functions(mock.Mock(put=lambda *_: None), "plain")
+
+
+def send(served: Functions, client: int, head: list[Any], room: int = 512) -> list[Any]:
+    """The head of the answer."""
+    made, answer = bytes(Frame(head)), memoryview(bytearray(room))
+    call = Call("function", "plain.call", (), ())
+    blocks = [Block(part, TensorSpec.contiguous("uint8", (len(part),))) for part in (memoryview(made), answer)]
+    served.bind_of(client)(call, blocks[:1], blocks[1:])()
+    return frames.read(answer)[0]
+
+
+def call_of(served: Functions, client: int) -> int:
+    """The token of an answer that is kept for the client."""
+    told = send(served, client, [frames.CALL, CODE, [values.LIST], [values.DICT], 30])
+    assert told[0] == frames.KEPT
+    return int(told[1])
+
+
+def test_an_answer_that_is_kept_is_for_its_client_alone(served: Functions) -> None:
+    """Tokens are small numbers, which any other could guess."""
+    token = call_of(served, 1)
+    assert send(served, 2, [frames.FETCH, token])[0] == frames.REFUSED
+    assert send(served, 1, [frames.FETCH, token], 8192)[:2] == [frames.RETURNED, LONG]
+    assert send(served, 1, [frames.FETCH, token])[0] == frames.REFUSED
+
+
+def test_what_is_kept_for_a_client_goes_with_it(served: Functions) -> None:
+    """And nothing that is another one's."""
+    gone, kept = call_of(served, 1), call_of(served, 2)
+    served.forget(1)
+    assert send(served, 1, [frames.FETCH, gone])[0] == frames.REFUSED
+    assert send(served, 2, [frames.FETCH, kept], 8192)[0] == frames.RETURNED
