@@ -349,10 +349,9 @@ class Lifts:
 
     def _site(self, asked: Asked, loaded: LoadedLift, leave: Leave, *, is_ahead: bool = False) -> Site:
         with self._lock:
-            rooms = self._rooms.get(asked.gpu.uuid)
-            if rooms is None:
-                rooms = self._rooms[asked.gpu.uuid] = ScratchRooms(asked.gpu.memory)
-        site = Site.of(asked, loaded, leave, rooms)
+            if asked.gpu.uuid not in self._rooms:
+                self._rooms[asked.gpu.uuid] = ScratchRooms(asked.gpu.memory)
+        site = Site.of(asked, loaded, leave, self._rooms[asked.gpu.uuid])
         site.is_ahead = is_ahead
         if self._compiled is not None:
             site.compiled = compile_site(site)
@@ -376,8 +375,9 @@ class Lifts:
 
     def arrive(self, site: Site) -> None:
         """The first call of those that are launched at this site, which was held ahead, has been made."""
-        if site.is_ahead:
-            site.is_ahead = False
+        with self._lock:
+            is_first, site.is_ahead = site.is_ahead, False
+        if is_first:
             self._growth.note(site.asked)
             self._look_ahead(site.asked)
 
@@ -434,7 +434,8 @@ class Lifts:
             raise self._failure(site, failed, is_captured=is_captured) from failed
         del lent  # its allocator has it back, for what the stream does later
         self._session.last.record = site.record(start_ns, time.perf_counter_ns())
-        self.arrive(site)
+        if site.is_ahead:
+            self.arrive(site)
         return True
 
     def _note(self, site: Site | HereSite, stream: int, *, is_captured: bool) -> bool:
