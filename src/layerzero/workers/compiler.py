@@ -2,7 +2,7 @@
 stdin describes, by running it once on made-up inputs.
 
 What is compiled goes to the caches that the environment's variables name. Exit code 0 when the kernel has run; else the
-library's words are on stderr. At the lowest priority, and ends with its parent.
+library's words are on stderr. At a low priority, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from layerzero.workers import boot
 from layerzero.workers.certify.memory import Bench, bench_for, room_for
 from layerzero.workers.provider import Block, Call
 
-NICE = 19
+NICE = 10
 
 
 def main(argv: Sequence[str]) -> int:
