@@ -114,3 +114,16 @@ def test_the_fast_path_of_rings_has_addresses_in_its_keys() -> None:
     assert made.key(request_of(one)) == made.key(request_of(one.view(8)))
     assert made.key(request_of(one)) != made.key(request_of(other))
     assert made.key(request_of(one)) != made.key(request_of(one[:4]))
+
+
+def test_keys_of_tensors_that_grow_follow_from_the_last_two(key: Any) -> None:
+    """As a decoder's: views of a cache of a fixed size, and tensors that are made anew, whose strides grow, too."""
+    room = aligned(4096)
+
+    def call(n: int) -> Any:
+        cache = room[:2048].view(2, 64, 16)
+        return key(cache[:, :n], aligned(2 * n * 16).view(2, n, 16), room[:16])
+
+    for count in (0, 1, 7, 40):
+        assert keys.further(call(11), call(10), count, 4) == call(11 + count)
+    assert keys.further(call(11), key(room[:16], room[:32], room[:16]), 1, 4) is None

@@ -16,7 +16,7 @@ from tests.unit.client.gpu.lifting.rig import ORDINARY, Rig
 
 from layerzero.client.connection import call
 from layerzero.client.gpu import memory
-from layerzero.client.gpu.lifting import lifted_library, lifts, loaded
+from layerzero.client.gpu.lifting import lifted_library, loaded, sites
 from layerzero.ipc.cuda import driver as cuda
 
 torch = pytest.importorskip("torch")
@@ -42,7 +42,7 @@ class Torch:
         fakes = {"_cuda_getCurrentRawStream": lambda device: self.stream, "_cuda_getDevice": lambda: 0}
         for name, fake in {**fakes, "_dynamo": SimpleNamespace(guards=guards)}.items():
             monkeypatch.setattr(torch._C, name, fake, raising=False)
-        monkeypatch.setattr(lifts, "new_like", self.new_like)
+        monkeypatch.setattr(sites, "new_like", self.new_like)
         monkeypatch.setattr(rigs, "result_like", lambda like, out, specs: self.new_like(like, specs[0]))
         monkeypatch.setattr(rigs, "describe_all", self.describe_all)
 
