@@ -45,6 +45,10 @@ class Base:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.add(10)
 
+    def hang(self) -> None:
+        while True:
+            signal.pause()
+
     def itself(self) -> Any:
         return self
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.process import forks
 from tests.process import isolated_objects as objects
-from tests.process.harness import Site, wait_ended, wait_until
+from tests.process.harness import Site, in_threads, wait_ended, wait_until
 
 import layerzero as lz
 from layerzero.functions.calling import MIN_ROOM, Exchange
@@ -178,10 +178,14 @@ def test_a_program_has_so_many_and_no_more() -> None:
     wait_until(lambda: objects.live() == 0)
 
 
-@pytest.mark.parametrize("how", ["killed", "connected anew"])
+@pytest.mark.parametrize("how", ["killed", "deadline", "connected anew"])
 def test_one_that_is_lost_between_calls_is_an_error(site: Site, how: str) -> None:
-    one: Any = objects.Counter(5)
-    if how == "killed":
+    cls: Any = objects.Counter
+    one = cls.options(timeout_s=0.5 if how == "deadline" else 60)(5)
+    if how == "deadline":
+        with pytest.raises(lz.DeadlineExceeded):
+            one.hang()
+    elif how == "killed":
         kill(one.pid())
     else:
         lz.disconnect()
@@ -208,6 +212,12 @@ def test_one_that_is_rebuilt_is_constructed_from_the_same_arguments(tmp_path: Pa
         assert one.add() == 8
         assert not objects.Rebuilt.last_report().is_rebuilt  # type: ignore[attr-defined]
         assert path.read_text() == "5\n5\n"
+        kill(one.pid())
+        futures = [one.add.submit(1) for _ in range(4)]
+        in_threads(4, lambda: one.add(1))
+        assert [future.result() >= 6 for future in futures] == [True] * 4
+        assert one.count == 5 + 8
+        assert path.read_text() == "5\n5\n5\n"
 
 
 def test_a_call_that_a_death_interrupts_follows_idempotent(tmp_path: Path) -> None:

@@ -188,8 +188,6 @@ class Remote:
             try:
                 if place.is_ours:
                     _release(place.session, place.backend, place.env, [place.reference], self.owner._options.timeout_s)
-            except NotConnected:
-                pass
             except LayerZeroError as exc:  # an error in a `with` block is not to be hidden by this one
                 _log.warning("%s in %s: not released: %s", self.owner._label, place.env, exc.message)
 
@@ -388,8 +386,11 @@ class _Place(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether a release can reach it: neither from a forked child, nor over another session."""
-        return self.pid == os.getpid() and default_session.session() is self.session
+        """Whether a release can reach it: neither from a forked child, nor over another session, nor a closed one."""
+        try:
+            return self.pid == os.getpid() and default_session.session() is self.session and self.session.is_alive
+        except NotConnected:
+            return False
 
 
 def _release(session: Session, backend: str, env: str, references: list[Any], timeout_s: float | None = None) -> None:
@@ -433,10 +434,9 @@ class _Releases:
                     by_backend[place.session, place.backend, place.env].append(place.reference)
             for (session, backend, env), references in by_backend.items():
                 _release(session, backend, env, references)
-        except NotConnected:
-            pass  # they go with their client
         except Exception as exc:  # the worker's death, for one; what is left goes with this client
-            _log.warning("objects whose proxies were collected are not released: %s", exc)
+            if any(place.is_ours for place in places):
+                _log.warning("objects whose proxies were collected are not released: %s", exc)
 
 
 _releases = _Releases()
