@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         tokenize as tokenize,
     )
     from layerzero.functions.environment import env as env
-    from layerzero.functions.isolated import isolated as isolated
+    from layerzero.functions.decorator import isolated as isolated
     from layerzero.client.facade.policy import (
         avoid as avoid,
         configure as configure,
@@ -131,7 +131,7 @@ _HOME = {
     "layerzero.client.tools.tune_report": "TuneReport",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.functions.environment": "env",
-    "layerzero.functions.isolated": "isolated",
+    "layerzero.functions.decorator": "isolated",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "
         "InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory Poison "

@@ -27,3 +27,17 @@ def total(values: Any) -> float:
 @lz.isolated(NEW)
 def overwrite(array: Any) -> None:
     array[0] = 1
+
+
+@lz.isolated(NEW)
+class Scaled:
+    """It keeps the array that it was constructed from."""
+
+    def __init__(self, factors: Any) -> None:
+        self.factors = factors
+
+    def of(self, values: Any) -> Any:
+        return values * self.factors
+
+    def sees(self, values: Any) -> tuple[bool, bool]:
+        return bool(values.flags.writeable), bool(self.factors.flags.writeable)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,3 +131,22 @@ def test_commands_list_build_and_forget_an_environment(tmp_path: Path) -> None:
         assert [row for row in gone if plain.backend in row["path"]]
     finally:
         site.stop()
+
+
+@pytest.mark.usefixtures("site")
+def test_objects_are_lent_arrays_and_own_those_that_they_may_keep() -> None:
+    """Of its constructor's arguments and of attributes it has copies, which the report shows."""
+    cls: Any = fn.Scaled
+    factors, values = lz.share(np.full(1 << 16, 2.0)), lz.share(np.arange(float(1 << 16)))
+    with cls(factors) as scaled:
+        built = cls.last_report()
+        assert [(copy.nbytes, copy.where) for copy in built.copies] == [(factors.nbytes, "worker")]
+        assert built.uncopied_bytes == 0
+        factors[:] = 0
+        assert np.array_equal(scaled.of(values), values * 2)
+        assert cls.last_report().uncopied_bytes == values.nbytes
+        assert scaled.sees(values) == (False, True)
+        scaled.factors = np.full(1 << 16, 3.0)
+        assert [copy.where for copy in cls.last_report().copies] == ["client", "worker"]
+        assert np.array_equal(scaled.of(values), values * 3)
+        assert scaled.factors[0] == 3.0

@@ -15,9 +15,13 @@ from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.objects import Held, Objects
 
 TYPED = (ProtocolError, InvalidArgument)
 LENT = memoryview(bytes(256))
+CODE = Code("shop.sales", "total", "/srv/shop/sales.py", "0" * 64, "/srv", is_main=False)
+OBJECTS, HELD = Objects("plain"), Held("object", CODE)
+REFERENCE = OBJECTS.add(1, HELD)
 
 
 class Colour(enum.Enum):
@@ -49,6 +53,12 @@ def put(value: Any) -> list[Any] | None:
     return [*value.node] if type(value) is _Array else None
 
 
+def find(reference: Any) -> None:
+    """An object is found by its own reference alone."""
+    assert (OBJECTS.find(1, reference) is HELD) == (reference == REFERENCE)
+    assert OBJECTS.find(2, reference) is None
+
+
 def run(data: bytes) -> None:
     head, payload = frames.read(memoryview(data))
 
@@ -59,7 +69,10 @@ def run(data: bytes) -> None:
         return _Array([library, *spec.to_wire(), *node[4:]])
 
     for tree in head[1:]:
-        if head[0] == frames.CALL and type(tree) is list and len(tree) == 6 and type(tree[0]) is str:
+        if head[0] in (frames.USE, frames.RELEASE) and tree is head[1]:
+            find(tree if head[0] == frames.USE else next(iter(tree), None) if type(tree) is list else None)
+            continue
+        if head[0] in (frames.CALL, frames.MAKE) and type(tree) is list and len(tree) == 6 and type(tree[0]) is str:
             assert Code.from_tree(tree).to_tree() == tree
             continue
         value = values.decode(tree, get, resolve, "value")
@@ -79,7 +92,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes | None:
 
 
 def seeds() -> dict[str, bytes]:
-    code = Code("shop.sales", "total", "/srv/shop/sales.py", "0" * 64, "/srv", is_main=False).to_tree()
+    code = CODE.to_tree()
     payload = Payload()
     offset = payload.add(24, lambda target: target.__setitem__(slice(None), bytes(range(24))))
     here = _Array(frames.array_node("numpy", TensorSpec.contiguous("float32", (2, 3)), frames.IN_FRAME, offset))
@@ -94,6 +107,11 @@ def seeds() -> dict[str, bytes]:
     return {
         "call": bytes(Frame([frames.CALL, code, tree(value), tree({"x": lent}), 30])),
         "arrays": bytes(Frame([frames.CALL, code, tree([here, lent, here]), tree({}), 30], payload)),
+        "make": bytes(Frame([frames.MAKE, code, tree([1, here]), tree({}), 30], payload)),
+        "use": bytes(Frame([frames.USE, REFERENCE, frames.METHOD, "add", tree([lent]), tree({"n": 1}), 30])),
+        "set": bytes(Frame([frames.USE, [1, 2], frames.SET, "count", tree([3]), tree({}), 30])),
+        "release": bytes(Frame([frames.RELEASE, [REFERENCE, [1, 2]]])),
+        "gone": bytes(Frame([frames.GONE])),
         "load": bytes(Frame([frames.LOAD, code])),
         "fetch": bytes(Frame([frames.FETCH, 7])),
         "returned": bytes(Frame([frames.RETURNED, tree({"y": [here]}), []], payload)),

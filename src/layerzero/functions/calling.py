@@ -74,16 +74,19 @@ class _Lent:
 class Arguments:
     """The arguments of a call, encoded once; `keep` holds them while they are lent."""
 
-    def __init__(self, code: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """`code`: of frames.Code. Raises InvalidArgument with the place of what cannot go to another environment."""
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises InvalidArgument with the place of what cannot go to another environment."""
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
         self.keep = (args, kwargs)
         self._payload, self._lent = Payload(), _Lent()
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
-        tree = [frames.CALL, code, self._tree(list(args), "args"), named, _root_logger.level]
+        self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
         self.lent = self._lent.close()
-        self.frame = Frame(tree, self._payload)
+
+    def frame(self, *head: Any) -> Frame:
+        """The frame that begins with these items and ends with the arguments."""
+        return Frame([*head, *self._trees], self._payload)
 
     def _tree(self, value: Any, root: str) -> Any:
         return values.encode(value, self._put, root)
@@ -120,6 +123,10 @@ def _array(value: Any) -> Array | None:
     if array.requires_grad and torch is not None and torch.is_grad_enabled():
         raise InvalidArgument("a tensor that requires gradients, which end here; pass value.detach()")
     return array
+
+
+class ObjectLost(BackendError):
+    """The worker has no such object: nothing has begun."""
 
 
 class Answer:
@@ -187,6 +194,11 @@ class Exchange:
                 case [frames.LOADED, list(output)]:
                     self._show(output)
                     return Answer()
+                case [frames.GONE]:
+                    text = f"{self._label} in {self._env}: the object is lost: the worker that it was in has ended, or "
+                    text += "this process has connected anew or was forked; construct another one, or decorate its "
+                    text += 'class with on_death="rebuild", which does so by itself'
+                    return Answer(error=ObjectLost(text, backend=self._backend))
         except ProtocolError as exc:
             text = f"{self._label} in {self._env}: its worker's answer breaks the protocol: {exc.message}"
             return Answer(error=BackendError(text, backend=self._backend))

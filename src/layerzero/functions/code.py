@@ -1,4 +1,4 @@
-"""A function by reference: what a worker imports, and why some functions cannot be."""
+"""A function or a class by reference: what a worker imports, and why some cannot be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reference(function: Callable[..., Any]) -> Code:
     """Raises InvalidArgument for what no other process can import: the reason and what to do."""
     name = getattr(function, "__qualname__", repr(function))
     if isinstance(function, type):
-        raise InvalidArgument(f"lz.isolated: {name} is a class; allowed: functions, called for each use of the class")
+        return _class_reference(function)
     if not inspect.isfunction(function):
         raise InvalidArgument(f"lz.isolated: {function!r:.80} is no function; decorate a function of a module")
     if function.__name__ == "<lambda>":
@@ -36,6 +36,20 @@ def reference(function: Callable[..., Any]) -> Code:
     }
     for kind in [kind for kind, is_it in kinds.items() if is_it]:
         raise InvalidArgument(f"lz.isolated: {name} is {kind}; let it return its result, or a list of them")
+    return _reference(function, name)
+
+
+def _class_reference(cls: type) -> Code:
+    name = cls.__qualname__
+    if "<locals>" in name:
+        text = f"lz.isolated: {name} is a class of a function, where no other process can import it"
+        raise InvalidArgument(f"{text}; move it to the top of its module, and pass to its constructor what it uses")
+    if "." in name:
+        raise InvalidArgument(f"lz.isolated: {name} is a class inside of a class; move it to the top of its module")
+    return _reference(cls, name)
+
+
+def _reference(function: Any, name: str) -> Code:
     module = sys.modules.get(function.__module__)
     path = getattr(module, "__file__", None)
     if path is None or not path.endswith(".py"):

@@ -1,4 +1,4 @@
-"""lz.isolated: functions of a module that run in an environment of their own."""
+"""Functions of a module that run in an environment of their own: their calls, futures and reports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from layerzero.client.connection.report import Copy, SelectionReport
 from layerzero.client.facade import default_session
@@ -19,8 +19,7 @@ from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import MIN_ROOM, Answer, Arguments, Exchange
-from layerzero.functions.code import reference
-from layerzero.functions.environment import FunctionEnv, env
+from layerzero.functions.environment import FunctionEnv
 from layerzero.ipc.errors import (
     BackendError,
     DeadlineExceeded,
@@ -54,7 +53,7 @@ class FunctionReport:
     """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
     where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
     copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay. `selection`: the broker's report of
-    the last attempt there; None where it has none."""
+    the last attempt there; None where it has none. `is_rebuilt`: the call's object was lost and constructed again."""
 
     function: str
     env: str
@@ -65,6 +64,7 @@ class FunctionReport:
     uncopied_bytes: int
     elapsed_us: float
     selection: SelectionReport | None = None
+    is_rebuilt: bool = False
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -74,6 +74,7 @@ class FunctionReport:
         ]
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes ({copy.where}): {copy.reason}" for copy in self.copies]
         lines += [f"  failed: {text}" for text in self.failures]
+        lines += ["  its object was constructed again"] if self.is_rebuilt else []
         return "\n".join(lines)
 
 
@@ -97,6 +98,18 @@ class FunctionExplanation:
         lines += [f"  run: {self.command}"] if self.command else []
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
         return "\n".join(lines)
+
+
+class Owner(Protocol):
+    """What calls belong to: a function, or the class of objects."""
+
+    _env: FunctionEnv
+    _tree: list[Any]  # of frames.Code
+    _room: int  # bytes for an answer, by the largest one so far
+    _last: threading.local
+
+    @property
+    def _label(self) -> str: ...
 
 
 class Isolated(Generic[P, R]):
@@ -161,13 +174,13 @@ class Isolated(Generic[P, R]):
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent. Raises InvalidArgument."""
-        return Isolated(self._function, self._env, _options(replace, self._options, **changes), self._code)
+        return Isolated(self._function, self._env, options_of(replace, self._options, **changes), self._code)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> FunctionExplanation:
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
         cannot go there."""
         self._bind(args, kwargs)
-        given = Arguments(self._tree, args, kwargs)
+        given = Arguments(args, kwargs)
         state, command = "", ""
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
@@ -206,25 +219,33 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        return Call(self, Arguments(self._tree, args, kwargs), args, kwargs, self._options)
+        return Call(self, Arguments(args, kwargs), args, kwargs, self._options)
 
 
 class Call:
     """One call on its way: attempts, then the fallback. `given`: None to load the module alone."""
 
     def __init__(
-        self, owner: Isolated[Any, Any], given: Arguments | None, args: Any, kwargs: Any, options: Options
+        self,
+        owner: Owner,
+        given: Arguments | None,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        label: str = "",
     ) -> None:
+        self.label = label or owner._label
         self.owner, self.given, self.args, self.kwargs, self.options = owner, given, args, kwargs, options
         self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
         self._session: Session = default_session.session()
         if handler.get() is not None:  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
-            text = f"{owner._label} runs in another environment, which plans cannot record; call it outside of the plan"
+            text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
             raise InvalidArgument(text)
         self._failures: list[str] = []
         self._attempts = 0
+        self._has_repeated = self._is_rebuilt = False
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
 
@@ -272,11 +293,11 @@ class Call:
         owner, given = self.owner, self.given
         self._attempts += 1
         where = owner._env
-        self._exchange = exchange = Exchange(self._session, where.backend, owner._label, where.name)
+        self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name)
         if given is None:
-            return exchange.request(Frame([frames.LOAD, owner._code.to_tree()]), timeout_s=self.options.timeout_s)
+            return exchange.request(Frame([frames.LOAD, owner._tree]), timeout_s=self.options.timeout_s)
         return exchange.request(
-            given.frame,
+            self._frame(given),
             given.lent,
             room=owner._room,
             timeout_s=self.options.timeout_s,
@@ -284,13 +305,16 @@ class Call:
             keep=given.keep,
         )
 
+    def _frame(self, given: Arguments) -> Frame:
+        return given.frame(frames.CALL, self.owner._tree)
+
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
         where = self.owner._env
         if isinstance(error, (InvalidArgument, NoBackend)):
             return where.explain_failure(error, self._session.ask)
         if isinstance(error, BackendError):
-            said = f"{self.owner._label} in {where.name}: {error.message}"
+            said = f"{self.label} in {where.name}: {error.message}"
             if not isinstance(error, DeadlineExceeded):
                 said += "; it may have run in part" + (
                     "" if self.options.idempotent else ": idempotent=True lets such a call run once more"
@@ -301,9 +325,9 @@ class Call:
     def _may_repeat(self, error: LayerZeroError) -> bool:
         """Once more, on a new worker: after a death that is not its own deadline's."""
         is_death = isinstance(error, BackendError) and not isinstance(error, DeadlineExceeded)
-        if not (is_death and self.options.idempotent and self._attempts == 1):
+        if not (is_death and self.options.idempotent and not self._has_repeated):
             return False
-        self._sent = None
+        self._sent, self._has_repeated = None, True
         return True
 
     def _fall_back(self, error: LayerZeroError) -> Any:
@@ -336,7 +360,7 @@ class Call:
         owner = self.owner
         selection = self._session.report_of(self._record)
         return FunctionReport(
-            owner._label,
+            self.label,
             owner._env.name,
             self._served_by,
             self._attempts,
@@ -345,6 +369,7 @@ class Call:
             self._uncopied_bytes,
             (self._ended_ns - self._start_ns) / 1e3,
             selection,
+            self._is_rebuilt,
         )
 
 
@@ -389,45 +414,10 @@ class FunctionFuture:
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "answered" if not self._is_done else "done"
-        return f"<lz.FunctionFuture of {self._call.owner._label}: {state}>"
+        return f"<lz.FunctionFuture of {self._call.label}: {state}>"
 
 
-def isolated(
-    where: FunctionEnv | Sequence[str],
-    *,
-    timeout_s: float | None = None,
-    fallback: Callable[..., Any] | None = None,
-    idempotent: bool = False,
-) -> Callable[[Callable[P, R]], Isolated[P, R]]:
-    """Let a function of a module run in an environment of its own, in a worker process that the broker keeps.
-
-    where: what lz.env gives, or a list of requirements (its name is the function's then). timeout_s: how long a call
-    may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
-    serve: a function of this process, or an isolated one. idempotent: a call whose worker died runs once more.
-    Raises InvalidArgument for functions that no other process can import: lambdas, closures, methods.
-    """
-    options = _options(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent)
-
-    def decorate(function: Callable[P, R]) -> Isolated[P, R]:
-        return Isolated(function, _env_of(where, function), options, reference(function))
-
-    if callable(where) and not isinstance(where, FunctionEnv):
-        raise InvalidArgument("lz.isolated: name the environment: @lz.isolated(lz.env(...)) or @lz.isolated([...])")
-    return decorate
-
-
-def _env_of(where: object, function: Any) -> FunctionEnv:
-    if isinstance(where, FunctionEnv):
-        return where
-    if isinstance(where, (list, tuple)):
-        name = getattr(function, "__name__", "function").lower().strip("_<>")
-        return env(name[:40] or "function", requires=list(where))
-    raise InvalidArgument(
-        f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"
-    )
-
-
-def _options(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
+def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
     unknown = given.keys() - Options.__dataclass_fields__.keys()
     if unknown:
         known = ", ".join(Options.__dataclass_fields__)

@@ -29,6 +29,8 @@ async def coroutine() -> None: ...
 
 
 class Class:
+    class Inner: ...
+
     def method(self) -> None: ...
 
 
@@ -59,6 +61,12 @@ def nested() -> Any:
     return inside
 
 
+def nested_class() -> type:
+    class Local: ...
+
+    return Local
+
+
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -67,7 +75,8 @@ def nested() -> Any:
         (nested(), "defined inside of a function"),
         (generator, "is a generator function"),
         (coroutine, "is a coroutine function"),
-        (Class, "is a class"),
+        (Class.Inner, "is a class inside of a class"),
+        (nested_class(), "is a class of a function"),
         (Class.method, "is a method"),
         (functools.partial(plain, 1), "is no function"),
         (len, "is no function"),
@@ -91,6 +100,8 @@ def test_the_environment_must_be_named() -> None:
         lz.isolated(plain)  # type: ignore[arg-type]
     with pytest.raises(lz.InvalidArgument, match=r"allowed: what lz\.env gives"):
         lz.isolated(3)(plain)  # type: ignore[arg-type]
+    with pytest.raises(lz.InvalidArgument, match="on_death is for classes"):
+        lz.isolated(PLAIN, on_death="rebuild")(plain)
     with pytest.raises(lz.InvalidArgument, match="fallback is 3"):
         lz.isolated(PLAIN, fallback=3)  # type: ignore[arg-type]
 

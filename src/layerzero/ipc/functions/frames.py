@@ -21,8 +21,12 @@ ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING = range(4)
-RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG = range(6)
+CALL, LOAD, FETCH, PING, MAKE, USE, RELEASE = range(7)
+RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE = range(7)
+# What USE does with an object: call a method of this name, read or set an attribute.
+METHOD, GET, SET = range(3)
+OPERATORS = frozenset({"__call__", "__len__", "__bool__", "__getitem__", "__setitem__", "__delitem__", "__contains__"})
+CONTEXT = frozenset({"__enter__", "__exit__"})
 
 Write = Callable[[memoryview], object]
 

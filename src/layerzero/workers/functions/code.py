@@ -70,6 +70,12 @@ class Modules:
         self._last = (code, target)
         return target
 
+    def enter(self, code: Code) -> None:
+        """Let what is below the root of a reference be imported, as when its module was."""
+        if code.root != self._root:
+            self._last = (None, None)
+            self._enter(code.root)
+
     def named(self, module: str, qualname: str) -> Any:
         """A class of an argument. Raises InvalidArgument."""
         try:

@@ -10,13 +10,14 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
+from layerzero.workers.functions.objects import Held, Objects, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
@@ -24,6 +25,7 @@ MAX_KEPT = 1024
 KEPT_S = 600.0
 MAX_TEXT = 16_000  # of a message or a traceback
 LIBRARIES = ("numpy", "torch")
+Memories: TypeAlias = "list[memoryview | None]"
 _NO_KWARGS = [values.DICT]
 _NOTHING = Frame([frames.RETURNED, None, []])
 
@@ -46,6 +48,7 @@ class Functions:
         self._modules, self._output = Modules(), Output()
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._tokens = 0
+        self._objects = Objects(name)
         self._code: tuple[list[Any], Code] | None = None  # of the last call
 
     def bind_of(self, client: int) -> Bind:
@@ -56,6 +59,7 @@ class Functions:
         """As provider.PerClient."""
         for key in [key for key in self._kept if key[0] == client]:
             del self._kept[key]
+        self._objects.forget(client)
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -95,6 +99,19 @@ class Functions:
                 case [frames.CALL, code, args, kwargs, int(level)]:
                     self._output.level(level)
                     return self._call(self._known(code), args, kwargs, [payload, *lent])
+                case [frames.MAKE, code, args, kwargs, int(level)]:
+                    self._output.level(level)
+                    return self._make(client, self._known(code), args, kwargs, [payload, *lent])
+                case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
+                    self._output.level(level)
+                    held = self._objects.find(client, reference)
+                    if held is None:
+                        return Frame([frames.GONE])
+                    return self._use(held, how, name, args, kwargs, [payload, *lent])
+                case [frames.RELEASE, list(references)]:
+                    for reference in references:
+                        self._objects.release(client, reference)
+                    return self._returned(None, "")
         except (ProtocolError, InvalidArgument) as exc:
             return self._refused(exc)
         return self._refused(ProtocolError(f"no call begins with {head[0]}"))
@@ -140,7 +157,7 @@ class Functions:
             return self._raised(exc, code.file, is_import=True)
         return Frame([frames.LOADED, self._output.take()])
 
-    def _call(self, code: Code, args: Any, kwargs: Any, memories: list[memoryview | None]) -> Frame:
+    def _call(self, code: Code, args: Any, kwargs: Any, memories: Memories) -> Frame:
         try:
             function = self._modules.function(code)
         except InvalidArgument:
@@ -153,11 +170,44 @@ class Functions:
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             return self._raised(exc, code.file)
         del given, named
-        return self._returned(result, code)
+        return self._returned(result, f"{code.module}.{code.qualname}")
 
-    def _arguments(self, args: Any, kwargs: Any, memories: list[memoryview | None]) -> tuple[list[Any], dict[str, Any]]:
+    def _make(self, client: int, code: Code, args: Any, kwargs: Any, memories: Memories) -> Frame:
+        self._objects.demand_room(client)
+        try:
+            cls = self._modules.function(code)
+        except InvalidArgument:
+            raise
+        except BaseException as exc:
+            return self._raised(exc, code.file, is_import=True)
+        given, named = self._arguments(args, kwargs, memories, is_kept=True)
+        try:
+            value = cls(*given, **named)
+        except BaseException as exc:
+            return self._raised(exc, code.file)
+        return self._returned(self._objects.add(client, Held(value, code)), code.qualname)
+
+    def _use(self, held: Held, how: int, name: str, args: Any, kwargs: Any, memories: Memories) -> Frame:
+        code = held.code
+        self._modules.enter(code)
+        given, named = self._arguments(args, kwargs, memories, is_kept=how == frames.SET)
+        try:
+            result = use(held.value, how, name, given, named)
+        except ProtocolError:
+            raise
+        except BaseException as exc:
+            return self._raised(exc, code.file)
+        del given, named
+        return self._returned(result, f"{code.module}.{code.qualname}.{name}")
+
+    def _arguments(
+        self, args: Any, kwargs: Any, memories: Memories, *, is_kept: bool = False
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """`is_kept`: an object may keep them, so that arrays are copies."""
+
         def get(node: list[Any]) -> Any:
-            return self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
+            found = self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
+            return (found.clone() if node[0] == "torch" else found.copy()) if is_kept else found
 
         given = values.decode(args, get, self._modules.named, "args")
         named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs")
@@ -165,7 +215,7 @@ class Functions:
             raise ProtocolError("arguments are a list and a dict")
         return given, named
 
-    def _returned(self, result: Any, code: Code) -> Frame:
+    def _returned(self, result: Any, label: str) -> Frame:
         if result is None:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
@@ -173,7 +223,7 @@ class Functions:
         try:
             tree = values.encode(result, lambda value: self._arrays.put(value, payload), "result")
         except InvalidArgument as exc:
-            raise InvalidArgument(f"{code.module}.{code.qualname} has run, and {exc.message}") from exc
+            raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
         return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
 
 

@@ -57,3 +57,18 @@ def test_what_is_kept_for_a_client_goes_with_it(served: Functions) -> None:
     served.forget(1)
     assert send(served, 1, [frames.FETCH, gone])[0] == frames.REFUSED
     assert send(served, 2, [frames.FETCH, kept], 8192)[0] == frames.RETURNED
+
+
+def test_an_object_is_its_clients_alone_and_goes_with_it(served: Functions) -> None:
+    """Here it is a text; a reference of another client, or of another start of the worker, finds nothing."""
+    nothing = [[values.LIST], [values.DICT], 30]
+    _, (_, nonce, number), _ = send(served, 1, [frames.MAKE, CODE, *nothing])
+    use = [frames.METHOD, "upper", *nothing]
+    assert send(served, 1, [frames.USE, [nonce, number], *use], 8192)[:2] == [frames.RETURNED, LONG.upper()]
+    for client, reference in ((2, [nonce, number]), (1, [nonce ^ 1, number]), (1, [nonce, number ^ 1])):
+        assert send(served, client, [frames.RELEASE, [reference]])[0] == frames.RETURNED
+        assert send(served, client, [frames.USE, reference, *use]) == [frames.GONE]
+    assert send(served, 1, [frames.USE, [nonce, number], frames.METHOD, "__class__", *nothing])[0] == frames.REFUSED
+    assert send(served, 1, [frames.USE, [nonce, number], 3, "upper", *nothing])[0] == frames.REFUSED
+    served.forget(1)
+    assert send(served, 1, [frames.USE, [nonce, number], *use]) == [frames.GONE]

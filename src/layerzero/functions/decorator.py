@@ -1,0 +1,60 @@
+"""lz.isolated: what functions and classes of a module are decorated with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+from layerzero.functions.code import reference
+from layerzero.functions.environment import FunctionEnv, env
+from layerzero.functions.isolated import Isolated, Options, options_of
+from layerzero.functions.objects import IsolatedClass
+from layerzero.ipc.errors import InvalidArgument
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def isolated(
+    where: FunctionEnv | Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    fallback: Callable[..., Any] | None = None,
+    idempotent: bool = False,
+    on_death: str | None = None,
+) -> Callable[[Callable[P, R]], Isolated[P, R]]:
+    """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
+    process that the broker keeps.
+
+    where: what lz.env gives, or a list of requirements (its name is the function's then). timeout_s: how long a call
+    may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
+    serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
+    once more. on_death, of classes: "error" (default), or "rebuild": an object whose worker has died is constructed
+    again, from the same arguments, by the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
+    Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
+    """
+    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent)
+
+    def decorate(function: Callable[P, R]) -> Isolated[P, R]:
+        if isinstance(function, type):
+            code = reference(function)
+            made = IsolatedClass(function, _env_of(where, function), options, code, on_death or "error")
+            return cast("Isolated[P, R]", made)  # whose calls give what type checkers take for objects of the class
+        if on_death is not None:
+            raise InvalidArgument("lz.isolated: on_death is for classes; a function's call has idempotent=, fallback=")
+        return Isolated(function, _env_of(where, function), options, reference(function))
+
+    if callable(where) and not isinstance(where, FunctionEnv):
+        raise InvalidArgument("lz.isolated: name the environment: @lz.isolated(lz.env(...)) or @lz.isolated([...])")
+    return decorate
+
+
+def _env_of(where: object, function: Any) -> FunctionEnv:
+    if isinstance(where, FunctionEnv):
+        return where
+    if isinstance(where, (list, tuple)):
+        name = getattr(function, "__name__", "function").lower().strip("_<>")
+        return env(name[:40] or "function", requires=list(where))
+    raise InvalidArgument(
+        f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"
+    )

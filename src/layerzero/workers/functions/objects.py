@@ -1,0 +1,87 @@
+"""Objects of isolated classes in a worker: whose they are, and what is done with them (docs/functions.md)."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Code
+
+MAX_OBJECTS = 1024  # of a client
+
+
+@dataclass(frozen=True)
+class Held:
+    value: Any
+    code: Code  # of its class
+
+
+class Objects:
+    """The objects of all clients. A reference is [nonce of this worker's start, id]: what another client or another
+    start has given is found nowhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._nonce = secrets.randbits(64)
+        self._of: dict[int, dict[int, Held]] = {}
+
+    def demand_room(self, client: int) -> None:
+        """Raises InvalidArgument."""
+        if len(self._of.get(client, ())) >= MAX_OBJECTS:
+            text = f"{self._name} has {MAX_OBJECTS:,} objects of this program, the most that it keeps for one"
+            raise InvalidArgument(f"{text}; close() some, or use them in with blocks")
+
+    def add(self, client: int, held: Held) -> list[int]:
+        """Its reference."""
+        number = secrets.randbits(64)
+        self._of.setdefault(client, {})[number] = held
+        return [self._nonce, number]
+
+    def find(self, client: int, reference: Any) -> Held | None:
+        """Raises ProtocolError."""
+        return self._of.get(client, {}).get(self._number(reference))
+
+    def release(self, client: int, reference: Any) -> None:
+        """Raises ProtocolError; one that is not there is none."""
+        self._of.get(client, {}).pop(self._number(reference), None)
+
+    def forget(self, client: int) -> None:
+        """Let go of all that a client has."""
+        self._of.pop(client, None)
+
+    def _number(self, reference: Any) -> int:
+        """-1, which no object has, for one of another start."""
+        if type(reference) is not list or [type(item) for item in reference] != [int, int]:
+            raise ProtocolError("no reference to an object")
+        return reference[1] if reference[0] == self._nonce else -1
+
+
+def use(value: Any, how: int, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+    """What a call asks of an object. Raises ProtocolError, and what the object raises."""
+    is_special = how == frames.METHOD and name in frames.OPERATORS | frames.CONTEXT
+    if name.startswith("_") and not is_special:
+        raise ProtocolError(f"{name:.80} is private")
+    if how == frames.GET:
+        return getattr(value, name)
+    if how == frames.SET and len(given) == 1:
+        setattr(value, name, given[0])
+        return None
+    if how != frames.METHOD:
+        raise ProtocolError(f"no use of an object is {how}")
+    if name == "__enter__":
+        found = type(value).__enter__(value)
+        return [True, None] if found is value else [False, found]
+    if name == "__exit__":
+        return bool(type(value).__exit__(value, *_failure(given)))
+    return getattr(value, name)(*given, **named)
+
+
+def _failure(given: list[Any]) -> tuple[Any, Any, Any]:
+    """What an `__exit__` is told: exceptions of the caller's come as their text."""
+    if not given:
+        return None, None, None
+    error = RuntimeError(*given)
+    return RuntimeError, error, None

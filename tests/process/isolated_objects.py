@@ -1,0 +1,134 @@
+"""Classes for tests/process/test_objects.py, in a module of their own: workers import it by its file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from pathlib import Path
+from typing import Any
+
+import layerzero as lz
+
+PLAIN = lz.env("plain")
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@lz.isolated(PLAIN)
+def live() -> int:
+    """How many objects there are in the worker."""
+    return len(_live)
+
+
+class Base:
+    def __init__(self, start: int = 0, *, path: str = "") -> None:
+        if path:
+            with Path(path).open("a") as file:
+                file.write(f"{start}\n")
+        self.count, self._path = start, path
+        _live.add(self)
+
+    def add(self, n: int = 1) -> int:
+        self.count += n
+        return self.count
+
+    def fail(self, text: str) -> None:
+        raise LookupError(f"no {text}")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def dies_once(self, path: str) -> int:
+        """Where the file is not there yet."""
+        if not Path(path).exists():
+            Path(path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.add(10)
+
+    def hang(self) -> None:
+        while True:
+            signal.pause()
+
+    def itself(self) -> Any:
+        return self
+
+    @property
+    def double(self) -> int:
+        return 2 * self.count
+
+    @double.setter
+    def double(self, value: int) -> None:
+        self.count = value // 2
+
+    @staticmethod
+    def joined(*parts: str) -> str:
+        return "-".join(parts)
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+
+@lz.isolated(PLAIN)
+class Counter(Base):
+    SIZE = 7
+
+
+@lz.isolated(PLAIN, on_death="rebuild")
+class Rebuilt(Base): ...
+
+
+@lz.isolated(PLAIN, on_death="rebuild", idempotent=True)
+class Repeated(Base): ...
+
+
+@lz.isolated(PLAIN)
+class Table(Base):
+    """It has operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key: str) -> int:
+        return self._rows[key]
+
+    def __setitem__(self, key: str, value: int) -> None:
+        self._rows[key] = value
+
+    def __call__(self, n: int) -> int:
+        return n + len(self._rows)
+
+
+@lz.isolated(PLAIN)
+class Session(Base):
+    """It notes what its context manager was told."""
+
+    def __init__(self, path: str, *, hides: bool = False) -> None:
+        super().__init__()
+        self.notes, self.hides = path, hides
+
+    def __enter__(self) -> Session:
+        self.count = 100
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        Path(self.notes).write_text(f"exit {kind and kind.__name__} {error}")
+        return self.hides
+
+
+@lz.isolated(PLAIN)
+class File(Base):
+    """It has a close of its own."""
+
+    def close(self) -> None:
+        Path(self._path).write_text("closed")
+
+
+@lz.isolated(PLAIN)
+class Broken:
+    def __init__(self) -> None:
+        raise ValueError("no such model")
