@@ -27,10 +27,10 @@ static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
 #define NAMES(X) X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(index) X(record) X(resume)
 
 NAMES(NAME)
+#include "_arenas.h"
+
 static const char *const repeats_names[] = {REPEATS(TEXT) KEY_TYPES(TEXT)}, *const site_names[] = {SITE(TEXT)};
 enum { REPEATS_FIELDS = sizeof repeats_names / sizeof *repeats_names, SITE_FIELDS = sizeof site_names / sizeof *site_names };
-
-typedef struct { uint64_t address, nbytes, number; } Arena; /* number 0: the broker does not know it */
 
 typedef union {
     struct {
@@ -42,9 +42,7 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     RepeatsFields its;
-    PyObject *addresses; /* the pool's list of them, of which `table` was made; arenas that go are not kept */
-    Arena *table;
-    Py_ssize_t arenas;
+    Arenas arenas;
     uint64_t spin_ns; /* at most */
     uint64_t asked_ns;
     int may_spin; /* as of then */
@@ -91,18 +89,12 @@ static PyObject *CallSite_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return (PyObject *)self;
 }
 
-static void Repeats_forget(Repeats *self) {
-    Py_CLEAR(self->addresses);
-    free(self->table);
-    self->table = NULL, self->arenas = 0;
-}
-
 LIFE(CallSite, SITE_FIELDS)
 #define Repeats_dealloc Repeats_free /* as LIFE has it; there is more to be freed */
 LIFE(Repeats, REPEATS_FIELDS)
 #undef Repeats_dealloc
 static void Repeats_dealloc(Repeats *self) {
-    Repeats_forget(self);
+    forget_arenas(&self->arenas);
     Repeats_free(self);
 }
 
@@ -147,50 +139,15 @@ static Verdict append_ndarray(const KeyTypes *types, Key *key, PyObject *array) 
     return verdict;
 }
 
-/* The arenas as they are now, in the order of their addresses. */
-static Verdict see_arenas(Repeats *self) {
-    PyObject *index = PyObject_GetAttr(self->its.pool, s_index), *addresses = index ? PyTuple_GetItem(index, 0) : NULL;
-    Py_XDECREF(index);
-    if (!addresses || addresses == self->addresses) return addresses ? PLAIN : FAILED;
-    PyObject *found = PyObject_CallNoArgs(self->its.arenas); /* (addresses, bytes) */
-    char *bytes;
-    Py_ssize_t nbytes;
-    if (!found) return FAILED;
-    Arena *table = NULL;
-    if (PyTuple_Check(found) && PyTuple_Size(found) == 2 && PyBytes_AsStringAndSize(PyTuple_GetItem(found, 1), &bytes, &nbytes) == 0 &&
-        (table = malloc((size_t)nbytes + 1))) {
-        memcpy(table, bytes, (size_t)nbytes);
-        Repeats_forget(self);
-        self->table = table, self->arenas = nbytes / (Py_ssize_t)sizeof *table;
-        self->addresses = PyTuple_GetItem(found, 0);
-        Py_INCREF(self->addresses);
-    }
-    Py_DECREF(found);
-    if (!table && !PyErr_Occurred()) PyErr_NoMemory();
-    return table ? PLAIN : FAILED;
-}
-
-/* The arena that an address lies in; one of address 0 where there is none. */
-static Arena arena_of(const Repeats *self, uint64_t address) {
-    Py_ssize_t low = 0, high = self->arenas;
-    while (low < high) {
-        Py_ssize_t middle = (low + high) / 2;
-        if (self->table[middle].address <= address) low = middle + 1;
-        else high = middle;
-    }
-    if (low && address - self->table[low - 1].address < self->table[low - 1].nbytes) return self->table[low - 1];
-    return (Arena){0, 0, 0};
-}
-
 /* The key, with whether each array lies in an arena. */
 static Verdict identify(Repeats *self, Call *call) {
     Key key;
     key.is_placed = 0, key.count = 0, key.used = 0;
     Verdict verdict = write_key(&self->its.types, call->request, &call->parts, &key);
-    if (verdict == PLAIN) verdict = see_arenas(self);
+    if (verdict == PLAIN) verdict = see_arenas(&self->arenas, self->its.pool, self->its.arenas);
     call->count = key.count;
     for (int n = 0; verdict == PLAIN && n < key.count; n++) {
-        call->addresses[n] = key.addresses[n], call->places[n] = arena_of(self, key.addresses[n]);
+        call->addresses[n] = key.addresses[n], call->places[n] = arena_of(&self->arenas, key.addresses[n]);
         char placing = call->places[n].address ? PLACED : COPIED;
         verdict = append(&key, &placing, 1);
     }
@@ -217,24 +174,13 @@ static Verdict find(Repeats *self, Call *call) {
 
 /* --- its references, and inputs that are copied */
 
-typedef struct { uint32_t arena, unused; uint64_t offset, nbytes; } Ref;
-_Static_assert(sizeof(Ref) == REF_BYTES, "as REF of ipc/transport/wire.py");
-
-static Ref ref_in(Arena arena, uint64_t address, uint64_t nbytes) {
-    return (Ref){(uint32_t)arena.number, 0, address - arena.address, nbytes};
-}
-
-static int fits(Arena arena, uint64_t address, uint64_t nbytes) {
-    return arena.number && address - arena.address <= arena.nbytes && nbytes <= arena.nbytes - (address - arena.address);
-}
-
 /* Memory for `nbytes`, in an arena that the worker can be told of. */
 static Verdict take_memory(Repeats *self, uint64_t nbytes, PyObject **kept, Ref *ref, char **at) {
     Block *block = take_block((Slabs *)self->its.slabs, nbytes);
     if (!block) return FAILED;
     *kept = (PyObject *)block, *at = block->slot.at;
-    if (see_arenas(self) != PLAIN) return FAILED; /* it may be in one that is new */
-    Arena arena = arena_of(self, (uint64_t)*at);
+    if (see_arenas(&self->arenas, self->its.pool, self->its.arenas) != PLAIN) return FAILED; /* it may be in one that is new */
+    Arena arena = arena_of(&self->arenas, (uint64_t)*at);
     if (!fits(arena, (uint64_t)*at, nbytes)) return OTHERS;
     *ref = ref_in(arena, (uint64_t)*at, nbytes);
     return PLAIN;
@@ -469,7 +415,7 @@ static PyObject *Repeats_learn(Repeats *self, PyObject *args, PyObject *kwargs) 
 
 static PyObject *Repeats_forget_arenas(Repeats *self, PyObject *unused) {
     (void)unused;
-    Repeats_forget(self);
+    forget_arenas(&self->arenas);
     Py_RETURN_NONE;
 }
 
