@@ -3,9 +3,12 @@ that came with it nothing. Over the GPU of threads."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +59,17 @@ def specimen(variant: str = "") -> bytes:
     return Specimen(made.lifted, made.codes, trials).pack()
 
 
+def provers() -> list[int]:
+    """Processes of this one that try lifted calls, and have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"layerzero.workers.prove" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
 @pytest.fixture
 def prove(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
     """The verdicts on specimens that are asked for at once."""
@@ -102,11 +116,35 @@ def test_one_that_does_not_end_is_ended_and_the_next_is_tried(
 
 
 def test_closing_ends_what_is_tried(prove: Callable[..., list[Any]]) -> None:
-    started: list[int] = []
     proofs = Proofs(lambda: pytest.fail("something was told"))
-    note = proofs._note_pid
-    proofs._note_pid = lambda pid: (started.append(pid), note(pid))[1]  # type: ignore[method-assign]
     proofs.start(1, soft_gpu.UUID, specimen("hangs"))
-    wait_until(lambda: started)
+    wait_until(provers)
     proofs.close()
-    wait_until(lambda: not os.path.exists(f"/proc/{started[0]}"))
+    wait_until(lambda: not provers())
+
+
+def test_one_process_tries_what_comes_soon_and_ends_when_nothing_does(
+    prove: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = specimen()
+    assert prove(good) == [None]
+    (pid,) = provers()
+    assert prove(good, good) == [None, None]
+    assert provers() == [pid]
+    monkeypatch.setattr(proofs_module, "AT_MOST", 4)
+    assert prove(good, good) == [None, None]
+    (other,) = provers()
+    assert other != pid
+    monkeypatch.setattr(proofs_module, "IDLE_S", 0.01)
+    assert prove(good) == [None]
+    wait_until(lambda: not provers())
+    assert prove(good) == [None]
+
+
+def test_one_that_died_while_nothing_was_tried_is_replaced(prove: Callable[..., list[Any]]) -> None:
+    good = specimen()
+    assert prove(good) == [None]
+    (pid,) = provers()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: pid not in provers())
+    assert prove(good) == [None]

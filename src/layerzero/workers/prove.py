@@ -1,13 +1,13 @@
 """A throw-away process that tries lifted calls (ipc/lifting/proof.py), with the driver alone:
-`python -m layerzero.workers.prove GPU BROKER_PID` with packed specimens on its stdin, each after its length in 8 bytes,
-and a line of JSON for each on its stdout, as soon as its verdict is there."""
+`python -m layerzero.workers.prove GPU BROKER_PID FD`. For each line on its stdin there is a packed specimen of so many
+bytes in the file FD, and it says a line of JSON on its stdout (broker/processes/prover.py)."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
@@ -17,19 +17,17 @@ from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
 from layerzero.workers.boot import die_with_parent
 
-LENGTH_BYTES = 8
-
 
 def main(argv: list[str]) -> int:
-    gpu, parent = argv
+    gpu, parent, fd = argv
     die_with_parent(int(parent))
     try:
         context = Context(driver.load(), gpu)
     except (OSError, CudaError) as exc:  # a broker whose container has no GPU, say
-        for _ in _read(sys.stdin.buffer):
+        for _ in _read(int(fd)):
             _say(Verdict(LiftReason.PROOF_IMPOSSIBLE, str(exc)))
         return 0
-    for data in _read(sys.stdin.buffer):
+    for data in _read(int(fd)):
         try:
             _say(prove_bytes(context, data))
         except CudaError as exc:
@@ -38,9 +36,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read(stream: BinaryIO) -> Iterator[bytes]:
-    while length := stream.read(LENGTH_BYTES):
-        yield stream.read(int.from_bytes(length, "little"))
+def _read(fd: int) -> Iterator[bytes]:
+    for line in sys.stdin.buffer:
+        yield os.pread(fd, int(line), 0)
 
 
 def _say(verdict: Verdict) -> None:

@@ -27,6 +27,7 @@ from layerzero.broker.lifting.imported import ImportedCalls
 from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.shown import Shown
+from layerzero.broker.lifting.spared import Spared
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.lifting.switches import Switches
 from layerzero.broker.processes.imported import ImportedBackend
@@ -78,8 +79,7 @@ class Lifts:
         self.switches = Switches(store.folder.parent / "gpus" / "switches.json", state.engine)
         self._imports = state.engine.lifted = ImportedCalls(state, imported, store, self._what)
         self._outsiders = frozenset(outsiders)
-        self._handle, self._rest_s = handle, rest_s
-        self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # of workers, and since when they are the same
+        self._spared = Spared(state, handle, rest_s)
         self._proofs = Proofs(wake_up)
         self._known: dict[str, Known] = {}
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
@@ -359,8 +359,10 @@ class Lifts:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
             data = bytes_of(fds[0])
             specimen = specimen_of(known, data)
+            if self._is_like_another(known, specimen):
+                return
             if known.is_compared:
-                self._compare(known, specimen)
+                self._start_anew(known, specimen.lifted)
             else:
                 known.tried = specimen.lifted
                 self._proofs.start(known.number, known.spec.device, data)
@@ -372,13 +374,19 @@ class Lifts:
         finally:
             unwanted.close_all(fds)
 
-    def _compare(self, known: Known, specimen: Specimen) -> None:
-        """Keep a call that is like one that was proved; else have it proved, for all that are like it."""
-        if self._shown.covers(known.family, specimen.lifted) and self.store.has(specimen.lifted.codes):
+    def _is_like_another(self, known: Known, specimen: Specimen) -> bool:
+        """Whether it needs no proof of its own: it is kept where one that it is like was proved, and waits where one is
+        being proved."""
+        has_code = bool(specimen.codes) or self.store.has(specimen.lifted.codes)
+        if has_code and self._shown.covers(known.family, specimen.lifted):
             self._keep(known, specimen)
-        elif not self._shown.wait(known, specimen, self._asked.values()):
-            known.is_compared, known.tried = False, specimen.lifted
-            self._start(known, known.spec, list(known.alignments))
+            return True
+        return self._shown.wait(known, specimen, self._asked.values())
+
+    def _start_anew(self, known: Known, form: LiftedCall) -> None:
+        """Have its worker lift it with all that a proof needs."""
+        known.is_compared, known.tried = False, form
+        self._start(known, known.spec, list(known.alignments))
 
     def _keep(self, known: Known, specimen: Specimen) -> None:
         self._asked.pop(known.number, None)
@@ -390,8 +398,8 @@ class Lifts:
         self._shown.add(known.family, specimen.lifted)
         log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
         for other, its in self._shown.ended(known.number):
-            if other.number in self._asked:
-                self._compare(other, its)
+            if other.number in self._asked and not self._is_like_another(other, its):
+                self._start_anew(other, its.lifted)
 
     def take_proved(self) -> None:
         """What proofs have found since the last time."""
@@ -443,7 +451,8 @@ class Lifts:
                 del self._asked[number]
                 known.tried = None
                 self._shown.ended(number)  # who waited has waited as long
-        self._spare(now_s)
+        lifted = {known.backend for known in self._known.values() if known.granted or known.granted_here}
+        self._spared.look(lifted - {known.backend for known in self._asked.values()}, now_s)
         self._retry(now_s)
         self.switches.look(self._pages.uuids())
         engine = self._state.engine
@@ -469,19 +478,6 @@ class Lifts:
             known.entry, known.retry_at_s = None, math.inf
         if due:
             self.take_back()
-
-    def _spare(self, now_s: float) -> None:
-        """Workers that nobody has called for long, as clients do without them, give their memory back."""
-        lifted = {known.backend for known in self._known.values() if known.granted or known.granted_here}
-        lifted -= {known.backend for known in self._asked.values()}
-        for backend in lifted:
-            worker = self._state.workers[backend]
-            uses = (worker.generation, worker.answered, worker.failed)
-            before, since_s = self._uses.get(backend, (None, now_s))
-            if uses != before:
-                self._uses[backend] = (uses, now_s)
-            elif now_s - since_s >= self._rest_s and worker.state is WorkerState.READY:
-                self._handle(ev.WorkerSpared(backend))
 
     def take_back(self) -> None:
         """All leave ends. Clients ask again."""

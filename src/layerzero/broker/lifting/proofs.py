@@ -1,26 +1,20 @@
-"""Processes that try lifted calls, one process at a time; a thread waits for it. What has come meanwhile goes to the
-next one together: to start it takes longer than most proofs."""
+"""Proofs of lifted calls, one after the other, on a thread that waits for the process that tries them. That process
+stays for a while: to start one takes longer than most proofs, and a kind of call rarely comes alone."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from layerzero.envs.probe.child import Ended, kill_group, run_process
+from layerzero.broker.processes.prover import Prover
 from layerzero.ipc.lifting.proof import Verdict
 from layerzero.ipc.lifting.reasons import LiftReason
-from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
 
 TIMEOUT_S = 60.0  # of one proof
-AT_A_TIME = 32
-MAX_BYTES = 256 << 20  # of the specimens that one process gets, unless a single one is larger
-_LENGTH_BYTES = 8  # as workers/prove.py reads them
+IDLE_S = 5.0  # so long a process stays without one: it holds some hundred MiB of its GPU
+AT_MOST = 32  # proofs in one process
 
 
 class Asked(NamedTuple):
@@ -42,12 +36,12 @@ class Proofs:
 
     def __init__(self, wake_up: Callable[[], None]) -> None:
         self._wake_up = wake_up
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="proof")
-        self._lock = Lock()
+        self._changed = threading.Condition()
         self._open: set[int] = set()
         self._waiting: deque[Asked] = deque()
         self._ended: deque[Proved] = deque()
-        self._pid = 0
+        self._prover: Prover | None = None
+        self._is_working = False
         self._is_closed = False
 
     def has(self, number: int) -> bool:
@@ -56,8 +50,12 @@ class Proofs:
 
     def start(self, number: int, gpu: str, data: bytes) -> None:
         self._open.add(number)
-        self._waiting.append(Asked(number, gpu, data))
-        self._threads.submit(self._work)
+        with self._changed:
+            self._waiting.append(Asked(number, gpu, data))
+            self._changed.notify()
+            if not self._is_working:
+                self._is_working = True
+                threading.Thread(target=self._work, name="proof", daemon=True).start()
 
     def ended(self) -> Iterator[Proved]:
         while self._ended:
@@ -67,69 +65,55 @@ class Proofs:
 
     def close(self) -> None:
         """End what runs; nothing is told from now on."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
-            if self._pid:
-                kill_group(self._pid)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            self._changed.notify()
+            if self._prover is not None:
+                self._prover.kill()
 
     def _work(self) -> None:
-        """Try what waits, if an earlier one has not done it already."""
-        asked = self._take()
-        if not asked:
-            return
-        try:
-            verdicts = self._try(asked)
-        except Exception as exc:  # a machine that starts no processes, say; then these stay as they are
-            verdicts = [Verdict(LiftReason.PROOF_IMPOSSIBLE, f"{type(exc).__name__}: {exc}")] * len(asked)
-        with self._lock:
-            self._pid = 0
+        while (asked := self._next()) is not None:
+            try:
+                verdict = self._verdict(asked)
+            except Exception as exc:  # a machine that starts no processes, say
+                self._end_prover()
+                verdict = Verdict(LiftReason.PROOF_IMPOSSIBLE, f"{type(exc).__name__}: {exc}")
+            if not self._is_closed:
+                self._ended.append(Proved(asked.number, asked.data, verdict))
+                self._wake_up()
+
+    def _next(self) -> Asked | None:
+        """None when this thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_S)
+            if self._waiting and not self._is_closed:
+                return self._waiting.popleft()
+        self._end_prover()  # before another thread makes its own
+        with self._changed:
+            if self._waiting and not self._is_closed:  # it came meanwhile
+                return self._waiting.popleft()
+            self._is_working = False
+            return None
+
+    def _verdict(self, asked: Asked) -> Verdict:
+        while True:
+            prover = self._prover
+            if prover is None or prover.is_spent or prover.gpu != asked.gpu or prover.tried >= AT_MOST:
+                self._end_prover()
+                prover = self._new_prover(asked.gpu)
+            verdict = prover.verdict(asked.data, TIMEOUT_S)
+            if verdict is not None:
+                return verdict
+
+    def _new_prover(self, gpu: str) -> Prover:
+        with self._changed:
             if self._is_closed:
-                return
-        left = asked[len(verdicts) :]  # the one before ended the process; they had no part in it
-        self._waiting.extendleft(reversed(left))
-        for one, verdict in zip(asked, verdicts, strict=False):
-            self._ended.append(Proved(one.number, one.data, verdict))
-        self._wake_up()
-        if left:
-            self._work()
+                raise RuntimeError("the broker ends")
+            self._prover = Prover(gpu)
+            return self._prover
 
-    def _take(self) -> list[Asked]:
-        """What the next process gets: specimens for one GPU."""
-        taken: list[Asked] = []
-        while self._waiting and len(taken) < AT_A_TIME:
-            one = self._waiting[0]
-            nbytes = sum(len(before.data) for before in taken) + len(one.data)
-            if taken and (one.gpu != taken[0].gpu or nbytes > MAX_BYTES):
-                break
-            taken.append(self._waiting.popleft())
-        return taken
-
-    def _try(self, asked: Sequence[Asked]) -> list[Verdict]:
-        """Of the first ones, up to that which ended the process."""
-        ended = run_process(
-            [sys.executable, "-m", "layerzero.workers.prove", asked[0].gpu, str(os.getpid())],
-            environ=os.environ,
-            timeout_s=TIMEOUT_S,
-            data=b"".join(len(one.data).to_bytes(_LENGTH_BYTES, "little") + one.data for one in asked),
-            on_start=self._note_pid,
-        )
-        said = [json.loads(line) for line in ended.out.splitlines()[: len(asked)]]
-        verdicts = [Verdict(LiftReason(v["reason"]) if v["reason"] else None, str(v["detail"])) for v in said]
-        if len(verdicts) < len(asked) and ended.code != STICKY_EXIT:
-            verdicts.append(_how_it_ended(ended))
-        return verdicts
-
-    def _note_pid(self, pid: int) -> None:
-        with self._lock:
-            self._pid = pid
-            if self._is_closed:
-                kill_group(pid)
-
-
-def _how_it_ended(ended: Ended) -> Verdict:
-    if ended.code is None:
-        return Verdict(LiftReason.PROOF_LATE, f"it did not end within {TIMEOUT_S:g} s")
-    told = ended.err.decode(errors="replace").strip().splitlines()[-1:]
-    how = ended.death or f"exit code {ended.code}"
-    return Verdict(LiftReason.PROOF_FAULTED, f"the process that tried it ended with {how}: {''.join(told)}")
+    def _end_prover(self) -> None:
+        with self._changed:
+            was, self._prover = self._prover, None
+        if was is not None:
+            was.close()

@@ -4,6 +4,7 @@ call whose proof is under way waits for that."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 from layerzero.broker.lifting.known import Known
 from layerzero.ipc.lifting.form import Lifted
@@ -39,8 +40,11 @@ class Shown:
     def wait(self, known: Known, specimen: Specimen, asked: Iterable[Known]) -> bool:
         """Whether one of those that are asked for is like it and being proved; then it waits for that."""
         for other in asked:
-            if other.tried is not None and other.family == known.family and specimen.lifted.is_like(other.tried):
-                self._waiting.setdefault(other.number, []).append((known, specimen))
+            if other is known or other.tried is None or other.family != known.family:
+                continue
+            if specimen.lifted.is_like(other.tried):
+                known.tried = None  # nobody waits for one that waits itself
+                self._waiting.setdefault(other.number, []).append((known, replace(specimen, codes={})))
                 return True
         return False
 

@@ -90,6 +90,20 @@ def write(driver: Driver, address: int, nbytes: int, data: bytes, stream: int) -
     driver.synchronize_stream(stream)
 
 
+def holds(driver: Driver, address: int, nbytes: int, data: bytes, stream: int) -> bool:
+    """Whether `nbytes` on the GPU are as `write` has left them, once the stream has come to them."""
+    if not nbytes:
+        return True
+    length = min(len(data), nbytes)
+    count = min(max(_STEP_BYTES // length, 1), -(-nbytes // length))
+    wanted = data[:length] * count
+    for at in range(0, nbytes, len(wanted)):
+        found = read_back(driver, address + at, min(len(wanted), nbytes - at), stream)
+        if not wanted.startswith(found):
+            return False
+    return True
+
+
 def read_digest(driver: Driver, address: int, nbytes: int, stream: int) -> str:
     """Of bytes on the GPU, once the stream has come to them."""
     found = hashlib.blake2b(digest_size=20)

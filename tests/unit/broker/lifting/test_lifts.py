@@ -213,6 +213,27 @@ def test_those_that_are_alike_wait_for_one_proof(rig: Rig, ends: str) -> None:
     assert len(rig.told) == 6
 
 
+def test_those_that_were_asked_for_before_anything_was_proved_wait_as_well(rig: Rig) -> None:
+    """Their workers had run them for a proof; the first one's is enough, and what is not alike has its own."""
+    routes, extents = (2, 3, 4), (4, 5, 6)
+    settled = rig.state.clients[CLIENT].routes
+    for route, extent in zip(routes[1:], extents[1:], strict=True):
+        rig.driver.route(route, device=GPU, extent=extent)  # type: ignore[arg-type]
+        settled[route].settled, settled[route].settled_on = settled[2].settled, settled[2].settled_on
+    assert [rig.ask(route=route) for route in routes] == [{"state": "pending"}] * 3
+    assert [message.seeds for message in rig.told] == [list(SEEDS)] * 3
+    numbers = [message.number for message in rig.told]
+    for number, extent, name in zip(numbers, extents, ("silu", "silu", "uneven"), strict=True):
+        spec = TensorSpec.contiguous("float32", (extent,))
+        steps = (replace(KERNEL, name=name),)
+        rig.say(number, specimen(replace(LIFTED, inputs=(spec,), outputs=(spec,), steps=steps)))
+    assert list(rig.proofs.asked) == [numbers[0], numbers[2]]
+    rig.prove(numbers[0])
+    assert [rig.ask(route=route)["state"] for route in routes] == ["ready", "ready", "pending"]
+    rig.prove(numbers[2])
+    assert rig.ask(route=4)["state"] == "ready"
+
+
 @pytest.mark.parametrize("why", ["it is not alike", "the machine code is gone"])
 def test_a_neighbour_that_is_not_is_lifted_and_tried_as_a_whole(rig: Rig, why: str) -> None:
     message = rig.asked()
@@ -228,7 +249,8 @@ def test_a_neighbour_that_is_not_is_lifted_and_tried_as_a_whole(rig: Rig, why: s
     assert rig.told[-1].seeds == list(SEEDS)
     assert ahead(rig, 1)[0] == {"state": "pending"}
     rig.say(number, specimen(neighbour))
-    rig.prove(number)
+    if why == "it is not alike":
+        rig.prove(number)
     assert ahead(rig, 1)[0]["state"] == "ready"
     assert rig.store.code(digest(CODE)) == CODE
 
