@@ -221,7 +221,9 @@ def _plan_norm_backward(
     same_float_dtype(op, grad_out=grad_out, x=x, weight=weight)
     ndim = normalized(op, x, shape, weight=weight)
     if grad_out.shape != x.shape:
-        refuse(op, f"grad_out has shape {list(grad_out.shape)}", f"{list(x.shape)}, that of the result", "pass all of it")
+        refuse(
+            op, f"grad_out has shape {list(grad_out.shape)}", f"{list(x.shape)}, that of the result", "pass all of it"
+        )
     if eps is None and op == "rms_norm_backward":
         eps = _RMS_EPS[x.dtype]
     attrs: dict[str, Scalar] = {"ndim": ndim, "eps": epsilon(op, eps)}

@@ -112,7 +112,7 @@ class NormGradients:
         self.torch, self.kernels = torch, kernels(triton, tl)
 
     def builders(self) -> Mapping[str, Builder]:
-        return {op: self.build for op in ("layer_norm_backward", "rms_norm_backward")}
+        return dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), self.build)
 
     def build(self, views: Sequence[Any], call: Call) -> Run:
         """Targets: the gradients by x, weight and, of layer_norm, bias. Raises BackendError for rows that are longer
@@ -134,7 +134,9 @@ class NormGradients:
 
         def run(targets: Any) -> None:
             torch = self.torch
-            results = [t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in targets]
+            results = [
+                t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in targets
+            ]
             parts = torch.empty(sums * tile.programs * columns, dtype=torch.float32, device=x.device)
             of_grad, of_x = in_rows(grad, columns), in_rows(x, columns)
             self.kernels.rows[(tile.programs,)](
