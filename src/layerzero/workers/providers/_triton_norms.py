@@ -22,7 +22,7 @@ MAX_ROWS = 32
 LEAST_TILES = 2  # of a program, so that there are fewer parts to add up than rows
 PER_SM = 2
 ELEMENTS_PER_WARP = 512
-SUMMED_ROWS, SUMMED_COLUMNS = 64, 32  # of parts, that a program of the second kernel holds at once
+SUMMED_ROWS, SUMMED_COLUMNS = 128, 32  # of parts, that a program of the second kernel holds at once
 
 
 class Tile(NamedTuple):
@@ -146,7 +146,7 @@ class NormGradients:
                 num_warps=tile.warps,
             )
             self.kernels.sums[(-(-columns // SUMMED_COLUMNS), sums)](
-                *(parts, results[1], results[-1], tile.programs, columns, SUMMED_ROWS, SUMMED_COLUMNS), num_warps=4
+                *(parts, results[1], results[-1], tile.programs, columns, SUMMED_ROWS, SUMMED_COLUMNS), num_warps=8
             )
             for target, result in zip(targets, results, strict=True):
                 if target is not result:
