@@ -56,15 +56,15 @@ def kernels(triton: Any, tl: Any) -> Kernels:
     ):  # fmt: skip
         """Beyond rows and columns everything is 0, and stays so."""
         program, programs = tl.program_id(0), tl.num_programs(0)
-        lanes = tl.arange(0, BLOCK)
+        lanes = tl.arange(0, BLOCK)[None, :]
         by_weight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         by_bias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         for first in range(program * ROWS, rows, programs * ROWS):
             row = first + tl.arange(0, ROWS)
-            mask = (row < rows)[:, None] & (lanes < columns)[None, :]
+            mask = (row < rows)[:, None] & (lanes < columns)
             at = row.to(tl.int64)[:, None]
-            n = tl.load(x + at * x_stride + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
-            g = tl.load(grad + at * grad_stride + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+            n = tl.load(x + at * x_stride + lanes, mask=mask, other=0.0).to(tl.float32)
+            g = tl.load(grad + at * grad_stride + lanes, mask=mask, other=0.0).to(tl.float32)
             if CENTRED:
                 mean = tl.sum(n, axis=1) / columns
                 n = tl.where(mask, n - mean[:, None], 0.0)
@@ -73,16 +73,16 @@ def kernels(triton: Any, tl: Any) -> Kernels:
             n = tl.where(mask, n * factor[:, None], 0.0)  # 0 times infinity, where there is no row and no eps
             by_weight += g * n
             if HAS_WEIGHT:
-                g *= tl.load(weight + lanes, mask=lanes < columns, other=0.0).to(tl.float32)[None, :]
+                g *= tl.load(weight + at * 0 + lanes, mask=mask, other=0.0).to(tl.float32)  # lies in threads as g does
             change = g - n * (tl.sum(g * n, axis=1) / columns)[:, None]
             if CENTRED:
                 change -= (tl.sum(g, axis=1) / columns)[:, None]
             change *= factor[:, None]
-            tl.store(grad_x + at * columns + lanes[None, :], change.to(grad_x.dtype.element_ty), mask=mask)
+            tl.store(grad_x + at * columns + lanes, change.to(grad_x.dtype.element_ty), mask=mask)
         place = parts + program * columns + lanes
-        tl.store(place, tl.sum(by_weight, axis=0), mask=lanes < columns)
+        tl.store(place, tl.sum(by_weight, axis=0, keep_dims=True), mask=lanes < columns)
         if CENTRED:
-            tl.store(place + programs * columns, tl.sum(by_bias, axis=0), mask=lanes < columns)
+            tl.store(place + programs * columns, tl.sum(by_bias, axis=0, keep_dims=True), mask=lanes < columns)
 
     @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
     def summed_parts(  # type: ignore[no-untyped-def]
