@@ -1,5 +1,5 @@
 """Gradient formulas in plain torch: they run in the program's own process, on tensors that it saved itself, so a
-worker may die between forward and backward. That of attention is an op of ours.
+worker may die between forward and backward. Those of attention and of norms are ops of ours.
 
 A formula takes the gradient of the op's result and the call, and returns gradients by the names of arguments; those
 that nobody needs may be left out. What is summed is summed in float32 for half-precision inputs."""
