@@ -9,6 +9,7 @@ returned, wall time until the GPU is through, both a call. In a graph: of GRAPH_
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -61,6 +62,28 @@ def rms_norm() -> Iterator[Case]:
             )
 
 
+def norm_backward(norm: str) -> Callable[[], Iterator[Case]]:
+    """Against what torch's autograd calls, whose forward pass has kept means and deviations."""
+
+    def rows() -> Iterator[Case]:
+        x, grad = (torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+        ours, aten = getattr(lz, f"{norm}_backward"), torch.ops.aten
+        if norm == "rms_norm":
+            _, factor = aten._fused_rms_norm(x, (4096,), weight, 1e-5)
+            eager = functools.partial(aten._fused_rms_norm_backward, grad, x, (4096,), factor, weight, [True, True])
+        else:
+            _, mean, factor = aten.native_layer_norm(x, (4096,), weight, weight, 1e-5)
+            eager = functools.partial(
+                aten.native_layer_norm_backward, grad, x, (4096,), mean, factor, weight, weight, [True, True, True]
+            )
+        for backend in ("torch-cuda", "triton"):
+            call = functools.partial(ours, grad, x, (4096,), weight, 1e-5, backend=backend)
+            yield Case(f"{norm}_backward (1024, 4096)", call, eager)
+
+    return rows
+
+
 def silu() -> Iterator[Case]:
     x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
     yield Case("silu (1024, 4096)", lambda: lz.silu(x, backend="torch-cuda"), lambda: F.silu(x))
@@ -89,6 +112,8 @@ def linear() -> Iterator[Case]:
 
 ROWS: dict[str, Callable[[], Iterator[Case]]] = {
     "rms_norm": rms_norm,
+    "rms_norm_backward": norm_backward("rms_norm"),
+    "layer_norm_backward": norm_backward("layer_norm"),
     "silu": silu,
     "attention": attention,
     "linear": linear,

@@ -258,6 +258,36 @@ def rms_norm(x: Array, weight: Array | None = None, *, ndim: int, eps: float) ->
     return np.asarray(out if weight is None else out * weight.astype(np.float64))
 
 
+def layer_norm_backward(
+    grad_out: Array, x: Array, weight: Array | None = None, *, ndim: int, eps: float
+) -> tuple[Array, ...]:
+    return _norm_gradients(grad_out, x, weight, ndim, eps, is_centred=True)
+
+
+def rms_norm_backward(
+    grad_out: Array, x: Array, weight: Array | None = None, *, ndim: int, eps: float
+) -> tuple[Array, ...]:
+    return _norm_gradients(grad_out, x, weight, ndim, eps, is_centred=False)[:2]
+
+
+def _norm_gradients(
+    grad_out: Array, x: Array, weight: Array | None, ndim: int, eps: float, *, is_centred: bool
+) -> tuple[Array, ...]:
+    """By the chain rule over y = c n, c = 1 / sqrt(mean(n^2) + eps), of rows n, which layer_norm has subtracted a mean
+    from before."""
+    grad, x = grad_out.astype(np.float64), x.astype(np.float64)
+    last, leading = tuple(range(x.ndim - ndim, x.ndim)), tuple(range(x.ndim - ndim))
+    if is_centred:
+        x = x - x.mean(axis=last, keepdims=True)
+    deviation = np.sqrt((x**2).mean(axis=last, keepdims=True) + eps)
+    by_weight, by_bias = (grad * x / deviation).sum(axis=leading), grad.sum(axis=leading)
+    g = grad if weight is None else grad * weight.astype(np.float64)
+    by_x = g / deviation - x * (g * x).mean(axis=last, keepdims=True) / deviation**3
+    if is_centred:  # a mean's gradient is spread over the row
+        by_x = by_x - by_x.mean(axis=last, keepdims=True)
+    return np.asarray(by_x), np.asarray(by_weight), np.asarray(by_bias)
+
+
 def gelu(x: Array, *, approximate: str) -> F64:
     x = x.astype(np.float64)
     if approximate == "tanh":
@@ -324,6 +354,8 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "softmax": softmax,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "layer_norm_backward": layer_norm_backward,
+    "rms_norm_backward": rms_norm_backward,
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,

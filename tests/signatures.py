@@ -146,6 +146,14 @@ def _rms_norm(rng: Random) -> Plan:
     return plans.plan_rms_norm(_tensor(rng, dtype, *shape), tuple(shape[-1:]), weight)
 
 
+def _norm_backward(rng: Random, plan: Any) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
+    over = tuple(shape[rng.randrange(len(shape)) :])
+    weight = rng.choice((None, TensorSpec.contiguous(dtype, over)))
+    made: Plan = plan(_tensor(rng, dtype, *shape), _tensor(rng, dtype, *shape), over, weight)
+    return made
+
+
 def _quantize(rng: Random) -> Plan:
     shape = _extents(rng, 2, least=1)
     scale = TensorSpec.contiguous("float32", (rng.choice((1, shape[0])), rng.choice((1, shape[1]))))
@@ -191,6 +199,8 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "softmax": _softmax,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "layer_norm_backward": lambda rng: _norm_backward(rng, plans.plan_layer_norm_backward),
+    "rms_norm_backward": lambda rng: _norm_backward(rng, plans.plan_rms_norm_backward),
     "gelu": lambda rng: plans.plan_gelu(_tensor(rng, _float(rng), *_extents(rng, 2)), rng.choice(("none", "tanh"))),
     "silu": lambda rng: plans.plan_silu(_tensor(rng, _float(rng), *_extents(rng, rng.randint(0, 3)))),
     "swiglu": lambda rng: token_plans.plan_swiglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
         attention_backward as attention_backward,
         attention_forward as attention_forward,
     )
+    from layerzero.client.facade.norm_ops import (
+        layer_norm_backward as layer_norm_backward,
+        rms_norm_backward as rms_norm_backward,
+    )
     from layerzero.client.facade.ops import (
         append_kv as append_kv,
         attention as attention,
@@ -115,6 +119,7 @@ _HOME = {
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
+    "layerzero.client.facade.norm_ops": "layer_norm_backward rms_norm_backward",
     "layerzero.client.facade.ops": (
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear matmul null paged_attention "
         "quantize rms_norm rope silu softmax swiglu"

@@ -431,6 +431,20 @@ def norm_cases(rng: np.random.Generator, tensors: int) -> Iterator[Case]:
     yield case("empty", normal(rng, 0, 4), 1)
 
 
+def norm_backward_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of a norm with one parameter, with a gradient that lies as x does; also of many rows, which gradients of
+    weights are sums over."""
+    many = [
+        Case(f"{rows} rows", (normal(rng, rows, 33), normal(rng, 33)), {"ndim": 1, "eps": 1e-5}) for rows in (1, 500)
+    ]
+    for case in (*norm_cases(rng, tensors=2), *many):
+        x, weight = case.tensors
+        assert x is not None
+        layouts = (*case.layouts, "contiguous", "contiguous")[:2]
+        tensors = (normal(rng, *x.shape), x, weight)
+        yield Case(case.name, tensors, case.attrs, (layouts[0], *layouts), case.out_layout)
+
+
 def activation_cases(rng: np.random.Generator, attrs: Sequence[dict[str, Any]]) -> Iterator[Case]:
     for more in attrs:
         for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
@@ -492,6 +506,8 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "softmax": softmax_cases,
     "layer_norm": functools.partial(norm_cases, tensors=3),
     "rms_norm": functools.partial(norm_cases, tensors=2),
+    "layer_norm_backward": norm_backward_cases,
+    "rms_norm_backward": norm_backward_cases,
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
     "quantize": quantize_cases,

@@ -37,6 +37,16 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 4), [4], t(4, seed=1)), {}),
         ],
         "rms_norm": [((t(3, 4), [4], t(4, seed=1), 1e-4), {}), ((t(2, 3, 4), [3, 4]), {}), ((t(4), [4], t(4)), {})],
+        "layer_norm_backward": [
+            ((t(3, 4), t(3, 4, seed=1), [4], t(4, seed=2), 1e-4), {}),
+            ((t(2, 3, 4).transpose(0, 1), t(3, 2, 4, seed=1), [2, 4]), {}),
+            ((t(0, 4), t(0, 4), [4], t(4, seed=2)), {}),
+        ],
+        "rms_norm_backward": [
+            ((t(3, 4), t(3, 4, seed=1), [4], t(4, seed=2), 1e-4), {}),
+            ((t(2, 3, 4).transpose(0, 1), t(3, 2, 4, seed=1), [2, 4]), {}),
+            ((t(4), t(4, seed=1), [4]), {}),
+        ],
         "linear": [
             ((t(3, 4), t(5, 4, seed=1), t(5, seed=2)), {}),
             ((t(2, 3, 4), t(5, 4, seed=1)), {}),

@@ -96,6 +96,13 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "1024 x 4096, no weight", (x, *(None for _ in weights)), (x,), attrs, _WELL
         small = of(7, 100)
         yield "7 x 100", (small, *(of(100) for _ in weights)), (small,), attrs, 16
+    elif op in ("layer_norm_backward", "rms_norm_backward"):
+        attrs = {"ndim": 1, "eps": 1e-5}
+        for rows, columns, alignment in ((1024, 4096, _WELL), (7, 100, 16)):
+            x, weight = of(rows, columns), of(columns)
+            sums = (weight, weight) if op == "layer_norm_backward" else (weight,)
+            yield f"{rows} x {columns}", (x, x, weight), (x, *sums), attrs, alignment
+            yield f"{rows} x {columns}, no weight", (x, x, None), (x, *sums), attrs, alignment
     elif op in ("gelu", "silu", "swiglu"):
         count = 2 if op == "swiglu" else 1
         attrs = {"approximate": "none"} if op == "gelu" else {}

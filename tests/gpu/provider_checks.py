@@ -219,13 +219,15 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
         else:
             shape = [rng.choice((1, 3, 40)), extent() * rng.choice((1, 3, 8))][-max(kernel.get("min_ndim", 0), 2) :]
-            given = {"layer_norm": 2, "rms_norm": 1}.get(op, 0)
+            given = {"layer_norm": 2, "rms_norm": 1, "layer_norm_backward": 1, "rms_norm_backward": 1}.get(op, 0)
             attrs = {"dim": 1} if op == "softmax" else {"ndim": 1, "eps": 1e-5} if given else {}
             if op == "gelu":
                 attrs = {"approximate": ("none", "tanh")[number % 2]}
             inputs = [numbers(*shape), *(numbers(shape[-1]) for _ in range(given))]
             if op == "swiglu":
                 inputs = [*inputs, numbers(*shape)]
+            if op.endswith("_backward"):
+                inputs = [numbers(*shape), *inputs]
         indices = INDICES.get(op, {})
         kinds = tuple(indices.get(name, "") for name in OPS[op].inputs)
         shapes = [list(values.shape) for values in inputs if values is not None]

@@ -40,6 +40,10 @@ TIMEOUT_S = 400
 MUST = (
     "torch-cuda.rms_norm: 1024 x 4096",
     "torch-cuda.layer_norm: ",
+    "torch-cuda.layer_norm_backward: 1024 x 4096",
+    "torch-cuda.rms_norm_backward: 1024 x 4096",
+    "triton.layer_norm_backward: ",
+    "triton.rms_norm_backward: ",
     "torch-cuda.silu: ",
     "torch-cuda.gelu: ",
     "torch-cuda.softmax: ",

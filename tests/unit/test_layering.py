@@ -51,7 +51,7 @@ EXTRA: dict[str, set[str]] = {
     "envs/matrix/pytest_plugin.py": {"pytest"},
     # What was decided of calls, by which policy, and how that is printed.
     "torch/acceleration": {"client", "ipc"},
-    "torch/attention.py": {"client"},  # what is computed in this process is told as lz.last_report() tells it
+    "torch/backward.py": {"client"},  # what is computed in this process is told as lz.last_report() tells it
     "torch/running.py": {"ipc"},  # which variable takes it out
     "torch/registration.py": {"client"},  # torch's wish for deterministic kernels is a policy of the call
     "torch/tracing.py": {"client"},  # calls of lz functions in a program that is traced come to it

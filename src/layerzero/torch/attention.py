@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -17,21 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.client.connection.report import IN_PROCESS, SelectionReport
+from layerzero.torch.backward import by_kernel, tell
 
-HERE = "this process"
 BY_FORMULA = "layerzero.torch.attention"
 BY_TORCH = "aten::scaled_dot_product_attention"
 LSE_HERE = "the log-sum-exp is computed in this process: no kernel gives it"
-
-
-class _Thread(threading.local):
-    """`why`: of the last backward pass, why it was computed here; "" where a kernel did."""
-
-    why = ""
-
-
-thread = _Thread()
 
 
 def attention_forward(
@@ -72,20 +61,14 @@ def attention_backward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """lz.attention_backward, and where that fails the formula. Raises InvalidArgument."""
-    report = None
-    try:
-        found = lz.attention_backward(
-            grad_out, q, k, v, output, lse, attn_mask, **options, backend=backend, timeout_s=timeout_s
-        )
-    except lz.InvalidArgument:
-        raise
-    except lz.LayerZeroError as error:
-        thread.why = f"{error.code}: {str(error).partition(chr(10))[0]:.160}"
-        report = getattr(error, "report", None)
-    else:
-        thread.why = ""
+    pinned: Any = {**options, "backend": backend, "timeout_s": timeout_s}
+    found = by_kernel(
+        "attention_backward",
+        BY_FORMULA,
+        lambda: lz.attention_backward(grad_out, q, k, v, output, lse, attn_mask, **pinned),
+    )
+    if found is not None:
         return found
-    _tell("attention_backward", BY_FORMULA, f"computed in this process: {thread.why}", report)
     made = gradients(grad_out, q, k, v, attn_mask, ("q", "k", "v"), **options)
     return made["q"], made["k"], made["v"]
 
@@ -155,7 +138,7 @@ def with_dropout(
     if not 0.0 < dropout_p <= 1.0:
         raise lz.InvalidArgument(f"attention: dropout_p is {dropout_p}; allowed: 0 to 1; pass a probability")
     if not torch.compiler.is_compiling():
-        _tell("attention", BY_TORCH, "dropout_p above 0: torch's own kernel, in this process")
+        tell("attention", BY_TORCH, "dropout_p above 0: torch's own kernel, in this process")
     if layout == "BSHD":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     rows, columns = q.shape[-2], k.shape[-2]
@@ -164,15 +147,6 @@ def with_dropout(
         is_causal = False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return out.transpose(1, 2).contiguous() if layout == "BSHD" else out.contiguous()
-
-
-def _tell(op: str, kernel: str, note: str, report: SelectionReport | None = None) -> None:
-    """As lz.last_report(), of a call that this process has computed itself. `report`: of what was tried before."""
-    made = SelectionReport(op, kernel, HERE, None, IN_PROCESS, notes=(note,))
-    if report is not None:
-        made = replace(made, attempts=report.attempts, candidates=report.candidates)
-    with contextlib.suppress(lz.NotConnected):
-        lz.session().note(made)
 
 
 # --- formulas ----------------------------------------------------------------------------------------------------

@@ -63,6 +63,29 @@ def rms_norm(
     return _norm("rms_norm", input, normalized_shape, weight=weight)
 
 
+def layer_norm_backward(
+    grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
+    """As `input`, and twice as `normalized_shape`."""
+    return _norm_backward("layer_norm_backward", grad_out, input, normalized_shape, weight, 2)
+
+
+def rms_norm_backward(
+    grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
+    """As `input`, and as `normalized_shape`."""
+    return _norm_backward("rms_norm_backward", grad_out, input, normalized_shape, weight, 1)
+
+
+def _norm_backward(op: str, grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, sums: int) -> Any:
+    _same(op, grad_out=grad, input=x)
+    _need(grad.dim() == x.dim(), lambda: _shapes(op, "equal shapes", grad_out=grad, input=x))
+    for one, other in zip(grad.shape, x.shape, strict=True):
+        _need(one == other, lambda: _shapes(op, "equal shapes", grad_out=grad, input=x))
+    by_x = _norm(op, x, shape, weight=weight)
+    return (by_x, *(x.new_empty(tuple(shape)) for _ in range(sums)))
+
+
 def _norm(op: str, x: Tensor, shape: Sequence[int], **params: Tensor | None) -> Tensor:
     _same(op, x=x, **params)
     ndim = len(shape)

@@ -1,5 +1,5 @@
 """Gradient formulas in plain torch: they run in the program's own process, on tensors that it saved itself, so a
-worker may die between forward and backward. That of attention is an op of ours.
+worker may die between forward and backward. Those of attention and of norms are ops of ours.
 
 A formula takes the gradient of the op's result and the call, and returns gradients by the names of arguments; those
 that nobody needs may be left out. What is summed is summed in float32 for half-precision inputs."""
@@ -14,9 +14,11 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.torch import attention as by_formula
+from layerzero.torch import backward, norms
 
 aten = torch.ops.aten
 NOT_KEPT = "the log-sum-exp was not kept, under torch.func"
+OUTSIDE = "gradients that are differentiated once more, or torch.func"
 OTHERS = "gradients of a float mask, or gradients that are differentiated once more"
 
 
@@ -65,34 +67,24 @@ def softmax(grad: Tensor, call: Call) -> Gradients:
 
 
 def layer_norm(grad: Tensor, call: Call) -> Gradients:
-    """torch's own, on the mean and deviation of x computed anew."""
-    x, weight, shape = call["input"], call["weight"], call["normalized_shape"]
-    needs = [name in call.needs for name in ("input", "weight", "bias")]
-    if needs[1] and weight is None:  # not saved, since its values matter to the gradient of x alone
-        weight = x.new_ones(tuple(shape))
-    bias = x.new_zeros(tuple(shape)) if needs[2] else None  # whose values do not matter to any gradient
-    _, mean, deviation = aten.native_layer_norm(x, shape, weight, None, call["eps"])
-    found = aten.native_layer_norm_backward(grad, x, shape, mean, deviation, weight, bias, needs)
-    return dict(zip(("input", "weight", "bias"), found, strict=True))
+    """By the op layer_norm_backward, which is selected like any other. In this process where what lies outside
+    differentiates once more, or maps."""
+    args = (grad, call["input"], call["normalized_shape"], call["weight"], call["eps"])
+    if _is_formula():
+        backward.thread.why = OUTSIDE
+        return dict(norms.layer_norm(*args, call.needs))
+    pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
+    return dict(zip(norms.LAYER_NORM, torch.ops.layerzero.layer_norm_backward(*args, **pinned), strict=True))
 
 
 def rms_norm(grad: Tensor, call: Call) -> Gradients:
-    """With n = x r, r = 1 / sqrt(mean(x^2) + eps): r (g w - n mean(g w n)), and for w the sum of g n."""
-    x, weight, ndim = call["input"], call["weight"], len(call["normalized_shape"])
-    wide = _wide(x.dtype)
-    last = tuple(range(-ndim, 0))
-    eps = torch.finfo(wide).eps if call["eps"] is None else call["eps"]
-    xs, g = x.to(wide), grad.to(wide)
-    r = torch.rsqrt(xs.square().mean(last, keepdim=True) + eps)
-    n = xs * r
-    found: Gradients = {}
-    if "input" in call.needs:
-        gw = g if weight is None else g * weight.to(wide)
-        found["input"] = (r * (gw - n * (gw * n).mean(last, keepdim=True))).to(x.dtype)
-    if "weight" in call.needs:
-        leading = tuple(range(x.dim() - ndim))
-        found["weight"] = ((g * n).sum(leading) if leading else g * n).to(x.dtype)
-    return found
+    """As layer_norm, by the op rms_norm_backward."""
+    args = (grad, call["input"], call["normalized_shape"], call["weight"], call["eps"])
+    if _is_formula():
+        backward.thread.why = OUTSIDE
+        return dict(norms.rms_norm(*args, call.needs))
+    pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
+    return dict(zip(norms.RMS_NORM, torch.ops.layerzero.rms_norm_backward(*args, **pinned), strict=True))
 
 
 def linear(grad: Tensor, call: Call) -> Gradients:
@@ -177,11 +169,16 @@ def attention(grad: Tensor, call: Call) -> Gradients:
     lse = call["lse"]
     if lse is None or "attn_mask" in call.needs or torch.is_grad_enabled():
         found = by_formula.gradients(grad, *tensors, mask, call.needs, **options)
-        by_formula.thread.why = NOT_KEPT if lse is None else OTHERS
+        backward.thread.why = NOT_KEPT if lse is None else OTHERS
         return dict(found)
     pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
     dq, dk, dv = torch.ops.layerzero.attention_backward(grad, *tensors, call["out"], lse, mask, **options, **pinned)
     return {"q": dq, "k": dk, "v": dv}
+
+
+def _is_formula() -> bool:
+    """Whether something outside differentiates gradients, or maps over them, which ops of ours do not allow."""
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
 
 
 def _silu(grad: Tensor, x: Tensor) -> Tensor:

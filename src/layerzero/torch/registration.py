@@ -20,7 +20,8 @@ from torch.library import Library, register_vmap
 
 import layerzero as lz
 from layerzero.client.connection import overlay
-from layerzero.torch import attention, batching
+from layerzero.torch import batching
+from layerzero.torch.backward import thread
 from layerzero.torch.gradients import Call
 from layerzero.torch.table import TABLE, OpEntry
 
@@ -221,11 +222,11 @@ def _function(
         with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
             with contextlib.nullcontext() if ctx.watcher is None else ctx.watcher.policy():
                 found = formula(grad, call)
-        if ctx.watcher is not None and entry.with_gradients:
-            if attention.thread.why:
-                ctx.watcher.left(f"{name}_backward", attention.thread.why)
+        if ctx.watcher is not None and entry.backward:
+            if thread.why:
+                ctx.watcher.left(entry.backward, thread.why)
             else:
-                ctx.watcher.took(f"{name}_backward")
+                ctx.watcher.took(entry.backward)
         grads = {arg: found[arg] for arg in names if arg in needs and found.get(arg) is not None}
         if is_plain and torch.is_grad_enabled():
             once = _Once.apply(name, len(grads), *grads.values(), grad, *saved.values())

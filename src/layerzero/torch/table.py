@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch import attention, autocasting, batching, fakes, gradients
+from layerzero.torch import attention, autocasting, batching, fakes, gradients, norms
 
 ANY: frozenset[str] = frozenset()
 
@@ -29,7 +29,8 @@ class OpEntry:
 
     `results`: how many; of several there is no form with `out`. `runs`: what is called in place of the lz function.
     `with_gradients` names the op of this table that runs in place of this one where gradients are wanted:
-    its second result is saved, too, as `also_saved`. `by_torch` computes calls that kernels do not, with torch's own
+    its second result is saved, too, as `also_saved`. `backward` names the op of this table that its formula calls
+    where it can: accelerate reports these. `by_torch` computes calls that kernels do not, with torch's own
     gradients; None is its answer to others."""
 
     name: str
@@ -45,6 +46,7 @@ class OpEntry:
     runs: Callable[..., Any] | None = None
     with_gradients: str = ""
     also_saved: str = ""
+    backward: str = ""
     by_torch: Callable[..., Tensor | None] | None = None
 
     @property
@@ -91,6 +93,7 @@ TABLE: dict[str, OpEntry] = {
             batching.attention,
             with_gradients="attention_forward",
             also_saved="lse",
+            backward="attention_backward",
             by_torch=attention.with_dropout,
         ),
         OpEntry(
@@ -171,6 +174,7 @@ TABLE: dict[str, OpEntry] = {
             {"input": ANY, "weight": frozenset({"input"})},
             autocasting.single,
             batching.layer_norm,
+            backward="layer_norm_backward",
         ),
         OpEntry(
             "rms_norm",
@@ -180,6 +184,21 @@ TABLE: dict[str, OpEntry] = {
             {"input": ANY, "weight": frozenset({"input"})},
             autocasting.single,
             batching.rms_norm,
+            backward="rms_norm_backward",
+        ),
+        OpEntry(
+            "layer_norm_backward",
+            "Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float eps=1e-05",
+            fakes.layer_norm_backward,
+            results=3,
+            runs=norms.layer_norm_backward,
+        ),
+        OpEntry(
+            "rms_norm_backward",
+            "Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None",
+            fakes.rms_norm_backward,
+            results=2,
+            runs=norms.rms_norm_backward,
         ),
         OpEntry(
             "gelu",

@@ -21,6 +21,9 @@ def traced(request: Request) -> Any:
     if request.op in ("layer_norm", "rms_norm"):
         x, *params = request.args
         args = (x, options.pop("normalized_shape"), *params, options.pop("eps"))
+    elif request.op in ("layer_norm_backward", "rms_norm_backward"):
+        grad, x, weight = request.args
+        args = (grad, x, options.pop("normalized_shape"), weight, options.pop("eps"))
     elif request.op == "softmax":
         args = (*request.args, options.pop("dim"))
     elif request.op == "gelu":

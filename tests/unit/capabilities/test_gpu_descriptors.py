@@ -52,6 +52,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
+        **dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), (dense(64, 128), dense(64, 128), dense(128))),
         "swiglu": (dense(64, 128), dense(64, 128)),
         "rope": (dense(1, 64, 16, 128), dense(1, 64, 64), dense(1, 64, 64)),
         "attention_varlen": (*[dense(256, 16, 64)] * 3, *[TensorSpec.contiguous("int32", (5,))] * 2),

@@ -265,7 +265,9 @@ def parameter(op: str, name: str) -> str:
     return "input" if name == "ids" or (name == "x" and op in _OF_INPUT) else name
 
 
-_OF_INPUT = frozenset({"linear", "softmax", "layer_norm", "rms_norm", "gelu", "silu"})
+_OF_INPUT = frozenset(
+    {"linear", "softmax", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward", "gelu", "silu"}
+)
 
 
 def _check_writable(what: str, array: Array) -> None:

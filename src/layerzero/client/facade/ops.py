@@ -237,7 +237,7 @@ def layer_norm(
 
     var is the biased variance. weight and bias have that shape. Source: Ba, Kiros and Hinton 2016, eq. 4.
     """
-    params = {"normalized_shape": _shape(normalized_shape), "eps": eps}
+    params = {"normalized_shape": extents_of(normalized_shape), "eps": eps}
 
     def plan(x: TensorSpec, w: TensorSpec | None, b: TensorSpec | None, *, normalized_shape: Any, eps: float) -> Any:
         return plans.plan_layer_norm(x, normalized_shape, w, b, eps)
@@ -259,7 +259,7 @@ def rms_norm(
 
     eps: default is the machine epsilon of the type that is computed in. Source: Zhang and Sennrich 2019, eq. 4.
     """
-    params = {"normalized_shape": _shape(normalized_shape), "eps": eps}
+    params = {"normalized_shape": extents_of(normalized_shape), "eps": eps}
 
     def plan(x: TensorSpec, w: TensorSpec | None, *, normalized_shape: Any, eps: float | None) -> Any:
         return plans.plan_rms_norm(x, normalized_shape, w, eps)
@@ -423,7 +423,7 @@ def null(*, backend: str | None = None, timeout_s: float | None = None) -> None:
     return perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))  # type: ignore[return-value]
 
 
-def _shape(value: Any) -> Any:
+def extents_of(value: Any) -> Any:
     """As a tuple of Python's own integers, so that it can be part of a call's key; plans.py refuses anything else."""
     if type(value) is tuple and len(value) == 1 and type(value[0]) is int:  # most are; asking for Integral takes 2 us
         return value

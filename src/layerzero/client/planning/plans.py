@@ -25,6 +25,7 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shapes import (
     GELU_APPROXIMATIONS,
     INDEX_DTYPES,
@@ -187,6 +188,48 @@ def _plan_rms_norm(x: TensorSpec, shape: Shape, weight: TensorSpec | None, eps: 
     ndim = normalized(op, x, shape, weight=weight)
     attrs: dict[str, Scalar] = {"ndim": ndim, "eps": _RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
     return same_shape(op, (x, weight), attrs)
+
+
+def plan_layer_norm_backward(
+    grad_out: TensorSpec,
+    x: TensorSpec,
+    normalized_shape: Sequence[int],
+    weight: TensorSpec | None = None,
+    eps: float = 1e-5,
+) -> Plan:
+    """The gradients of layer_norm by x, weight and bias."""
+    op = "layer_norm_backward"
+    return _plan_norm_backward(op, grad_out, x, extents(op, normalized_shape), weight, eps)
+
+
+def plan_rms_norm_backward(
+    grad_out: TensorSpec,
+    x: TensorSpec,
+    normalized_shape: Sequence[int],
+    weight: TensorSpec | None = None,
+    eps: float | None = None,
+) -> Plan:
+    """The gradients of rms_norm by x and weight."""
+    op = "rms_norm_backward"
+    return _plan_norm_backward(op, grad_out, x, extents(op, normalized_shape), weight, eps)
+
+
+@remember
+def _plan_norm_backward(
+    op: str, grad_out: TensorSpec, x: TensorSpec, shape: Shape, weight: TensorSpec | None, eps: float | None
+) -> Plan:
+    same_float_dtype(op, grad_out=grad_out, x=x, weight=weight)
+    ndim = normalized(op, x, shape, weight=weight)
+    if grad_out.shape != x.shape:
+        refuse(
+            op, f"grad_out has shape {list(grad_out.shape)}", f"{list(x.shape)}, that of the result", "pass all of it"
+        )
+    if eps is None and op == "rms_norm_backward":
+        eps = _RMS_EPS[x.dtype]
+    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": epsilon(op, eps)}
+    shapes = (x.shape, *(shape for _ in OPS[op].outputs[1:]))
+    outputs = tuple(TensorSpec.contiguous(x.dtype, one) for one in shapes)
+    return Plan(op, (grad_out, x, weight), attrs, outputs, tuple(fresh(op, x.dtype, one) for one in shapes))
 
 
 @remember

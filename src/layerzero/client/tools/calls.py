@@ -94,6 +94,11 @@ def _backward() -> Call:
     return Call("attention_backward", arrays, {"is_causal": True})
 
 
+def _norm_backward(op: str) -> Call:
+    arrays = {"grad_out": _f32(256, 512), "input": _f32(256, 512), "weight": _f32(512)}
+    return Call(op, arrays, {"normalized_shape": 512})
+
+
 def _int32(*shape: int) -> TensorSpec:
     return TensorSpec.contiguous("int32", shape)
 
@@ -147,6 +152,8 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
         ),
     ),
     "rms_norm": (Call("rms_norm", {"input": _f32(256, 512), "weight": _f32(512)}, {"normalized_shape": 512}),),
+    "layer_norm_backward": (_norm_backward("layer_norm_backward"),),
+    "rms_norm_backward": (_norm_backward("rms_norm_backward"),),
     "gelu": (Call("gelu", {"input": _f32(256, 2048)}),),
     "silu": (Call("silu", {"input": _f32(256, 2048)}),),
     "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),

@@ -124,6 +124,22 @@ OPS: dict[str, Op] = {
         # normalized over the last `ndim` dimensions; weight and bias have their shape
         Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
         Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),
+        # grad_out like x, weight as in the norm -> the gradients by x, in its shape, and by weight and bias, in that
+        # which is normalized over. Without a weight grad_weight is that of a weight of ones.
+        Op(
+            "layer_norm_backward",
+            ("grad_out", "x", "weight"),
+            ("grad_x", "grad_weight", "grad_bias"),
+            optional=frozenset({"weight"}),
+            attrs=("ndim", "eps"),
+        ),
+        Op(
+            "rms_norm_backward",
+            ("grad_out", "x", "weight"),
+            ("grad_x", "grad_weight"),
+            optional=frozenset({"weight"}),
+            attrs=("ndim", "eps"),
+        ),
         # approximate: "none" (erf) or "tanh"
         Op("gelu", ("x",), attrs=("approximate",)),
         Op("silu", ("x",)),

@@ -150,6 +150,11 @@ def _norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(["one" if attrs["ndim"] == 1 else "several", *names]), (extent,)
 
 
+def _norm_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """As of the norm; the number of rows, which gradients of weights are sums over, decides on nothing."""
+    return _norm(inputs[1:], attrs)
+
+
 def _elementwise(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return str(attrs.get("approximate", "plain")), (inputs[0].numel,)
 
@@ -178,6 +183,8 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "softmax": _softmax,
     "layer_norm": _norm,
     "rms_norm": _norm,
+    "layer_norm_backward": _norm_backward,
+    "rms_norm_backward": _norm_backward,
     "gelu": _elementwise,
     "silu": _elementwise,
     "swiglu": _elementwise,

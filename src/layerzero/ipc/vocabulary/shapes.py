@@ -332,6 +332,20 @@ def _norm(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     return ((dtype, x.shape),)
 
 
+def _norm_backward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+    """layer_norm_backward, with a gradient by bias, and rms_norm_backward."""
+    grad_out, x = _required(inputs, 2)
+    weight = inputs[2]
+    dtype = _float_dtype(op, inputs, OPS[op].inputs)
+    _least_ndim(op, "x", x, 1)
+    _equal(op, "shape", grad_out=grad_out.shape, x=x.shape)
+    shape = x.shape[x.ndim - _integer(op, attrs, "ndim", 1, x.ndim) :]
+    if weight is not None and weight.shape != shape:
+        refuse(op, f"weight has shape {list(weight.shape)}", f"{list(shape)}, what is normalized over")
+    _number(op, attrs, "eps", 0.0)
+    return ((dtype, x.shape), *((dtype, shape) for _ in OPS[op].outputs[1:]))
+
+
 def _gelu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     _choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
     return _silu(op, inputs, attrs)
@@ -430,6 +444,8 @@ _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
     "softmax": _softmax,
     "layer_norm": _norm,
     "rms_norm": _norm,
+    "layer_norm_backward": _norm_backward,
+    "rms_norm_backward": _norm_backward,
     "gelu": _gelu,
     "silu": _silu,
     "swiglu": _swiglu,

@@ -414,6 +414,22 @@ def _norm(op: str, *names: str) -> Callable[[Claims], Iterator[Problem]]:
     return problems
 
 
+def _norm_backward(op: str) -> Callable[[Claims], Iterator[Problem]]:
+    """Those of the norm, with a gradient, and more rows, which gradients of weights are sums over."""
+
+    def problems(claims: Claims) -> Iterator[Problem]:
+        numbers = _Numbers(18)
+        for norm in _norm(op.removesuffix("_backward"), "weight")(claims):
+            x, weight = norm.inputs
+            assert x is not None
+            yield Problem(op, norm.name, norm.attrs, (numbers(*x.shape), x, weight))
+        for shape in ((70, 8), (41, 129)):
+            x, grad = numbers(*_fit(claims, shape)), numbers(*_fit(claims, shape))
+            yield Problem(op, f"{shape[0]} rows of {shape[1]}", {"ndim": 1, "eps": 1e-5}, (grad, x, numbers(shape[1])))
+
+    return problems
+
+
 def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(name for i, name in enumerate(names) if bits >> i & 1) for bits in range(1 << len(names))]
 
@@ -469,6 +485,8 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "softmax": _softmax,
     "layer_norm": _norm("layer_norm", "weight", "bias"),
     "rms_norm": _norm("rms_norm", "weight"),
+    "layer_norm_backward": _norm_backward("layer_norm_backward"),
+    "rms_norm_backward": _norm_backward("rms_norm_backward"),
     "gelu": _elementwise("gelu", [{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": _elementwise("silu", [{}]),
     "swiglu": _elementwise("swiglu", [{}], tensors=2),

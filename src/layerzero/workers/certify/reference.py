@@ -249,6 +249,16 @@ def rms_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return _normalized(inputs, attrs, normalize)
 
 
+def layer_norm_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
+    """The gradients of layer_norm by x, weight and bias."""
+    return _norm_gradients(inputs, attrs, is_centred=True)
+
+
+def rms_norm_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
+    """The gradients of rms_norm by x and weight."""
+    return _norm_gradients(inputs, attrs, is_centred=False)[:2]
+
+
 def gelu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     (x,) = _given(inputs)
     if attrs["approximate"] == "tanh":
@@ -315,6 +325,8 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "softmax": softmax,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "layer_norm_backward": layer_norm_backward,
+    "rms_norm_backward": rms_norm_backward,
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
@@ -361,6 +373,30 @@ def _normalized(
         values = values if weight is None else list(map(mul, values, weight.flat))
         out += values if bias is None else [value + more for value, more in zip(values, bias.flat, strict=True)]
     return Values(x.shape, out)
+
+
+def _norm_gradients(inputs: Sequence[Values | None], attrs: Attrs, *, is_centred: bool) -> tuple[Values, ...]:
+    """With n what the norm multiplies by the weight, r what it multiplies x by, g = grad_out * weight: by x
+    r (g - n mean(g n) - mean(g)), the last mean where the norm subtracts one; by weight the sums of grad_out * n over
+    rows, by bias those of grad_out."""
+    grad_out, x = _given(inputs[:2])
+    weight = inputs[2]
+    shape = x.shape[len(x.shape) - attrs["ndim"] :]
+    width = math.prod(shape)
+    count = math.prod(x.shape) // width if width else 0
+    by_x: list[float] = []
+    by_weight, by_bias = [0.0] * width, [0.0] * width
+    for row, grad in zip(_rows(x.flat, width, 0, count), _rows(grad_out.flat, width, 0, count), strict=True):
+        centre = math.fsum(row) / width if is_centred else 0.0
+        moved = [value - centre for value in row]
+        r = 1 / math.sqrt(math.fsum(map(mul, moved, moved)) / width + attrs["eps"])
+        n = [value * r for value in moved]
+        by_weight = list(map(add, by_weight, map(mul, grad, n)))
+        by_bias = list(map(add, by_bias, grad))
+        g = grad if weight is None else list(map(mul, grad, weight.flat))
+        along, mean = math.fsum(map(mul, g, n)) / width, math.fsum(g) / width if is_centred else 0.0
+        by_x += [r * (value - mean - along * one) for value, one in zip(g, n, strict=True)]
+    return Values(x.shape, by_x), Values(shape, by_weight), Values(shape, by_bias)
 
 
 def _broadcast_shape(one: Shape, other: Shape) -> Shape:

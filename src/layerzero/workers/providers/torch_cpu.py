@@ -10,6 +10,7 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Block, Call, Loaded
 from layerzero.workers.providers._torch_attention import FlashAttention
+from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths
 
 
@@ -96,6 +97,7 @@ def load() -> Loaded:
         "paged_attention": paged_attention,
         "append_kv": append_kv,
         **ops.builders(),
+        **NormGradients(torch, is_gpu=False).builders(),
     }
     return Loaded(
         versions={"torch": torch.__version__, "numpy": version("numpy")},

@@ -14,6 +14,7 @@ from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
+from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
 
 CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of aten::_efficient_attention_forward
@@ -36,6 +37,7 @@ def load() -> Loaded:
         "attention.cudnn_wide": attention.cudnn,
         "attention.math": attention.math,
         **Gradients(torch, gpu).builders(),
+        **NormGradients(torch, is_gpu=True).builders(),
     }
     builders["attention_varlen.math"] = builders.pop("attention_varlen")
     cudnn = str(torch.backends.cudnn.version())

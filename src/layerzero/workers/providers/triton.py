@@ -10,6 +10,7 @@ from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_ops import Run
 from layerzero.workers.providers._triton_attention import Attention
+from layerzero.workers.providers._triton_norms import NormGradients, in_rows
 
 ROPE_BLOCK = 2048  # pairs of elements that one program turns, of several heads
 SWIGLU_BLOCK = 1024
@@ -118,7 +119,7 @@ def load() -> Loaded:
         eps, has_weight = call.attrs["eps"], weight is not None
 
         def run(out: Any) -> None:
-            rows = x.reshape(-1, columns)  # a copy where the rows' starts are not evenly spaced
+            rows = in_rows(x, columns)
             flat_weight = weight.reshape(-1) if has_weight else rows
             rms_norm_row[(rows.shape[0],)](
                 rows, flat_weight, out, rows.stride(0), columns, eps, has_weight, block, num_warps=warps
@@ -133,6 +134,7 @@ def load() -> Loaded:
         "triton.rms_norm": rms_norm,
         "triton.rope": rope,
         "triton.swiglu": swiglu,
+        **{f"triton.{op}": build for op, build in NormGradients(torch, triton, tl).builders().items()},
     }
     return Loaded(
         versions={"triton": triton.__version__, "torch": torch.__version__},

@@ -84,6 +84,16 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("float32 2 3 5",),
     ),
     "rms_norm": ({"x": "float32 2 3 5", "weight": "float32 5"}, {"ndim": 1, "eps": 0.5}, ("float32 2 3 5",)),
+    "layer_norm_backward": (
+        {"grad_out": "float32 2 3 5", "x": "float32 2 3 5", "weight": "float32 3 5"},
+        {"ndim": 2, "eps": 0.5},
+        ("float32 2 3 5", "float32 3 5", "float32 3 5"),
+    ),
+    "rms_norm_backward": (
+        {"grad_out": "float32 2 3 5", "x": "float32 2 3 5", "weight": "float32 5"},
+        {"ndim": 1, "eps": 0.5},
+        ("float32 2 3 5", "float32 5"),
+    ),
     "gelu": ({"x": "float32 2 3"}, {"approximate": "tanh"}, ("float32 2 3",)),
     "silu": ({"x": "float32 2 3"}, {}, ("float32 2 3",)),
     "swiglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {}, ("float32 2 3",)),

@@ -51,6 +51,8 @@ X = dense(2, 3, 32)
         ("softmax", (X,), {"dim": 1}, "inner/small/dense"),
         ("layer_norm", (X, None, dense(32)), {"ndim": 1, "eps": 0.0}, "one+bias/aligned/dense"),
         ("rms_norm", (X, dense(3, 32)), {"ndim": 2, "eps": 0.0}, "several+weight/aligned/dense"),
+        ("rms_norm_backward", (X, X, dense(3, 32)), {"ndim": 2, "eps": 0.0}, "several+weight/aligned/dense"),
+        ("layer_norm_backward", (X, X, None), {"ndim": 1, "eps": 0.0}, "one/aligned/dense"),
         ("gelu", (X,), {"approximate": "tanh"}, "tanh/aligned/dense"),
         ("silu", (dense(129),), {}, "plain/ragged/dense"),
         ("embedding", (dense(2, 3, dtype="int64"), dense(9, 33)), {}, "int64/ragged/dense"),

@@ -208,6 +208,10 @@ def calls(
             for _ in range(2 if op == "layer_norm" else 1)
         ]
         return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
+    if op in ("layer_norm_backward", "rms_norm_backward"):
+        ndim = draw(st.integers(1, len(shape)))
+        weight = draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
+        return [x, draw(tensors(dtype, shape)), weight], out_spec, {"ndim": ndim, "eps": 1e-5}
     if op == "swiglu":
         return [x, draw(tensors(dtype, shape))], out_spec, {}
     if op in ("quantize", "dequantize"):
