@@ -75,7 +75,7 @@ def test_gradients_lie_in_any_strides(norm: str) -> None:
 
 
 def test_a_worker_may_be_killed_between_forward_and_backward() -> None:
-    """Once, since these tests share a broker with others, which starts a worker three times in 30 s and then no more."""
+    """Once, since tests share a broker, which starts a worker again three times in 30 s and then no more."""
     args = arguments("rms_norm", random(6, 16), 16)
     out = ops.rms_norm(*args, backend="torch")
     pid = lz.last_report().worker_pid
