@@ -154,11 +154,10 @@ def test_a_float_mask_has_its_gradient_in_this_process() -> None:
 # --- when something goes wrong -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [1, 2])
-def test_a_worker_may_be_killed_between_forward_and_backward(kills: int) -> None:
-    """What backward needs is the program's own: another worker, or this process, computes it."""
+def test_a_worker_may_be_killed_between_forward_and_backward() -> None:
+    """Twice: what backward needs is the program's own, so another worker, or this process, computes it."""
     tensors = leaves((2, 4, 7, 16), (2, 4, 9, 16), (2, 4, 9, 16))
-    for _ in range(kills):
+    for _ in range(2):
         out = ops.attention(*tensors)
         report = lz.last_report()
         assert report.op == "attention_forward"

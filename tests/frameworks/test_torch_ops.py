@@ -257,9 +257,10 @@ def _other(tensor: torch.Tensor, sample: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.batch is None])
 def test_vmap_of_others_is_refused_by_name(name: str) -> None:
     args, options = case(name)
-    stacked = [torch.stack((arg, arg)) for arg in args]
+    stacked = [torch.stack((arg, arg)) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    in_dims = tuple(0 if isinstance(arg, torch.Tensor) else None for arg in args)
     with pytest.raises(lz.InvalidArgument, match=f"layerzero::{name} has no batch rule"):
-        torch.func.vmap(lambda *given: op(name)(*given, **options))(*stacked)
+        torch.func.vmap(lambda *given: op(name)(*given, **options), in_dims=in_dims)(*stacked)
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------

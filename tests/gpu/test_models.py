@@ -127,6 +127,23 @@ def test_attentions_gradients_are_kernels_too(connected: Site, dtype: str) -> No
     assert report().kernel_id == "one.attention_backward"
 
 
+def test_norms_gradients_are_kernels_too(connected: Site) -> None:
+    """By a worker, then lifted; the worker may die in between."""
+    x = randn(64, 256).half().requires_grad_()
+    torchs = F.layer_norm(x, (256,))
+    grad = torch.randn_like(torchs)
+    (wanted,) = torch.autograd.grad(torchs, x, grad)
+    for round_ in range(40):
+        out = torch.ops.layerzero.layer_norm(x, [256])
+        assert report().kernel_id == "one.layer_norm"
+        if round_ == 3 and (pid := connected.backend("one")["pid"]):
+            os.kill(pid, signal.SIGKILL)
+        (found,) = torch.autograd.grad(out, x, grad)  # on a thread of torch's
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    lz.layer_norm_backward(grad, x.detach(), 256)
+    assert report().kernel_id == "one.layer_norm_backward"
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_models_call_it_from_their_graphs(connected: Site, mode: str) -> None:
     """Inductor's CUDA graphs hold calls as their own nodes, or as replays of graph slots."""

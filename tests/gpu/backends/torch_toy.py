@@ -15,6 +15,7 @@ from layerzero.ipc.cuda import driver
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
+from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps
 from layerzero.workers.providers.torch_cuda import append_kv
 
@@ -74,6 +75,7 @@ def load() -> Loaded:
     builders = {
         **{"silu": ops.silu, "matmul": ops.matmul, "gelu": gelu, "layer_norm": layer_norm, "attention": attention},
         "append_kv": lambda views, call: append_kv(torch, views),
+        **NormGradients(torch, is_gpu=True).builders(),
     }
     builders |= {
         op: build

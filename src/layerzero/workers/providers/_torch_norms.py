@@ -41,10 +41,19 @@ class NormGradients:
         return build
 
     def _layer_norm(self, grad: Any, x: Any, weight: Any, shape: Sequence[int], eps: float) -> Sequence[Any]:
-        if not self.is_gpu:  # that kernel loses digits where means are large, on which no gradient depends
-            x = x - x.mean(tuple(range(-len(shape), 0)), keepdim=True)
-        _, mean, factor = self.aten.native_layer_norm(x, shape, None, None, eps)
-        # Of a bias it reads that there is one.
+        n, mean, factor = self.aten.native_layer_norm(x, shape, None, None, eps)
+        if self.is_gpu:
+            return self._layer_norm_of(grad, x, shape, mean, factor, weight)
+        # That kernel loses digits where means are large: it gets rows that are normalized already.
+        by_n, *sums = self._layer_norm_of(
+            grad, n, shape, self.torch.zeros_like(mean), self.torch.ones_like(factor), weight
+        )
+        return by_n.mul_(factor), *sums
+
+    def _layer_norm_of(
+        self, grad: Any, x: Any, shape: Sequence[int], mean: Any, factor: Any, weight: Any
+    ) -> Sequence[Any]:
+        """Of a bias the kernel reads that there is one."""
         found: Sequence[Any] = self.aten.native_layer_norm_backward(
             grad, x, shape, mean, factor, weight, weight, [True, True, True]
         )
@@ -56,15 +65,15 @@ class NormGradients:
         return found
 
     def _rms_norm(self, grad: Any, x: Any, weight: Any, shape: Sequence[int], eps: float) -> Sequence[Any]:
-        """As it is defined (docs/ops.md)."""
-        last, leading = tuple(range(-len(shape), 0)), tuple(range(x.ndim - len(shape)))
-        factor = self.torch.rsqrt(x.square().mean(last, keepdim=True) + eps)
-        n = x * factor
-        product = grad * n
-        by_weight = product.sum(leading) if leading else product
-        weighted = grad * weight
-        along = (weighted * n).mean(last, keepdim=True)
-        return (weighted - n * along) * factor, by_weight
+        """As it is defined (docs/ops.md), in rows."""
+        columns = weight.numel()
+        rows, g, w = x.view(-1, columns), grad.view(-1, columns), weight.view(columns)
+        factor = self.torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+        n = rows * factor
+        product = g * n
+        along = self.torch.mv(product, w).div_(columns).unsqueeze(-1)
+        by_x = (g * w).addcmul_(n, along, value=-1).mul_(factor)
+        return by_x.view(x.shape), product.sum(0).view(weight.shape)
 
     def _ready(self, tensor: Any) -> Any:
         return tensor.contiguous().to(self._kind(tensor)["dtype"])
