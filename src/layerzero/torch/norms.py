@@ -34,8 +34,9 @@ def layer_norm_backward(
     )
     if found is None:
         made = layer_norm(*args, LAYER_NORM)
-        found = made["input"].contiguous(), made["weight"], made["bias"]
-    return found
+        return made["input"].contiguous(), made["weight"], made["bias"]
+    by_x, by_weight, by_bias = found
+    return by_x, _apart(by_weight), _apart(by_bias)
 
 
 def rms_norm_backward(
@@ -55,8 +56,15 @@ def rms_norm_backward(
     )
     if found is None:
         made = rms_norm(*args, RMS_NORM)
-        found = made["input"].contiguous(), made["weight"].contiguous()
-    return found
+        return made["input"].contiguous(), made["weight"].contiguous()
+    by_x, by_weight = found
+    return by_x, _apart(by_weight)
+
+
+def _apart(sums: Tensor) -> Tensor:
+    """In memory of its own. On a GPU the results of a call share an allocation, and a parameter keeps its gradient from
+    step to step: it would keep that of x, which is many times as large."""
+    return sums.clone() if sums.is_cuda else sums
 
 
 def layer_norm(
