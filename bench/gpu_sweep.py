@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import gpu_common
 from common import save
 from gpu_common import Authentication, Row, attention, kernel, pipelined, qkv, torch, versions, wait_until
 
@@ -20,13 +22,17 @@ FLOOR_RUNS = 25
 PLAIN, MAX_SCORES = "torch-cuda.attention.math", 1 << 28  # which keeps all scores at once: not for more than these
 COMPILE_S = 300.0  # a kernel that is asked for alone waits until it is compiled
 WALL_FROM_US = 200.0  # calls this long are timed as a pipeline, too: there the way through the broker is hidden
+LIFT_S = 20.0
+MEAN = 1.15  # speed-up that is aimed at
 
 
 @dataclass(frozen=True)
 class Found:
     shape: str
     served: str
-    ours_us: float
+    ours_us: float  # lifted, in a graph of this process, as the floor; where it is not lifted the worker's
+    worker_us: float
+    is_lifted: bool
     floor: str
     eager_us: float
     floor_us: float  # launched as ours is
@@ -40,11 +46,12 @@ class Found:
 
     @property
     def choice(self) -> float:
-        return self.ours_us / self.default_us if self.default_us else float("nan")
+        return self.worker_us / self.default_us if self.default_us else float("nan")
 
     def row(self) -> list[str]:
         wall = f"{self.walls[0] / self.walls[1]:.2f}" if self.walls else ""
-        times = [f"{us:,.1f} us" for us in (self.ours_us, self.floor_us, self.eager_us)]
+        lifted = f"{self.ours_us:,.1f} us" if self.is_lifted else "not lifted"
+        times = [lifted, *(f"{us:,.1f} us" for us in (self.worker_us, self.floor_us, self.eager_us))]
         ratios = [f"{self.ratio:.2f}", f"{self.choice:.2f}", wall]
         return [self.shape, *times, self.floor, *ratios, self.served, self.runner_up]
 
@@ -61,13 +68,14 @@ def sweep(quick: bool, without: Sequence[str] = ()) -> Iterator[Row]:
     wall = f"; pipelined wall of the {len(walls)} long ones, median {statistics.median(walls):.2f}" if walls else ""
     slower = sum(one.ratio > 1.05 for one in found)
     served = ", ".join(f"{name} {count}" for name, count in Counter(one.served for one in found).most_common())
-    is_met = not slower and mean > 1.0
+    is_met = not slower and mean >= MEAN
     choices = [one.choice for one in found if one.default_us]
+    lifted = sum(one.is_lifted for one in found)
     yield Row(
-        f"attention over {len(found)} shapes, time on the GPU, best kernel by measurement ({served})",
+        f"attention over {len(found)} shapes, {lifted} lifted, time on the GPU, best kernel by measurement ({served})",
         f"geometric mean of the speed-ups {mean:.2f}",
         "torch's default in process",
-        f"worst {worst.ratio:.2f} at {worst.shape}, {slower} above 1.05 (never above, mean above 1.0: "
+        f"worst {worst.ratio:.2f} at {worst.shape}, {slower} above 1.05 (never above, mean at least {MEAN}: "
         f"{'met' if is_met else 'MISSED'}){wall}; against torch's default in a worker: mean "
         f"{statistics.geometric_mean(1 / ratio for ratio in choices):.2f}, worst {max(choices):.2f}",
     )
@@ -89,6 +97,7 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
 
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     left_out = [*without, *([PLAIN] if scores > MAX_SCORES else [])]
+    lz.configure(backend_isolation={"*": "subprocess"})
     with lz.avoid(*left_out) if left_out else nullcontext():
         candidates = list(times(and_uncompiled=True))
     for candidate in candidates:
@@ -106,11 +115,11 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
             behind_gate(ours, RUNS, times)
             served = kernel()
         eager_us = floor_time(floor)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            floor()
-        floor_us = floor_time(graph.replay)
-        del graph
+        floor_us = graph_time(floor)
+        lz.configure(backend_isolation={"*": "lifted"})
+        lifted_us = None
+        if becomes_lifted(ours):
+            served, lifted_us = kernel(), graph_time(ours)
         walls = None
         if floor_us >= WALL_FROM_US:
             count = max(3, min(20, int(40_000 / floor_us)))
@@ -121,7 +130,11 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
     others = sorted((us, kernel_id) for kernel_id, us in measured.items() if us and kernel_id != served)
     runner_up = f"{others[0][1]} {others[0][0]:,.1f} us" if others else ""
     default_us = min(alike, default=0.0)
-    found = Found(name, served, measured[served], default, eager_us, floor_us, default_us, walls, runner_up)
+    worker_us = measured[served]
+    ours_us, is_lifted = (worker_us, False) if lifted_us is None else (lifted_us, True)
+    found = Found(
+        name, served, ours_us, worker_us, is_lifted, default, eager_us, floor_us, default_us, walls, runner_up
+    )
     print(" | ".join(found.row()), flush=True)
     return found
 
@@ -166,6 +179,26 @@ def floor_time(call: Callable[[], Any]) -> float:
     return statistics.median(samples[FLOOR_RUNS // 5 :])
 
 
+def graph_time(call: Callable[[], Any]) -> float:
+    """us on the GPU of a call in a graph that this process has captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return floor_time(graph.replay)
+
+
+def becomes_lifted(call: Callable[[], Any]) -> bool:
+    end_s = time.monotonic() + LIFT_S
+    while time.monotonic() < end_s:
+        for _ in range(8):
+            call()
+        torch.cuda.synchronize()
+        if gpu_common.served().path == "lifted":
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def default_kernel(q: Any, k: Any, v: Any, is_causal: bool) -> str:
     """What torch chooses by itself."""
     number = torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal, enable_gqa=q.shape[1] != k.shape[1])
@@ -180,7 +213,8 @@ def save_shapes(found: Sequence[Found], without: Sequence[str]) -> None:
         "python bench/gpu_dispatch.py --only sweep" + "".join(f" --without {name}" for name in without),
         (
             "bf16, causal where there are several queries",
-            "ours",
+            "lifted",
+            "in its worker",
             "torch's default",
             "eager",
             "it is",
@@ -192,11 +226,11 @@ def save_shapes(found: Sequence[Found], without: Sequence[str]) -> None:
         ),
         [one.row() for one in found],
         (
-            "Times on the GPU, by events around calls that were enqueued while it waited: ours in the worker, its copy",
-            "into the caller's output included, torch's in the client's process. Both are launched as CUDA graphs, as",
-            "workers launch what repeats; torch's eager call is beside it. Alike: the ratio to torch's default kernel",
-            "in a worker, which is what the choice alone brings. Wall: the ratio for pipelines of eager calls,",
-            f"through the broker against in process, where torch takes {WALL_FROM_US:.0f} us or more.",
+            "Times on the GPU, by events around calls that were enqueued while it waited: lifted and torch's in graphs",
+            "of the client's process, and in its worker, which launches graphs, too, with its copy into the caller's",
+            "output. Torch's eager call is beside it. Ratio: lifted against torch's default. Alike: in the worker,",
+            "against torch's default kernel there, which is what the choice alone brings. Wall: the ratio for",
+            f"pipelines of eager calls, lifted against torch, where that takes {WALL_FROM_US:.0f} us or more.",
         ),
     )
     print("written:", path)
