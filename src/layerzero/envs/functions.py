@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def remove(name: str, store: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
 

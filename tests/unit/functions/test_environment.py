@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,17 @@ def test_scripts_with_inline_metadata(tmp_path: Path) -> None:
         lz.env.from_script(file)
     with pytest.raises(lz.ConfigError, match="cannot be read"):
         lz.env.from_script(tmp_path / "none.py")
+
+
+def test_threads_that_declare_the_same_at_once_all_have_it(tmp_path: Path) -> None:
+    for round_ in range(20):
+        declared = Declared.of(f"env{round_}", ["numpy<2"], "3.11")
+        together = threading.Barrier(8)
+
+        def declare(declared: Declared = declared, together: threading.Barrier = together) -> str:
+            together.wait()
+            return functions.declare(declared, tmp_path).name
+
+        with ThreadPoolExecutor(8) as pool:
+            found = [pool.submit(declare) for _ in range(8)]
+        assert {future.result() for future in found} == {declared.backend}

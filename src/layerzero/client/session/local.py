@@ -44,6 +44,8 @@ class Local:
         try:
             backend, kernel_id = str(error.facts["backend"]), str(error.facts["kernel_id"])
             lease_s = min(float(error.facts["lease_s"]), MAX_LEASE_S)
+            if not lease_s > 0:  # nor NaN
+                raise ValueError
             copies = bool(error.facts["copies_inputs"]), bool(error.facts["copies_outputs"])
         except (KeyError, TypeError, ValueError) as exc:
             raise ProtocolError(f"not a grant: {error.facts!r:.200}") from exc
