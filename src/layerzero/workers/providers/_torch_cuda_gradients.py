@@ -2,7 +2,7 @@
 that torch's own autograd calls. All of them give a natural log-sum-exp in float32.
 
 Backward, each adds up the gradient of the queries in whatever order its blocks come to it, unless it is told to be
-deterministic, which makes it another kernel: only those can be lifted, since a proof compares bits."""
+deterministic, which makes it another kernel: those can always be lifted, since a proof compares bits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Gradients:
             given = self._aligned_to_the_last if name == "efficient" else self._given
             found[f"attention_forward.{name}"] = self._forwards(forward, given)
             found[f"attention_backward.{name}"] = self._backwards(backward, given)
-            found[f"attention_backward.{name}_deterministic"] = self._backwards(backward, given, is_deterministic=True)
+            if name != "cudnn":  # whose kernel says that it is, and is not (docs/torch.md)
+                called = f"attention_backward.{name}_deterministic"
+                found[called] = self._backwards(backward, given, is_deterministic=True)
         return found
 
     def flash_forward(self, q: Any, k: Any, v: Any, rule: _Rule) -> tuple[Any, Any]:
