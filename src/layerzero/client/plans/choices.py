@@ -42,6 +42,11 @@ class Choices:
         self._waited = 0
         self.chosen = self.candidates[0]
 
+    def settle(self, candidates: Sequence[Candidate], chosen: str) -> None:
+        """It was timed before: these were tried, and this one of them was chosen."""
+        self.candidates, self._left = candidates, []
+        self.chosen = next(one for one in candidates if one.backend == chosen)
+
     @property
     def is_done(self) -> bool:
         return not self._left

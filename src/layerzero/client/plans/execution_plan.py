@@ -16,6 +16,7 @@ from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.keeping import KeptChoice
 from layerzero.client.plans.passes import FIXED, Program, prepare
 from layerzero.client.plans.recording import Recording, Step, is_array, record
 from layerzero.client.plans.showing import (
@@ -51,6 +52,7 @@ class Variant:
         self.program: Program | None = None
         self.frozen: FrozenPlan | None = None
         self.choices: Choices | None = None
+        self.kept: KeptChoice | None = None
         self.is_checked = False  # chains against calls
         self.lock = threading.Lock()
 
@@ -58,9 +60,9 @@ class Variant:
 class ExecutionPlan:
     """A function that runs as a plan where it can. Made by lz.plan."""
 
-    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool) -> None:
+    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool, keep_choice: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._warmup, self._bakes = function, warmup, bake_constants
+        self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
@@ -111,7 +113,8 @@ class ExecutionPlan:
         return mermaid(self._seen())
 
     def counters(self) -> dict[str, Any]:
-        """Runs, replays, and why other runs were none."""
+        """Runs, replays, and why other runs were none; how many choices over whole plans were "reused" from disk,
+        "kept" there, or found there and "ignored"."""
         with self._lock:
             variants = list(self._variants.values())
             return {
@@ -119,6 +122,7 @@ class ExecutionPlan:
                 "replays": sum(v.replays for v in variants),
                 "plans": len(variants),
                 "misses": dict(self._misses),
+                "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
                 "peak_bytes": max((v.frozen.memory.nbytes for v in variants if v.frozen), default=0),
             }
 
@@ -204,8 +208,11 @@ class ExecutionPlan:
         variant.program = prepare(variant.recording, made)
         variant.recording = None
         made.let_go({number for number, home in variant.program.homes.items() if home == FIXED})
-        variant.frozen = FrozenPlan(session, variant.program)
         variant.choices = Choices(variant.program)
+        if self._keeps:
+            variant.kept = KeptChoice(self._function, variant.program, variant.label)
+            variant.kept.look(session, variant.choices)
+        variant.frozen = FrozenPlan(session, variant.program, variant.choices.wish())
         variant.phase = FROZEN
         if made.writes_outside:
             variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
@@ -232,6 +239,8 @@ class ExecutionPlan:
             assert variant.choices is not None
             if not variant.choices.is_done:
                 variant.choices.note(frozen, time.perf_counter_ns() - start_ns)
+                if variant.choices.is_done and variant.kept is not None:
+                    variant.kept.tell(session, variant.choices)
             return value
         if frozen.is_linked:
             variant.is_checked = True
@@ -256,7 +265,9 @@ class ExecutionPlan:
             variant.frozen = None  # a call failed, and it was not the caller's: the next run has a plan of its own
 
 
-def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False) -> ExecutionPlan:
+def plan(
+    function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False, keep_choice: bool = True
+) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
     The first runs with arguments of a kind (shapes, dtypes, plain values, policy) execute the function as usual and
@@ -273,6 +284,8 @@ def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool 
     warmup: how many runs must agree with the first one; at least 1.
     bake_constants: arrays that the function makes anew at each run, and not of its arguments (a mask by numpy.tril,
     say), are kept as they were when it was recorded; without it such a function is run as ever.
+    keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
+    process need not time it; False times it in this process.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -281,7 +294,7 @@ def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool 
         raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
-    return ExecutionPlan(function, warmup, bake_constants)
+    return ExecutionPlan(function, warmup, bake_constants, keep_choice)
 
 
 def _arrays_of(given: Any) -> list[Any]:

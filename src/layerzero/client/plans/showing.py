@@ -95,6 +95,8 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
         rules = sorted({(one.rule, one.place.nbytes) for one in frozen.memory.constants.values()})
         notes = tuple(f"constant of {nbytes} bytes: {rule}" for rule, nbytes in rules[:4])
     choice = "" if variant.choices is None else str(variant.choices)
+    if variant.kept is not None and choice:
+        notes = (*notes, *variant.kept.notes)
     waits_for = "until leases are there"
     if frozen is not None and any(segment.rests for segment in frozen.segments):
         waits_for = "for some runs: their worker declined them together, or other threads had its lane"
