@@ -149,14 +149,33 @@ class Lane:
     ) -> Ran | Stopped | None:
         """As `run`, of a chain; where it did not run to its end, how far it came. `expected_ns`: what the worker took
         for it before."""
+        receipt = self.begin_chain(lease, body, timeout_s, hold)
+        return None if receipt is None else self.end_chain(receipt, lease, timeout_s, expected_ns)
+
+    def begin_chain(self, lease: Lease, body: bytes, timeout_s: float, hold: Any) -> Receipt | None:
+        """Send a chain, which `end_chain` or `give_up_chain` must follow. None: it was not sent."""
         if not self._chain.acquire(blocking=False):
             return None
+        receipt = None
         try:
             receipt = self._put(lease, body, timeout_s, hold)
+        finally:
             if receipt is None:
-                return None
+                self._chain.release()
+        return receipt
+
+    def end_chain(self, receipt: Receipt, lease: Lease, timeout_s: float, expected_ns: int) -> Ran | Stopped | None:
+        """Wait for a chain that was sent, as `run_chain` does."""
+        try:
             end = self.resume(receipt, lease, timeout_s, expected_ns)
             return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(receipt.call), end)
+        finally:
+            self._chain.release()
+
+    def give_up_chain(self, receipt: Receipt) -> None:
+        """Nobody waits for a chain any more. Its memory is kept until its worker is done with it."""
+        try:
+            self._withdraw(receipt)
         finally:
             self._chain.release()
 

@@ -53,7 +53,7 @@ class Variant:
         self.frozen: FrozenPlan | None = None
         self.choices: Choices | None = None
         self.kept: KeptChoice | None = None
-        self.is_checked = False  # chains against calls
+        self.checked: set[str] = set()  # candidates whose chains were compared with calls
         self.lock = threading.Lock()
 
 
@@ -212,21 +212,23 @@ class ExecutionPlan:
         if self._keeps:
             variant.kept = KeptChoice(self._function, variant.program, variant.label)
             variant.kept.look(session, variant.choices)
-        variant.frozen = FrozenPlan(session, variant.program, variant.choices.wish())
+        variant.frozen = FrozenPlan(session, variant.program, variant.choices.chosen.wish)
         variant.phase = FROZEN
         if made.writes_outside:
             variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
-            variant.is_checked = True
+            variant.checked |= {one.backend for one in variant.choices.candidates}
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
 
     @staticmethod
     def _frozen(session: Session, variant: Variant) -> FrozenPlan:
-        """Of this very connection, and with memory that nobody else may write to."""
+        """Of this very connection and the chosen candidate, and with memory that nobody else may write to."""
         frozen = variant.frozen
         assert variant.program is not None
-        if frozen is None or frozen.is_spoilt or frozen.session is not session or frozen.link is not session.link:
-            wish = None if variant.choices is None else variant.choices.wish()
+        assert variant.choices is not None
+        wish = variant.choices.chosen.wish
+        is_its = frozen is not None and frozen.session is session and frozen.link is session.link
+        if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
             frozen = variant.frozen = FrozenPlan(session, variant.program, wish)
         return frozen
 
@@ -235,15 +237,15 @@ class ExecutionPlan:
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
         variant.replays += 1
-        if variant.is_checked:
-            assert variant.choices is not None
-            if not variant.choices.is_done:
-                variant.choices.note(frozen, time.perf_counter_ns() - start_ns)
-                if variant.choices.is_done and variant.kept is not None:
-                    variant.kept.tell(session, variant.choices)
-            return value
-        if frozen.is_linked:
-            variant.is_checked = True
+        choices = variant.choices
+        assert choices is not None
+        chosen = choices.chosen.backend
+        if not choices.is_done and (chosen in variant.checked or (variant.checked and not frozen.is_linked)):
+            choices.note(frozen, time.perf_counter_ns() - start_ns)
+            if choices.is_done and variant.kept is not None:
+                variant.kept.tell(session, choices)
+        elif chosen not in variant.checked and frozen.is_linked:
+            variant.checked.add(chosen)
             for segment in frozen.segments:
                 segment.is_held = True
             try:

@@ -30,20 +30,24 @@ class FrozenPlan:
     """Of one program and one connection. For one thread at a time."""
 
     def __init__(self, session: Session, program: Program, wish: Overlay | None = None) -> None:
-        """`wish`: as of `prefer`. Raises OutOfMemory."""
-        self.session, self.program = session, program
+        """`wish`: what its calls ask of selection, besides what their caller asks; without one they may go to several
+        workers at the same time. Raises OutOfMemory."""
+        self.session, self.program, self.wish = session, program, wish
         self.link = session.link
-        self.layout = lay_out(program)
+        self._needed = self._find_needed()
+        own = (step for step in program.steps if step.number not in program.chained)
+        skipped = {step.number for step in own if self._is_skipped(step, self._needed)}
+        self.layout = lay_out(program, skipped, is_apart=wish is None)
         chained = [step for step in program.steps if step.number in program.chained]
         self.memory = Memory(program, self.layout, sum(Segment.table_bytes(step) for step in chained))
         self.timings: dict[int, StepRun] = {}
         self.is_spoilt = False
         self.copied_bytes = 0
         self._static: dict[int, Any] = {}
-        self._needed = self._find_needed()
         self.items = self._make_items()
-        self._scope: Scope | None = None
-        self.prefer(wish)
+        self._scope = None if wish is None else Scope(wish)
+        if self._scope is not None:
+            self._scope.end()  # until a run
 
     @property
     def segments(self) -> list[Segment]:
@@ -53,15 +57,6 @@ class FrozenPlan:
     def is_linked(self) -> bool:
         """Whether all its calls have leases."""
         return all(segment.is_linked for segment in self.segments)
-
-    def prefer(self, wish: Overlay | None) -> None:
-        """From the next run on its calls ask this of selection, besides what their caller asks."""
-        self._scope = None if wish is None else Scope(wish)
-        if self._scope is not None:
-            self._scope.end()  # until a run
-        for segment in self.segments:
-            segment.unlink()
-            segment.rests = 0
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """The function's result. `inputs`: the arrays of its arguments, in order. Raises what its steps raise: a worker

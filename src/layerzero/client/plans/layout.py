@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from layerzero.client.plans.passes import SLOT, Program
-from layerzero.client.plans.recording import Storage
+from layerzero.client.plans.recording import Step, Storage
+from layerzero.client.plans.scheduling import in_order
 from layerzero.ipc.shm.memory import ALIGNMENT
 
 
@@ -30,30 +35,77 @@ class Layout:
     sum_bytes: int
 
 
-def lay_out(program: Program) -> Layout:
-    """The largest first, each at the lowest place that is free for as long as it is needed."""
-    wanted = sorted(_needed(program), key=lambda one: (-one.nbytes, one.first))
-    placed: list[Slot] = []
-    for one in wanted:
+def lay_out(program: Program, skipped: Collection[int] = (), *, is_apart: bool = False) -> Layout:
+    """The largest first, each at the lowest place that is free for as long as it is needed. `skipped`: numbers of steps
+    that touch no memory. With `is_apart` calls that different backends served when they were recorded may run at the
+    same time where they do not need each other, and share no slots then; the others run in their order."""
+    steps = [step for step in program.steps if step.number not in skipped]
+    before = _before(program, steps) if is_apart else in_order(len(steps))
+    wanted = sorted(_needed(program, steps), key=lambda one: (-one.slot.nbytes, one.slot.first))
+    placed: list[tuple[Slot, int]] = []
+    for slot, users in wanted:
         offset = 0
-        for other in sorted((p for p in placed if p.first <= one.last and one.first <= p.last), key=lambda p: p.offset):
-            if offset + one.nbytes <= other.offset:
+        for other, its in sorted(placed, key=lambda one: one[0].offset):
+            if not its & ~before[slot.first] or not users & ~before[other.first]:
+                continue  # one is over when the other begins
+            if offset + slot.nbytes <= other.offset:
                 break
             offset = max(offset, other.offset + other.nbytes)
-        placed.append(Slot(one.storage, offset, one.nbytes, one.first, one.last))
-    peak = max((slot.offset + slot.nbytes for slot in placed), default=0)
-    return Layout({slot.storage: slot for slot in placed}, peak, sum(slot.nbytes for slot in placed))
-
-
-def _needed(program: Program) -> list[Slot]:
-    """Each slot's bytes, and the places of the first and the last step that need it."""
-    spans: dict[int, tuple[Storage, int, int]] = {}
-    for place, step in enumerate(program.steps):
-        for storage in (*step.fresh, *(value.storage for value in program.reads(step)), *step.writes):
-            if program.homes[storage.number] == SLOT:
-                first = spans[storage.number][1] if storage.number in spans else place
-                spans[storage.number] = (storage, first, place)
-    return [
-        Slot(storage.number, 0, -(-storage.nbytes // ALIGNMENT) * ALIGNMENT, first, last)
-        for storage, first, last in spans.values()
+        placed.append((replace(slot, offset=offset), users))
+    places = {step.number: place for place, step in enumerate(program.steps)}
+    peak = max((slot.offset + slot.nbytes for slot, _ in placed), default=0)
+    slots = [
+        replace(slot, first=places[steps[slot.first].number], last=places[steps[slot.last].number])
+        for slot, _ in placed
     ]
+    return Layout({slot.storage: slot for slot in slots}, peak, sum(slot.nbytes for slot in slots))
+
+
+class _Needed(NamedTuple):
+    """A slot without its place, and the steps that need it, as bits."""
+
+    slot: Slot
+    users: int
+
+
+def _needed(program: Program, steps: Sequence[Step]) -> list[_Needed]:
+    users: dict[int, list[int]] = {}
+    storages: dict[int, Storage] = {}
+    for place, step in enumerate(steps):
+        for storage in _touched(program, step):
+            if program.homes[storage.number] == SLOT:
+                storages[storage.number] = storage
+                users.setdefault(storage.number, []).append(place)
+    found = []
+    for number, its in users.items():
+        nbytes = -(-storages[number].nbytes // ALIGNMENT) * ALIGNMENT
+        bits = functools.reduce(operator.or_, (1 << place for place in its))
+        found.append(_Needed(Slot(number, 0, nbytes, its[0], its[-1]), bits))
+    return found
+
+
+def _touched(program: Program, step: Step) -> list[Storage]:
+    return [*step.fresh, *(value.storage for value in program.reads(step)), *step.writes]
+
+
+def _before(program: Program, steps: Sequence[Step]) -> list[int]:
+    """Of each step, as bits, those that have ended when it begins: those that made what it takes, those of the same
+    backend before it, all before a step that runs in this process, and what these came after."""
+    found: list[int] = []
+    of_backend: dict[str, int] = {}
+    of_storage: dict[int, int] = {}
+    of_own = 0
+    for place, step in enumerate(steps):
+        backend = step.kernel.partition(".")[0]
+        if step.number in program.chained:
+            mask = of_own | of_backend.get(backend, 0)
+            for storage in _touched(program, step):
+                mask |= of_storage.get(storage.number, 0)
+        else:
+            mask = (1 << place) - 1
+            of_own = mask | 1 << place
+        found.append(mask)
+        of_backend[backend] = mask | 1 << place
+        for storage in (*step.fresh, *step.writes):
+            of_storage[storage.number] = mask | 1 << place
+    return found

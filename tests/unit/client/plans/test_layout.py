@@ -11,8 +11,9 @@ from layerzero.client.plans.recording import STEP, Recording, Step, Storage, Val
 from layerzero.ipc.shm.memory import ALIGNMENT
 
 
-def program(steps: list[tuple[int, list[int]]]) -> Program:
-    """Each step makes a storage of so many bytes and reads those that the steps of these numbers made."""
+def program(steps: list[tuple[int, list[int]]], kernels: str = "") -> Program:
+    """Each step makes a storage of so many bytes and reads those that the steps of these numbers made. `kernels`: a
+    letter for each backend that served one."""
     recording = Recording()
     for number, (nbytes, _) in enumerate(steps):
         storage = Storage(number, STEP, number, 0, nbytes)
@@ -20,9 +21,11 @@ def program(steps: list[tuple[int, list[int]]]) -> Program:
         recording.values.append(Value(number, None, None, storage, 0))
     for number, (_, reads) in enumerate(steps):
         made = recording.storages[number]
-        step = Step(number, "op", "", (), {}, tuple(reads), made=(number,), fresh=(made,))
+        kernel = f"{kernels[number]}.op" if kernels else ""
+        step = Step(number, "op", "", (), {}, tuple(reads), made=(number,), fresh=(made,), kernel=kernel)
         recording.steps.append(step)
-    return Program(recording, list(recording.steps), homes={storage.number: SLOT for storage in recording.storages})
+    homes = {storage.number: SLOT for storage in recording.storages}
+    return Program(recording, list(recording.steps), chained=set(range(len(steps))), homes=homes)
 
 
 @st.composite
@@ -67,3 +70,37 @@ def test_a_line_of_equal_results_needs_two() -> None:
     """Whatever its length."""
     layout = lay_out(program([(4096, [n - 1] if n else []) for n in range(50)]))
     assert (layout.peak_bytes, layout.sum_bytes) == (2 * 4096, 50 * 4096)
+
+
+@given(flows(), st.data())
+def test_what_may_run_at_the_same_time_shares_nothing(steps: list[tuple[int, list[int]]], data: st.DataObject) -> None:
+    """Of two slots with bytes in common all steps of one come before all of the other, whatever the workers' pace:
+    because they need it, or because one worker has both."""
+    kernels = "".join(data.draw(st.lists(st.sampled_from("xyz"), min_size=len(steps), max_size=len(steps))))
+    layout = lay_out(program(steps, kernels), is_apart=True)
+    ended_before: list[set[int]] = []
+    for n, (_, reads) in enumerate(steps):
+        direct = {*reads, *(m for m in range(n) if kernels[m] == kernels[n])}
+        ended_before.append(direct.union(*(ended_before[m] for m in direct)))
+    users = [{n, *(m for m, (_, reads) in enumerate(steps) if n in reads)} for n in range(len(steps))]
+    for n, one in layout.slots.items():
+        assert one.offset + one.nbytes <= layout.peak_bytes
+        for m in range(n):
+            other = layout.slots[m]
+            is_apart = one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+            assert is_apart or users[m] <= ended_before[n] or users[n] <= ended_before[m]
+
+
+def test_branches_have_memory_of_their_own_only_where_workers_differ() -> None:
+    """Two lines, one after the other."""
+    steps: list[tuple[int, list[int]]] = [(4096, [n - 1] if n not in (0, 10) else []) for n in range(20)]
+    assert lay_out(program(steps, "x" * 20), is_apart=True).peak_bytes == 2 * 4096
+    assert lay_out(program(steps, "x" * 10 + "y" * 10), is_apart=True).peak_bytes == 4 * 4096
+    assert lay_out(program(steps, "x" * 10 + "y" * 10)).peak_bytes == 2 * 4096
+
+
+def test_steps_that_touch_nothing_need_nothing() -> None:
+    """A view that nobody takes as an array keeps no slot alive."""
+    steps: list[tuple[int, list[int]]] = [(4096, []), (4096, [0]), (4096, [1]), (4096, [2]), (64, [0])]
+    assert lay_out(program(steps)).peak_bytes == 3 * 4096
+    assert lay_out(program(steps), {4}).peak_bytes == 2 * 4096
