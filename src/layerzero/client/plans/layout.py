@@ -17,7 +17,7 @@ from layerzero.ipc.shm.memory import ALIGNMENT
 @dataclass(frozen=True)
 class Slot:
     """Bytes `offset` to `offset + nbytes` of the block, from step `first` to step `last`, which have it to themselves
-    meanwhile."""
+    meanwhile, but for what `last` makes in its place."""
 
     storage: int
     offset: int
@@ -28,26 +28,37 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """`peak_bytes` is the block's size, `sum_bytes` what the slots would take without sharing."""
+    """`peak_bytes` is the block's size, `sum_bytes` what the slots would take without sharing; `in_place`: how many
+    steps write their result over what they have just taken."""
 
     slots: dict[int, Slot]
     peak_bytes: int
     sum_bytes: int
+    in_place: int
 
 
 def lay_out(program: Program, skipped: Collection[int] = (), *, is_apart: bool = False) -> Layout:
     """The largest first, each at the lowest place that is free for as long as it is needed. `skipped`: numbers of steps
     that touch no memory. With `is_apart` calls that different backends served when they were recorded may run at the
-    same time where they do not need each other, and share no slots then; the others run in their order."""
+    same time where they do not need each other, and share no slots then; the others run in their order.
+
+    A step of this process may write over what it takes: NumPy's ufuncs mind that, and results of others are copied
+    there when they are done. A worker's may not: were it to die half-way, the next one had nothing to begin with.
+    """
     steps = [step for step in program.steps if step.number not in skipped]
     before = _before(program, steps) if is_apart else in_order(len(steps))
+    over = [
+        mask if step.number in program.chained else mask | 1 << n
+        for n, (step, mask) in enumerate(zip(steps, before, strict=True))
+    ]
     wanted = sorted(_needed(program, steps), key=lambda one: (-one.slot.nbytes, one.slot.first))
     placed: list[tuple[Slot, int]] = []
     for slot, users in wanted:
         offset = 0
         for other, its in sorted(placed, key=lambda one: one[0].offset):
-            if not its & ~before[slot.first] or not users & ~before[other.first]:
-                continue  # one is over when the other begins
+            is_over = not its & ~over[slot.first] or not users & ~over[other.first]
+            if is_over and slot.first != other.first:
+                continue  # one is over when the other is made
             if offset + slot.nbytes <= other.offset:
                 break
             offset = max(offset, other.offset + other.nbytes)
@@ -58,7 +69,21 @@ def lay_out(program: Program, skipped: Collection[int] = (), *, is_apart: bool =
         replace(slot, first=places[steps[slot.first].number], last=places[steps[slot.last].number])
         for slot, _ in placed
     ]
-    return Layout({slot.storage: slot for slot in slots}, peak, sum(slot.nbytes for slot in slots))
+    laid_out = {slot.storage: slot for slot in slots}
+    return Layout(laid_out, peak, sum(slot.nbytes for slot in slots), _count_in_place(slots))
+
+
+def _count_in_place(slots: Sequence[Slot]) -> int:
+    last: dict[int, list[Slot]] = {}
+    for slot in slots:
+        last.setdefault(slot.last, []).append(slot)
+    found = {
+        slot.first
+        for slot in slots
+        for other in last.get(slot.first, ())
+        if other is not slot and slot.offset < other.offset + other.nbytes and other.offset < slot.offset + slot.nbytes
+    }
+    return len(found)
 
 
 class _Needed(NamedTuple):

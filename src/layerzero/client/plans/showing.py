@@ -44,8 +44,9 @@ class Timing:
 @dataclass(frozen=True)
 class PlanExplanation:
     """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 while they go
-    one by one, and `waits_for` says why; `at_once`: how many of those are under way at the same time; `passes`: what
-    was changed, a line each; `choice`: which backend its calls prefer together, and times."""
+    one by one, and `waits_for` says why; `at_once`: how many of those are under way at the same time; `peak_bytes`:
+    of the slots, `sum_bytes` without sharing, `in_place`: how many results lie where an argument of their step lay;
+    `passes`: what was changed, a line each; `choice`: which backend its calls prefer together, and times."""
 
     phase: str
     arguments: str
@@ -57,6 +58,7 @@ class PlanExplanation:
     waits_for: str
     peak_bytes: int
     sum_bytes: int
+    in_place: int
     copied_bytes: int
     passes: tuple[str, ...]
     notes: tuple[str, ...]
@@ -73,7 +75,8 @@ class PlanExplanation:
                 f"in {counted(self.messages, 'message')}{together}" if self.messages else f"one by one {self.waits_for}"
             )
             lines.append(f"  {counted(self.steps, 'lz call')} {sent}, {counted(self.own_steps, 'step')} of own code")
-            lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing")
+            over = f", {counted(self.in_place, 'result')} in place" if self.in_place else ""
+            lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing{over}")
             lines.append(f"  copied in the last run: {self.copied_bytes} bytes")
         lines += [f"  {line}" for line in (*self.passes, *self.notes, self.choice) if line]
         lines.append(f"  {self.counters['replays']} of {counted(self.counters['runs'], 'run')} replayed")
@@ -86,7 +89,7 @@ class PlanExplanation:
 
 def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanation:
     program, frozen = variant.program, variant.frozen
-    lz_steps = own = messages = at_once = peak = total = copied = 0
+    lz_steps = own = messages = at_once = peak = total = in_place = copied = 0
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if program is not None and frozen is not None:
@@ -95,7 +98,8 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
         if frozen.is_linked:
             messages = sum(segment.messages for segment in frozen.segments)
             at_once = max((segment.at_once for segment in frozen.segments), default=0)
-        peak, total, copied = frozen.layout.peak_bytes, frozen.layout.sum_bytes, frozen.copied_bytes
+        peak, total, in_place = frozen.layout.peak_bytes, frozen.layout.sum_bytes, frozen.layout.in_place
+        copied = frozen.copied_bytes
         passes = tuple(program.done)
         rules = sorted({(one.rule, one.place.nbytes) for one in frozen.memory.constants.values()})
         notes = tuple(f"constant of {nbytes} bytes: {rule}" for rule, nbytes in rules[:4])
@@ -105,7 +109,21 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
     waits_for = "until leases are there"
     if frozen is not None and any(segment.rests for segment in frozen.segments):
         waits_for = "for some runs: their worker declined them together, or other threads had its lane"
-    facts = (lz_steps, own, messages, at_once, waits_for, peak, total, copied, passes, notes, choice, counters)
+    facts = (
+        lz_steps,
+        own,
+        messages,
+        at_once,
+        waits_for,
+        peak,
+        total,
+        in_place,
+        copied,
+        passes,
+        notes,
+        choice,
+        counters,
+    )
     return PlanExplanation(variant.phase, variant.label, variant.problem, *facts)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +13,9 @@ from layerzero.client.plans.recording import STEP, Recording, Step, Storage, Val
 from layerzero.ipc.shm.memory import ALIGNMENT
 
 
-def program(steps: list[tuple[int, list[int]]], kernels: str = "") -> Program:
+def program(steps: list[tuple[int, list[int]]], kernels: str = "", own: Collection[int] = ()) -> Program:
     """Each step makes a storage of so many bytes and reads those that the steps of these numbers made. `kernels`: a
-    letter for each backend that served one."""
+    letter for each backend that served one; `own`: steps of this process."""
     recording = Recording()
     for number, (nbytes, _) in enumerate(steps):
         storage = Storage(number, STEP, number, 0, nbytes)
@@ -25,7 +27,7 @@ def program(steps: list[tuple[int, list[int]]], kernels: str = "") -> Program:
         step = Step(number, "op", "", (), {}, tuple(reads), made=(number,), fresh=(made,), kernel=kernel)
         recording.steps.append(step)
     homes = {storage.number: SLOT for storage in recording.storages}
-    return Program(recording, list(recording.steps), chained=set(range(len(steps))), homes=homes)
+    return Program(recording, list(recording.steps), chained=set(range(len(steps))) - set(own), homes=homes)
 
 
 @st.composite
@@ -104,3 +106,37 @@ def test_steps_that_touch_nothing_need_nothing() -> None:
     steps: list[tuple[int, list[int]]] = [(4096, []), (4096, [0]), (4096, [1]), (4096, [2]), (64, [0])]
     assert lay_out(program(steps)).peak_bytes == 3 * 4096
     assert lay_out(program(steps), {4}).peak_bytes == 2 * 4096
+
+
+@given(flows(), st.data())
+def test_a_step_of_this_process_may_write_over_what_it_takes(
+    steps: list[tuple[int, list[int]]], data: st.DataObject
+) -> None:
+    """And a worker's may not; nor do two results of one step share anything, or what is needed later."""
+    own = data.draw(st.sets(st.integers(0, len(steps) - 1)))
+    layout = lay_out(program(steps, own=own))
+    over = set()
+    for n, one in layout.slots.items():
+        for m in range(n):
+            other = layout.slots[m]
+            if one.offset < other.offset + other.nbytes and other.offset < one.offset + one.nbytes:
+                assert other.last < one.first or (other.last == one.first and n in own)
+                over |= {n} if other.last == one.first else set()
+    assert layout.in_place == len(over)
+    assert layout.peak_bytes <= lay_out(program(steps)).sum_bytes
+
+
+def test_a_line_of_this_process_needs_one() -> None:
+    """Whatever its length; with a worker's step in it, two."""
+    steps: list[tuple[int, list[int]]] = [(4096, [n - 1] if n else []) for n in range(50)]
+    layout = lay_out(program(steps, own=range(50)))
+    assert (layout.peak_bytes, layout.in_place) == (4096, 49)
+    assert lay_out(program(steps, own=set(range(50)) - {7})).peak_bytes == 2 * 4096
+
+
+def test_results_of_one_step_never_share() -> None:
+    """Also where nobody needs the one that is written last."""
+    made = program([(4096, []), (4096, [])], own={1})
+    made.recording.steps[1].fresh = tuple(made.recording.storages)
+    made.steps = [made.recording.steps[1]]
+    assert lay_out(made).peak_bytes == 2 * 4096
