@@ -69,7 +69,7 @@ def test_the_next_process_times_nothing(site: Site) -> None:
     assert "kept for later processes" in str(first.explain())
     shown, notes = another(site)
     assert shown == f"FROZEN|{{'reused': 1}}|{first.explain().choice}"
-    assert "chosen by an earlier process" in notes
+    assert "the choice was made and kept 0.0 hours ago" in notes
     again = lz.plan(block)
     for seed in range(4):
         agree(again(some(seed)), expected(some(seed)))

@@ -67,7 +67,7 @@ class KeptChoice:
         choices.settle([Candidate(name, us) for name, us in kept.items()], found["chosen"])
         hours = max(time.time() - found["made_s"], 0.0) / 3600
         self.states.append(REUSED)
-        self.notes.append(f"chosen by an earlier process, {hours:,.1f} hours ago; lz cache clear forgets it")
+        self.notes.append(f"the choice was made and kept {hours:,.1f} hours ago; lz cache clear forgets it")
 
     def tell(self, session: Session, choices: Choices) -> None:
         """Have what was chosen here kept."""
