@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layerzero.client.connection import overlay
@@ -17,6 +17,7 @@ from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.keeping import KeptChoice
+from layerzero.client.plans.layout import NOBODY
 from layerzero.client.plans.passes import FIXED, Program, prepare
 from layerzero.client.plans.recording import Recording, Step, is_array, record
 from layerzero.client.plans.showing import (
@@ -54,6 +55,7 @@ class Variant:
         self.choices: Choices | None = None
         self.kept: KeptChoice | None = None
         self.checked: set[str] = set()  # candidates whose chains were compared with calls
+        self.workers: dict[str, Mapping[int, str]] = {}  # of candidates: which ones their plan is laid out for
         self.lock = threading.Lock()
 
 
@@ -229,7 +231,8 @@ class ExecutionPlan:
         wish = variant.choices.chosen.wish
         is_its = frozen is not None and frozen.session is session and frozen.link is session.link
         if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
-            frozen = variant.frozen = FrozenPlan(session, variant.program, wish)
+            workers = variant.workers.get(variant.choices.chosen.backend, NOBODY)
+            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers)
         return frozen
 
     def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
@@ -244,7 +247,7 @@ class ExecutionPlan:
             choices.note(frozen, time.perf_counter_ns() - start_ns)
             if choices.is_done and variant.kept is not None:
                 variant.kept.tell(session, choices)
-        elif chosen not in variant.checked and frozen.is_linked:
+        elif chosen not in variant.checked and frozen.is_linked and self._is_laid_out(variant, frozen):
             variant.checked.add(chosen)
             for segment in frozen.segments:
                 segment.is_held = True
@@ -254,6 +257,19 @@ class ExecutionPlan:
                 for segment in frozen.segments:
                     segment.is_held = False
         return value
+
+    @staticmethod
+    def _is_laid_out(variant: Variant, frozen: FrozenPlan) -> bool:
+        """Whether it is for the workers that serve it; else the next one will be."""
+        assert variant.choices is not None
+        chosen = variant.choices.chosen.backend
+        if chosen in variant.workers:
+            return True
+        variant.workers[chosen] = frozen.served()
+        if variant.workers[chosen] == frozen.workers:
+            return True
+        variant.frozen = None
+        return False
 
     def _check(self, session: Session, variant: Variant, inputs: list[Any], expected: Any, what: str) -> None:
         """Run it once more on the same arguments. A plan that gives something else is none."""

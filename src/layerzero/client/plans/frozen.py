@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerzero.client.connection.overlay import Overlay, Scope
 from layerzero.client.connection.record import kernel_of
-from layerzero.client.plans.layout import lay_out
+from layerzero.client.plans.layout import NOBODY, lay_out
 from layerzero.client.plans.memory import Memory, Place, array_at, array_on
 from layerzero.client.plans.passes import FIXED, OUTPUT, SLOT, Program
 from layerzero.client.plans.recording import Step, Use, Value
@@ -29,15 +29,17 @@ _BY_OPERATOR = {
 class FrozenPlan:
     """Of one program and one connection. For one thread at a time."""
 
-    def __init__(self, session: Session, program: Program, wish: Overlay | None = None) -> None:
-        """`wish`: what its calls ask of selection, besides what their caller asks; without one they may go to several
-        workers at the same time. Raises OutOfMemory."""
-        self.session, self.program, self.wish = session, program, wish
+    def __init__(
+        self, session: Session, program: Program, wish: Overlay | None = None, workers: Mapping[int, str] = NOBODY
+    ) -> None:
+        """`wish`: what its calls ask of selection, besides what their caller asks; `workers`: which ones `served` its
+        steps before, so that those of several can run at the same time. Raises OutOfMemory."""
+        self.session, self.program, self.wish, self.workers = session, program, wish, workers
         self.link = session.link
         self._needed = self._find_needed()
         own = (step for step in program.steps if step.number not in program.chained)
         skipped = {step.number for step in own if self._is_skipped(step, self._needed)}
-        self.layout = lay_out(program, skipped, is_apart=wish is None)
+        self.layout = lay_out(program, skipped, workers)
         chained = [step for step in program.steps if step.number in program.chained]
         self.memory = Memory(program, self.layout, sum(Segment.table_bytes(step) for step in chained))
         self.timings: dict[int, StepRun] = {}
@@ -57,6 +59,15 @@ class FrozenPlan:
     def is_linked(self) -> bool:
         """Whether all its calls have leases."""
         return all(segment.is_linked for segment in self.segments)
+
+    def served(self) -> Mapping[int, str]:
+        """The backend of each step that crosses, by the step's number; nothing where that is one for all."""
+        found: dict[int, str] = {}
+        for segment in self.segments:
+            for chain in segment.chains:
+                for number, lease in zip(chain.numbers, chain.leases, strict=True):
+                    found[segment.steps[number].number] = lease.decision.backend
+        return found if len(set(found.values())) > 1 else NOBODY
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """The function's result. `inputs`: the arrays of its arguments, in order. Raises what its steps raise: a worker

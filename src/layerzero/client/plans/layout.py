@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from layerzero.client.plans.passes import SLOT, Program
 from layerzero.client.plans.recording import Step, Storage
 from layerzero.client.plans.scheduling import in_order
 from layerzero.ipc.shm.memory import ALIGNMENT
+
+NOBODY: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,17 @@ class Layout:
     in_place: int
 
 
-def lay_out(program: Program, skipped: Collection[int] = (), *, is_apart: bool = False) -> Layout:
+def lay_out(program: Program, skipped: Collection[int] = (), workers: Mapping[int, str] = NOBODY) -> Layout:
     """The largest first, each at the lowest place that is free for as long as it is needed. `skipped`: numbers of steps
-    that touch no memory. With `is_apart` calls that different backends served when they were recorded may run at the
-    same time where they do not need each other, and share no slots then; the others run in their order.
+    that touch no memory. `workers`: which one each chained step goes to, one for all where it is empty. Steps of
+    different ones may run at the same time where they do not need each other, and share no slots then; the others run
+    in their order.
 
     A step of this process may write over what it takes: NumPy's ufuncs mind that, and results of others are copied
     there when they are done. A worker's may not: were it to die half-way, the next one had nothing to begin with.
     """
     steps = [step for step in program.steps if step.number not in skipped]
-    before = _before(program, steps) if is_apart else in_order(len(steps))
+    before = _before(program, steps, workers) if workers else in_order(len(steps))
     over = [
         mask if step.number in program.chained else mask | 1 << n
         for n, (step, mask) in enumerate(zip(steps, before, strict=True))
@@ -113,24 +117,24 @@ def _touched(program: Program, step: Step) -> list[Storage]:
     return [*step.fresh, *(value.storage for value in program.reads(step)), *step.writes]
 
 
-def _before(program: Program, steps: Sequence[Step]) -> list[int]:
+def _before(program: Program, steps: Sequence[Step], workers: Mapping[int, str]) -> list[int]:
     """Of each step, as bits, those that have ended when it begins: those that made what it takes, those of the same
-    backend before it, all before a step that runs in this process, and what these came after."""
+    worker before it, all before a step that runs in this process, and what these came after."""
     found: list[int] = []
-    of_backend: dict[str, int] = {}
+    of_worker: dict[str, int] = {}
     of_storage: dict[int, int] = {}
     of_own = 0
     for place, step in enumerate(steps):
-        backend = step.kernel.partition(".")[0]
+        worker = workers.get(step.number, "")
         if step.number in program.chained:
-            mask = of_own | of_backend.get(backend, 0)
+            mask = of_own | of_worker.get(worker, 0)
             for storage in _touched(program, step):
                 mask |= of_storage.get(storage.number, 0)
         else:
             mask = (1 << place) - 1
             of_own = mask | 1 << place
         found.append(mask)
-        of_backend[backend] = mask | 1 << place
+        of_worker[worker] = mask | 1 << place
         for storage in (*step.fresh, *step.writes):
             of_storage[storage.number] = mask | 1 << place
     return found

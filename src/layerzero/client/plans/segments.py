@@ -212,13 +212,13 @@ class Segment:
 
     def _run_wave(self, wave: list[_Chain], places: Sequence[Place], hold: Any) -> None:
         """All are sent before one is waited for, and have ended before a step of one goes as a call."""
-        start_ns, sent = time.perf_counter_ns(), dict[_Chain, Receipt]()
+        start_ns, sent, holder = time.perf_counter_ns(), dict[_Chain, Receipt](), object()
         ends: dict[_Chain, Ran | Stopped | None] = {}
         try:
             for chain in wave:
                 if self._may_send(chain):
                     body = self._body(chain, places)
-                    receipt = chain.lane.begin_chain(chain.lease, body, chain.lane.default_s, hold)
+                    receipt = chain.lane.begin_chain(holder, chain.lease, body, chain.lane.default_s, hold)
                     if receipt is None:
                         ends[chain] = None
                     else:
@@ -229,7 +229,9 @@ class Segment:
                     ends[chain] = chain.lane.end_chain(receipt, chain.lease, chain.lane.default_s, chain.usual_ns)
         finally:
             for chain, receipt in sent.items():  # what ended another one ends them all
-                chain.lane.give_up_chain(receipt)
+                chain.lane.give_up(receipt)
+            for chain in wave:
+                chain.lane.let_go(holder)
         for chain in sorted(wave, key=lambda one: not isinstance(ends.get(one), Ran)):
             if chain in ends:
                 self._finish(chain, ends[chain], start_ns, places)

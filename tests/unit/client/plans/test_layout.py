@@ -13,9 +13,9 @@ from layerzero.client.plans.recording import STEP, Recording, Step, Storage, Val
 from layerzero.ipc.shm.memory import ALIGNMENT
 
 
-def program(steps: list[tuple[int, list[int]]], kernels: str = "", own: Collection[int] = ()) -> Program:
-    """Each step makes a storage of so many bytes and reads those that the steps of these numbers made. `kernels`: a
-    letter for each backend that served one; `own`: steps of this process."""
+def program(steps: list[tuple[int, list[int]]], own: Collection[int] = ()) -> Program:
+    """Each step makes a storage of so many bytes and reads those that the steps of these numbers made. `own`: steps of
+    this process."""
     recording = Recording()
     for number, (nbytes, _) in enumerate(steps):
         storage = Storage(number, STEP, number, 0, nbytes)
@@ -23,8 +23,7 @@ def program(steps: list[tuple[int, list[int]]], kernels: str = "", own: Collecti
         recording.values.append(Value(number, None, None, storage, 0))
     for number, (_, reads) in enumerate(steps):
         made = recording.storages[number]
-        kernel = f"{kernels[number]}.op" if kernels else ""
-        step = Step(number, "op", "", (), {}, tuple(reads), made=(number,), fresh=(made,), kernel=kernel)
+        step = Step(number, "op", "", (), {}, tuple(reads), made=(number,), fresh=(made,))
         recording.steps.append(step)
     homes = {storage.number: SLOT for storage in recording.storages}
     return Program(recording, list(recording.steps), chained=set(range(len(steps))) - set(own), homes=homes)
@@ -78,11 +77,11 @@ def test_a_line_of_equal_results_needs_two() -> None:
 def test_what_may_run_at_the_same_time_shares_nothing(steps: list[tuple[int, list[int]]], data: st.DataObject) -> None:
     """Of two slots with bytes in common all steps of one come before all of the other, whatever the workers' pace:
     because they need it, or because one worker has both."""
-    kernels = "".join(data.draw(st.lists(st.sampled_from("xyz"), min_size=len(steps), max_size=len(steps))))
-    layout = lay_out(program(steps, kernels), is_apart=True)
+    workers = dict(enumerate(data.draw(st.lists(st.sampled_from("xyz"), min_size=len(steps), max_size=len(steps)))))
+    layout = lay_out(program(steps), (), workers)
     ended_before: list[set[int]] = []
     for n, (_, reads) in enumerate(steps):
-        direct = {*reads, *(m for m in range(n) if kernels[m] == kernels[n])}
+        direct = {*reads, *(m for m in range(n) if workers[m] == workers[n])}
         ended_before.append(direct.union(*(ended_before[m] for m in direct)))
     users = [{n, *(m for m, (_, reads) in enumerate(steps) if n in reads)} for n in range(len(steps))]
     for n, one in layout.slots.items():
@@ -96,9 +95,8 @@ def test_what_may_run_at_the_same_time_shares_nothing(steps: list[tuple[int, lis
 def test_branches_have_memory_of_their_own_only_where_workers_differ() -> None:
     """Two lines, one after the other."""
     steps: list[tuple[int, list[int]]] = [(4096, [n - 1] if n not in (0, 10) else []) for n in range(20)]
-    assert lay_out(program(steps, "x" * 20), is_apart=True).peak_bytes == 2 * 4096
-    assert lay_out(program(steps, "x" * 10 + "y" * 10), is_apart=True).peak_bytes == 4 * 4096
-    assert lay_out(program(steps, "x" * 10 + "y" * 10)).peak_bytes == 2 * 4096
+    for workers, slots in (("x" * 20, 2), ("x" * 10 + "y" * 10, 4), ("", 2)):
+        assert lay_out(program(steps), (), dict(enumerate(workers))).peak_bytes == slots * 4096
 
 
 def test_steps_that_touch_nothing_need_nothing() -> None:
