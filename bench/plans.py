@@ -3,7 +3,9 @@ results/plans.md.
 
     python bench/plans.py [--quick]
 
-Small ones: silu of four floats, one after the other, on one worker; kernels' own time is taken off. The model is the
+Small ones: silu of four floats, one after the other, on one worker; kernels' own time is taken off. Those of several
+workers: softmax of four floats by torch and onnxruntime, in turns, each on the other's result or on its own backend's.
+The model is the
 demo's MiniLM, whose calls are served by several environments, or by torch's alone; floor: the same model of
 Transformers in one process, in the environment of examples/application. All are measured in turns.
 """
@@ -109,6 +111,37 @@ def small(rounds: int) -> Iterator[list[str]]:
         ]
 
 
+def several(rounds: int) -> Iterator[list[str]]:
+    x = lz.share(np.ones((1, 4), np.float32))
+
+    def line(x: Any) -> Any:
+        for name in ("torch", "onnxruntime") * 4:
+            x = lz.softmax(x, -1, backend=name)
+        return x
+
+    def branches(x: Any) -> Any:
+        one, other = x, x
+        for _ in range(4):
+            one, other = lz.softmax(one, -1, backend="torch"), lz.softmax(other, -1, backend="onnxruntime")
+        return one, other
+
+    for name, ops in (("one line over two workers", line), ("two branches, a worker for each", branches)):
+        plan = frozen(lz.plan(ops), x)
+        planned, called = [], []
+        for _ in range(rounds):
+            planned += seconds(lambda: plan(x), 20)  # noqa: B023  # they run before the next turn
+            called += seconds(lambda: ops(x), 20)  # noqa: B023
+        apart, one = (statistics.median(times) * 1e6 for times in (called, planned))
+        told = plan.explain()
+        yield [
+            f"8 softmax of 4 floats, {name}: {told.messages} messages, {told.at_once} at once",
+            f"{apart:.1f} us",
+            f"{one:.1f} us",
+            "",
+            f"as calls {apart / one:.1f} times as long",
+        ]
+
+
 def model(rounds: int) -> Iterator[list[str]]:
     encoder = SentenceEncoder(get_model_path())
     command = [str(interpreter(settings.load().store)), "-c", IN_PROCESS, str(get_model_path())]
@@ -123,7 +156,10 @@ def model(rounds: int) -> Iterator[list[str]]:
             ids[...], mask[...] = rng.integers(1000, 20000, shape), True
             for name, only, aims in (("as the plan chooses", "", SEVERAL), ("torch's alone", "torch", SINGLE)):
                 with lz.prefer(only) if only else contextlib.nullcontext():
+                    start_s = time.perf_counter()
                     plan = frozen(lz.plan(encoder.forward), ids, mask)
+                    first_s = time.perf_counter() - start_s
+                    again_s = sum(seconds(lambda: frozen(lz.plan(encoder.forward), ids, mask), 1))  # noqa: B023
                     called, planned, floor = [], [], []
                     for _ in range(rounds):
                         print(*shape, 5, file=child.stdin, flush=True)
@@ -139,7 +175,8 @@ def model(rounds: int) -> Iterator[list[str]]:
                     f"{us[0]:.1f} ms",
                     f"{us[1]:.1f} ms",
                     f"{us[2]:.1f} ms",
-                    f"calls {us[0] / us[2]:.2f}, plan {at_most(us[1] / us[2], aims[shape])}",
+                    f"calls {us[0] / us[2]:.2f}, plan {at_most(us[1] / us[2], aims[shape])}; until it is chosen "
+                    f"{1e3 * first_s:.0f} ms, with what was kept {1e3 * again_s:.0f} ms",
                 ]
     finally:
         child.stdin.close()
@@ -150,7 +187,7 @@ def main() -> None:
     options = parser(__doc__, quick="few rounds").parse_args()
     rounds = 3 if options.quick else 20
     with own_broker():
-        rows = [*small(rounds), *model(rounds)]
+        rows = [*small(rounds), *several(rounds), *model(rounds)]
         versions = backend_versions()
     headings = ["figure", "as calls", "as a plan", "torch in one process", "ratios"]
     finish("plans", "Execution plans", versions, headings, rows, is_quick=options.quick)

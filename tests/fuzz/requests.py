@@ -89,5 +89,7 @@ def seeds() -> dict[str, bytes]:
         "load_table": {},
         "stay": {},
         "health": {"backend": "alpha"},
+        "plan_choice": {"plan": "0" * 64},
+        "keep_plan_choice": {"plan": "0" * 64, "policy": "", "chosen": "", "us": {"": 2.0, "alpha": 1.0}, "what": "f"},
     }
     return {method: encode(Request(method=method, params=given)) for method, given in params.items()}

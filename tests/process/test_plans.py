@@ -365,6 +365,24 @@ def test_slots_are_shared_by_what_is_not_needed_at_once(site: Site) -> None:
     assert plan.show().startswith("flowchart TD")
 
 
+def test_steps_of_the_functions_own_write_over_what_they_take(site: Site) -> None:
+    """What a worker takes it never writes over: its death would leave nothing to begin with."""
+
+    def function(x: Any) -> Any:
+        y = lz.silu(x) * 2
+        return lz.silu(np.matmul(lz.silu(y).T, y))
+
+    plan = settled(lz.plan(function), some(0, 64, 64), messages=3)
+    told = plan.explain()
+    assert (told.peak_bytes, told.sum_bytes, told.in_place) == (2 * 64 * 64 * 4, 4 * 64 * 64 * 4, 2)
+    assert plan.counters()["peak_bytes"] >= told.peak_bytes
+    assert "2 results in place" in str(told)
+    for seed in range(20):
+        x = some(seed, 64, 64)
+        y = silu(x) * 2
+        np.testing.assert_allclose(plan(x), silu(silu(y).T @ y), rtol=1e-3, atol=1e-3)
+
+
 def test_a_plan_prefers_the_backend_that_is_fastest_for_the_whole(site: Site) -> None:
     """Each call's own best crosses to another worker three times here; every candidate gives the right numbers."""
     site.set_policy("rules:\n- prefer: [beta.matmul]\n  bonus: 100\n")

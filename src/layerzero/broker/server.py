@@ -45,6 +45,7 @@ from layerzero.broker.queries import methods
 from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
+from layerzero.broker.storage.plan_choices import PlanChoices
 from layerzero.broker.storage.stored_times import StoredTimes
 from layerzero.broker.worker_frames import WorkerFrames
 from layerzero.capabilities.certificate import ProbeRecord
@@ -102,8 +103,9 @@ class Server:
         self._remote: Remote | None = None
         if settings.remote:
             self._remote = Remote(settings.remote, settings.keys, self._poller, partial(methods.answer, self))
-        self._times = StoredTimes(settings.perf_db or settings.store / "perf.db", state.engine, launcher, self.post)
-        self.perfdb = self._times.perfdb
+        self._times = StoredTimes(settings.times, state.engine, launcher, self.post)
+        self.perfdb, self.identities = self._times.perfdb, self._times.identities
+        self.plan_choices = PlanChoices(settings.plan_choices)
         self._probes = ProbeJobs(launcher, self.post)
         self._compilers = CompileJobs(launcher, self.post)
         self._zmq_paths = {side: endpoints.zmq_path(side, self.incarnation) for side in ("client", "worker")}
@@ -137,7 +139,7 @@ class Server:
         self._page_poller = PagePoller(state, self.handle, self._links, self._lanes, self._pages, self._stop_if_idle)
         self.lifts = Lifts(
             state,
-            self._times.identities,
+            self.identities,
             self._links,
             self._pages,
             LiftStore(settings.store / "lifted"),

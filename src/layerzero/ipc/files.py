@@ -8,13 +8,17 @@ import stat
 from pathlib import Path
 
 
-def read(path: Path, most: int) -> bytes:
+def read(path: Path, most: int, *, is_own: bool = False) -> bytes:
     """A regular file's bytes. Never waits, as for the writer of a FIFO. Raises OSError, also for what is no regular
-    file, or is larger than `most` bytes."""
+    file, or is larger than `most` bytes, and with `is_own` for what another user owns or may write to."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     with os.fdopen(fd, "rb", buffering=0) as stream:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "no regular file")
+        if is_own and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022):
+            mode = f"owner {info.st_uid} and mode {stat.S_IMODE(info.st_mode):04o}"
+            raise OSError(errno.EPERM, f"it has {mode}, so another user can have written it")
         data = bytearray()
         while len(data) <= most and (part := stream.read(most + 1 - len(data))):
             data += part

@@ -40,7 +40,9 @@ class Settings(BaseModel):
     store: Path = Field(
         platformdirs.user_cache_path(APP), description="built environments and probe records", validate_default=True
     )
-    perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
+    perf_db: Path | None = Field(
+        None, description="file of measured times, beside which the choices of plans lie; default: perf.db in the store"
+    )
     manifest_dirs: tuple[Path, ...] = Field((), description="more folders with env manifests, separated by ':'")
     backends_dir: Path = Field(
         platformdirs.user_config_path(APP) / "backends",
@@ -121,6 +123,16 @@ class Settings(BaseModel):
     def source_record(self) -> Path:
         """What `lz env add` has recorded, in the form of a policy file; it need not exist."""
         return record_path(self.backends_dir)
+
+    @property
+    def times(self) -> Path:
+        """The file of measured times."""
+        return self.perf_db or self.store / "perf.db"
+
+    @property
+    def plan_choices(self) -> Path:
+        """The folder of what execution plans chose by timing whole runs; it need not exist."""
+        return self.times.with_suffix(".plans")
 
     def policy_variables(self) -> list[dict[str, Any]]:
         """The layers of policy that the environment sets."""

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.lifting.store import Entry, LiftStore
@@ -115,7 +114,7 @@ def _why_not(entry: Entry, store: LiftStore, current: Mapping[str, ExportedBacke
 def _add_times(export: Export, settings: Settings, gpus: Gpus) -> None:
     """What was measured of these kernels on a GPU of the kind that they were lifted on: without it, nobody who imports
     them knows how fast they are. None where there is nothing to read."""
-    path: Path = settings.perf_db or settings.store / "perf.db"
+    path = settings.times
     if not path.is_file():
         return
     try:

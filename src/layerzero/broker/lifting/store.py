@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from layerzero.broker.storage import kept_files
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted, digest
 from layerzero.ipc.lifting.specimen import Specimen, pack_trials, unpack_trials
@@ -24,7 +24,6 @@ from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MAX_BYTES = 4 << 30
 MAX_ENTRIES = 4096
-_HASH_BYTES = 32
 _FORMAT = 1
 
 
@@ -73,7 +72,8 @@ class LiftStore:
         if not self.has(codes):
             self._drop(path, "machine code that it needs is gone")
             return None
-        self._touch(path, *(self.code_path(code) for code in codes))
+        for used in (path, *map(self.code_path, codes)):
+            kept_files.touch(used)
         return entry
 
     def add(self, key: str, entry: Entry, specimen: Specimen | None) -> None:
@@ -96,8 +96,9 @@ class LiftStore:
                 "imported": entry.imported,
             }
         )
-        self._write(self._calls / key, packed + hashlib.sha256(packed).digest())
-        self._keep_bounds(nbytes + len(packed) + _HASH_BYTES)
+        sealed = kept_files.seal(packed)
+        self._write(self._calls / key, sealed)
+        self._keep_bounds(nbytes + len(sealed))
 
     def remove(self, key: str) -> None:
         with contextlib.suppress(OSError):
@@ -139,66 +140,54 @@ class LiftStore:
     def faults(self) -> list[dict[str, str]]:
         """All that was noted, each with its `fault`."""
         found = []
-        for path in self._by_age(self._faulted):
+        for path in kept_files.by_age(self._faulted):
             with contextlib.suppress(OSError, ValueError):
                 found.append(json.loads(path.read_bytes()))
         return found
 
     def forgive(self) -> int:
         """Forget all faults. Returns how many there were."""
-        return self._remove_all(self._faulted)
+        return kept_files.remove_all(self._faulted)
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """All that hold, the last used last."""
-        for path in self._by_age(self._calls):
+        for path in kept_files.by_age(self._calls):
             entry = self._read(path)
             if entry is not None:
                 yield path.name, entry
 
     def nbytes(self) -> int:
-        return sum(_size(path) for folder in (self._calls, self._code) for path in self._by_age(folder))
+        return sum(kept_files.size(path) for folder in (self._calls, self._code) for path in kept_files.by_age(folder))
 
     def verify(self) -> list[str]:
         """Look at every byte. Removes what does not hold, and says what that was."""
         gone = []
-        for path in self._by_age(self._code):
+        for path in kept_files.by_age(self._code):
             if self.code(path.name) is None:
                 gone.append(f"machine code {path.name[:12]}")
-        for path in self._by_age(self._calls):
+        for path in kept_files.by_age(self._calls):
             if self.find(path.name) is None:
                 gone.append(f"call {path.name[:12]}")
         return gone
 
     def clear(self) -> int:
         """Remove all but faults. Returns how many calls were there."""
-        self._remove_all(self._code)
-        return self._remove_all(self._calls)
-
-    def _remove_all(self, folder: Path) -> int:
-        count = 0
-        for path in self._by_age(folder):
-            with contextlib.suppress(OSError):
-                path.unlink()
-                count += 1
-        return count
+        kept_files.remove_all(self._code)
+        return kept_files.remove_all(self._calls)
 
     def _read(self, path: Path) -> Entry | None:
         try:
             data = path.read_bytes()
         except OSError:
             return None
-        packed, told = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
-        if hashlib.sha256(packed).digest() != told:
-            self._drop(path, "its bytes are not those that were written")
-            return None
         try:
-            value = unpack_body(packed)
+            value = unpack_body(kept_files.unseal(data))
             if value["format"] != _FORMAT:
                 return None
             fields = ("kernel_id", "backend", "what", "form", "reason", "detail", "made_s")
             its = {name: value[name] for name in fields}
             return Entry(**its, trials=unpack_trials(value.get("trials", {})), imported=value.get("imported", ""))
-        except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as exc:
+        except (kept_files.NotWhole, ProtocolError, KeyError, TypeError, ValueError, AttributeError) as exc:
             self._drop(path, str(exc))
             return None
 
@@ -208,22 +197,11 @@ class LiftStore:
             path.unlink()
 
     def _write(self, path: Path, data: bytes) -> None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(data)
-            draft.replace(path)
+            kept_files.write(path, data)
             self.problem = ""
         except OSError as exc:
             self.problem = f"lifted calls are not kept: {exc}"
-            with contextlib.suppress(OSError):
-                draft.unlink()
-
-    def _touch(self, *paths: Path) -> None:
-        for path in paths:
-            with contextlib.suppress(OSError):
-                os.utime(path)
 
     def _keep_bounds(self, added: int) -> None:
         """After a call of so many bytes: where there may be too much, remove what was not used for longest, and enough
@@ -233,48 +211,17 @@ class LiftStore:
             if count <= MAX_ENTRIES and total <= self._max_bytes:
                 self._held = count, total
                 return
-        calls, codes = self._by_age(self._calls), self._by_age(self._code)
-        count, total = len(calls), sum(map(_size, (*calls, *codes)))
+        calls, codes = kept_files.by_age(self._calls), kept_files.by_age(self._code)
+        count, total = len(calls), sum(map(kept_files.size, (*calls, *codes)))
         if count > MAX_ENTRIES or total > self._max_bytes:
             most, most_bytes = MAX_ENTRIES * 7 // 8, self._max_bytes * 7 // 8
-            for path in sorted((*codes, *calls), key=_age):
+            for path in sorted((*codes, *calls), key=kept_files.age):
                 is_call = path.parent == self._calls
                 if total > most_bytes or (is_call and count > most):
-                    total -= self._unlink(path)
+                    total -= kept_files.remove(path)
                     count -= is_call
         self._held = count, total
-
-    @staticmethod
-    def _unlink(path: Path) -> int:
-        """How many bytes are gone."""
-        nbytes = _size(path)
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return nbytes
-
-    @staticmethod
-    def _by_age(folder: Path) -> list[Path]:
-        """Files that were written whole, the oldest first."""
-        try:
-            found = [path for path in folder.iterdir() if not path.name.startswith(".")]
-        except OSError:
-            return []
-        return sorted(found, key=_age)
 
 
 def _name_of(what: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(what), sort_keys=True).encode()).hexdigest()
-
-
-def _age(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from layerzero.broker.configuration.policy_source import PolicySource
@@ -15,7 +16,9 @@ from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.processes.user_brokers import UserBrokers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
+from layerzero.broker.storage.perf_rows import Identity
 from layerzero.broker.storage.perfdb import PerfDB
+from layerzero.broker.storage.plan_choices import PlanChoices
 from layerzero.ipc.transport.endpoints import Endpoints
 
 
@@ -32,6 +35,8 @@ class BrokerView(Protocol):
     joined: Joined
     users: UserBrokers | None
     perfdb: PerfDB
+    identities: Mapping[str, Identity]
+    plan_choices: PlanChoices
     tuning: Spending
     lifts: Lifts
     table_problem: str

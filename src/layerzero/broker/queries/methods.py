@@ -14,6 +14,7 @@ from typing import Any
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.queries.joint_plans import plan
+from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
@@ -113,7 +114,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
         "problems": [
             *server.launcher.problems,
             *server.perfdb.problems,
-            *filter(None, (server.policy.problem, server.table_problem)),
+            *filter(None, (server.policy.problem, server.table_problem, server.plan_choices.problem)),
         ],
     }
     yield
@@ -425,4 +426,6 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "solve": solve,
     "ping": ping,
     "plan": plan,
+    "plan_choice": plan_choice,
+    "keep_plan_choice": keep_plan_choice,
 }

@@ -1,4 +1,5 @@
-"""`lz cache`: the lifted calls that are kept on disk. Works on the files, with a broker or without."""
+"""`lz cache`: the lifted calls and the choices of plans that are kept on disk. Works on the files, with a broker or
+without."""
 
 from __future__ import annotations
 
@@ -8,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.client.cli.options import All, Json
+from layerzero.ipc.wording import counted
 
 if TYPE_CHECKING:
     from layerzero.broker.lifting.store import LiftStore
+    from layerzero.broker.storage.plan_choices import PlanChoice, PlanChoices
 
-cache_app = typer.Typer(help="Look after the lifted calls that are kept.", no_args_is_help=True)
+cache_app = typer.Typer(
+    help="Look after the lifted calls, and the choices of plans, that are kept.", no_args_is_help=True
+)
 SHOWN = 20
 
 
@@ -23,18 +28,27 @@ def _store() -> LiftStore:
     return LiftStore(settings.load().store / "lifted")
 
 
+def _plan_choices() -> PlanChoices:
+    from layerzero.broker.configuration import settings
+    from layerzero.broker.storage.plan_choices import PlanChoices
+
+    return PlanChoices(settings.load().plan_choices)
+
+
 @cache_app.command("list")
 def show(everything: All = False, as_json: Json = False) -> None:
-    """Print the calls that are kept, those used last first, and the kernels that are kept in their workers."""
+    """Print the calls that are kept, those used last first, kernels kept in their workers, and choices of plans."""
     from rich.table import Table
 
     from layerzero.client.cli.output import out, print_json
 
     store = _store()
     rows = [_row(key, entry) for key, entry in store.entries()][::-1]
-    faults = store.faults()
+    faults, choices = store.faults(), _plan_choices()
+    plans = [_plan_row(*one) for one in choices.entries()][::-1]
     if as_json:
-        print_json({"folder": str(store.folder), "bytes": store.nbytes(), "calls": rows, "faults": faults})
+        facts = {"folder": str(store.folder), "bytes": store.nbytes(), "calls": rows, "faults": faults}
+        print_json({**facts, "plan_choices": {"folder": str(choices.folder), "plans": plans}})
         return
     lifted = sum(not row["reason"] for row in rows)
     out().print(
@@ -54,6 +68,18 @@ def show(everything: All = False, as_json: Json = False) -> None:
         out().print(f"{len(rows) - len(shown)} more; all of them: --all")
     for fault in faults:
         out().print(f"{fault.get('kernel')}: {fault.get('fault')}", soft_wrap=True)
+    if plans:
+        out().print(f"{counted(len(plans), 'choice')} of plans in {choices.folder}", soft_wrap=True)
+    for row in plans if everything else plans[:SHOWN]:
+        told = f"{row['what']}: {row['chosen'] or 'each call its own best'}"
+        out().print(f"{row['key'][:12]} ignored: {row['ignored']}" if row["ignored"] else told, soft_wrap=True)
+
+
+def _plan_row(key: str, choice: PlanChoice | None, ignored: str) -> dict[str, Any]:
+    if choice is None:
+        return {"key": key, "ignored": ignored}
+    its = {"what": choice.what, "chosen": choice.chosen, "us": dict(choice.us), "made_s": choice.made_s}
+    return {"key": key, "ignored": "", **its}
 
 
 def _row(key: str, entry: Any) -> dict[str, Any]:
@@ -96,17 +122,19 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all lifted calls; workers lift them again. What is known of faults stays."""
+    """Remove all lifted calls, which workers lift again, and all choices of plans, which are timed again. What is known
+    of faults stays."""
     from layerzero.client.cli.output import out, print_json
 
-    store = _store()
+    store, choices = _store(), _plan_choices()
     if not yes:
-        typer.confirm(f"Remove all lifted calls in {store.folder}?", abort=True, err=True)
-    count = store.clear()
+        told = f"Remove all lifted calls in {store.folder} and all choices of plans in {choices.folder}?"
+        typer.confirm(told, abort=True, err=True)
+    count, plans = store.clear(), choices.clear()
     if as_json:
-        print_json({"removed": count})
+        print_json({"removed": count, "plan_choices": plans})
     else:
-        out().print(f"removed {count} calls")
+        out().print(f"removed {count} calls" + (f" and {counted(plans, 'choice')} of plans" if plans else ""))
 
 
 @cache_app.command("forgive")

@@ -106,7 +106,7 @@ class Lane:
         self.number = number
         self.default_s = link.welcome.timeout_s
         self._link = link
-        self._chain = threading.Lock()  # one is on the lane at a time: its steps are told in one word
+        self._chain: dict[int, object] = {}  # whose is on the lane: one at a time, as its steps are told in one word
         self.is_closed = False
         self._forks = arena.forks
         fd = memory.create_memfd("lz-lane", lane.PAGE_BYTES)
@@ -149,16 +149,33 @@ class Lane:
     ) -> Ran | Stopped | None:
         """As `run`, of a chain; where it did not run to its end, how far it came. `expected_ns`: what the worker took
         for it before."""
-        if not self._chain.acquire(blocking=False):
-            return None
+        holder = object()
         try:
-            receipt = self._put(lease, body, timeout_s, hold)
-            if receipt is None:
-                return None
-            end = self.resume(receipt, lease, timeout_s, expected_ns)
-            return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(receipt.call), end)
+            receipt = self.begin_chain(holder, lease, body, timeout_s, hold)
+            return None if receipt is None else self.end_chain(receipt, lease, timeout_s, expected_ns)
         finally:
-            self._chain.release()
+            self.let_go(holder)
+
+    def begin_chain(self, holder: object, lease: Lease, body: bytes, timeout_s: float, hold: Any) -> Receipt | None:
+        """Send a chain; None: it was not sent. Nobody else may until `let_go` of this holder, which is to be called
+        whatever comes: an interrupt may come before this returns."""
+        if self._chain.setdefault(0, holder) is not holder:
+            return None
+        return self._put(lease, body, timeout_s, hold)
+
+    def end_chain(self, receipt: Receipt, lease: Lease, timeout_s: float, expected_ns: int) -> Ran | Stopped | None:
+        """Wait for a chain that was sent, as `run_chain` does."""
+        end = self.resume(receipt, lease, timeout_s, expected_ns)
+        return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(receipt.call), end)
+
+    def give_up(self, receipt: Receipt) -> None:
+        """Nobody waits for a call any more. Its memory is kept until its worker is done with it."""
+        self._withdraw(receipt)
+
+    def let_go(self, holder: object) -> None:
+        """The chain of this holder, if there is one, has ended or nobody waits for it."""
+        if self._chain.get(0) is holder:
+            del self._chain[0]
 
     def _put(self, lease: Lease, body: bytes, timeout_s: float, hold: Any) -> Receipt | None:
         if len(body) > lane.MAX_CALL_BYTES or self._link.lost is not None or self.is_ended or not self.holds(lease):

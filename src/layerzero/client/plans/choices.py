@@ -30,6 +30,11 @@ class Candidate:
     us: float = 0.0
     times: list[int] = field(default_factory=list)
 
+    @functools.cached_property
+    def wish(self) -> Overlay | None:
+        """What it asks of selection."""
+        return _wish(self.backend) if self.backend else None
+
 
 class Choices:
     """Of one variant of a plan. `chosen` is what is tried, and in the end what stays."""
@@ -42,33 +47,33 @@ class Choices:
         self._waited = 0
         self.chosen = self.candidates[0]
 
+    def settle(self, candidates: Sequence[Candidate], chosen: str) -> None:
+        """It was timed before: these were tried, and this one of them was chosen."""
+        self.candidates, self._left = candidates, []
+        self.chosen = next(one for one in candidates if one.backend == chosen)
+
     @property
     def is_done(self) -> bool:
         return not self._left
 
-    def wish(self) -> Overlay | None:
-        """What the chosen one asks of selection."""
-        return _wish(self.chosen.backend) if self.chosen.backend else None
-
     def note(self, plan: FrozenPlan, elapsed_ns: int) -> None:
-        """A run of the plan took so long."""
+        """A run of the chosen one's plan took so long."""
         if self.is_done:
             return
         if not plan.is_linked:
             self._waited += 1
             if self._waited > MAX_WAITED:
-                self._next(plan)
+                self._next()
             return
         self.chosen.times.append(elapsed_ns)
         if len(self.chosen.times) == UNTIMED + RUNS:
             self.chosen.us = statistics.median(self.chosen.times[UNTIMED:]) / 1e3
-            self._next(plan)
+            self._next()
 
-    def _next(self, plan: FrozenPlan) -> None:
+    def _next(self) -> None:
         self._waited = 0
         del self._left[0]
         self.chosen = self._left[0] if self._left else self._best()
-        plan.prefer(self.wish())
 
     def _best(self) -> Candidate:
         own = self.candidates[0]

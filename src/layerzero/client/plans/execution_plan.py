@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layerzero.client.connection import overlay
@@ -16,6 +16,8 @@ from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.keeping import KeptChoice
+from layerzero.client.plans.layout import NOBODY
 from layerzero.client.plans.passes import FIXED, Program, prepare
 from layerzero.client.plans.recording import Recording, Step, is_array, record
 from layerzero.client.plans.showing import (
@@ -51,16 +53,18 @@ class Variant:
         self.program: Program | None = None
         self.frozen: FrozenPlan | None = None
         self.choices: Choices | None = None
-        self.is_checked = False  # chains against calls
+        self.kept: KeptChoice | None = None
+        self.checked: set[str] = set()  # candidates whose chains were compared with calls
+        self.workers: dict[str, Mapping[int, str]] = {}  # of candidates: which ones their plan is laid out for
         self.lock = threading.Lock()
 
 
 class ExecutionPlan:
     """A function that runs as a plan where it can. Made by lz.plan."""
 
-    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool) -> None:
+    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool, keep_choice: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._warmup, self._bakes = function, warmup, bake_constants
+        self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
@@ -111,7 +115,8 @@ class ExecutionPlan:
         return mermaid(self._seen())
 
     def counters(self) -> dict[str, Any]:
-        """Runs, replays, and why other runs were none."""
+        """Runs, replays, and why other runs were none; how many choices over whole plans were "reused" from disk,
+        "kept" there, or found there and "ignored"."""
         with self._lock:
             variants = list(self._variants.values())
             return {
@@ -119,6 +124,7 @@ class ExecutionPlan:
                 "replays": sum(v.replays for v in variants),
                 "plans": len(variants),
                 "misses": dict(self._misses),
+                "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
                 "peak_bytes": max((v.frozen.memory.nbytes for v in variants if v.frozen), default=0),
             }
 
@@ -204,23 +210,29 @@ class ExecutionPlan:
         variant.program = prepare(variant.recording, made)
         variant.recording = None
         made.let_go({number for number, home in variant.program.homes.items() if home == FIXED})
-        variant.frozen = FrozenPlan(session, variant.program)
         variant.choices = Choices(variant.program)
+        if self._keeps:
+            variant.kept = KeptChoice(self._function, variant.program, variant.label)
+            variant.kept.look(session, variant.choices)
+        variant.frozen = FrozenPlan(session, variant.program, variant.choices.chosen.wish)
         variant.phase = FROZEN
         if made.writes_outside:
             variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
-            variant.is_checked = True
+            variant.checked |= {one.backend for one in variant.choices.candidates}
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
 
     @staticmethod
     def _frozen(session: Session, variant: Variant) -> FrozenPlan:
-        """Of this very connection, and with memory that nobody else may write to."""
+        """Of this very connection and the chosen candidate, and with memory that nobody else may write to."""
         frozen = variant.frozen
         assert variant.program is not None
-        if frozen is None or frozen.is_spoilt or frozen.session is not session or frozen.link is not session.link:
-            wish = None if variant.choices is None else variant.choices.wish()
-            frozen = variant.frozen = FrozenPlan(session, variant.program, wish)
+        assert variant.choices is not None
+        wish = variant.choices.chosen.wish
+        is_its = frozen is not None and frozen.session is session and frozen.link is session.link
+        if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
+            workers = variant.workers.get(variant.choices.chosen.backend, NOBODY)
+            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers)
         return frozen
 
     def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
@@ -228,13 +240,15 @@ class ExecutionPlan:
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
         variant.replays += 1
-        if variant.is_checked:
-            assert variant.choices is not None
-            if not variant.choices.is_done:
-                variant.choices.note(frozen, time.perf_counter_ns() - start_ns)
-            return value
-        if frozen.is_linked:
-            variant.is_checked = True
+        choices = variant.choices
+        assert choices is not None
+        chosen = choices.chosen.backend
+        if not choices.is_done and (chosen in variant.checked or (variant.checked and not frozen.is_linked)):
+            choices.note(frozen, time.perf_counter_ns() - start_ns)
+            if choices.is_done and variant.kept is not None:
+                variant.kept.tell(session, choices)
+        elif chosen not in variant.checked and frozen.is_linked and self._is_laid_out(variant, frozen):
+            variant.checked.add(chosen)
             for segment in frozen.segments:
                 segment.is_held = True
             try:
@@ -243,6 +257,19 @@ class ExecutionPlan:
                 for segment in frozen.segments:
                     segment.is_held = False
         return value
+
+    @staticmethod
+    def _is_laid_out(variant: Variant, frozen: FrozenPlan) -> bool:
+        """Whether it is for the workers that serve it; else the next one will be."""
+        assert variant.choices is not None
+        chosen = variant.choices.chosen.backend
+        if chosen in variant.workers:
+            return True
+        variant.workers[chosen] = frozen.served()
+        if variant.workers[chosen] == frozen.workers:
+            return True
+        variant.frozen = None
+        return False
 
     def _check(self, session: Session, variant: Variant, inputs: list[Any], expected: Any, what: str) -> None:
         """Run it once more on the same arguments. A plan that gives something else is none."""
@@ -256,7 +283,9 @@ class ExecutionPlan:
             variant.frozen = None  # a call failed, and it was not the caller's: the next run has a plan of its own
 
 
-def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False) -> ExecutionPlan:
+def plan(
+    function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False, keep_choice: bool = True
+) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
     The first runs with arguments of a kind (shapes, dtypes, plain values, policy) execute the function as usual and
@@ -273,6 +302,8 @@ def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool 
     warmup: how many runs must agree with the first one; at least 1.
     bake_constants: arrays that the function makes anew at each run, and not of its arguments (a mask by numpy.tril,
     say), are kept as they were when it was recorded; without it such a function is run as ever.
+    keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
+    process need not time it; False times it in this process.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -281,7 +312,7 @@ def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool 
         raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
-    return ExecutionPlan(function, warmup, bake_constants)
+    return ExecutionPlan(function, warmup, bake_constants, keep_choice)
 
 
 def _arrays_of(given: Any) -> list[Any]:

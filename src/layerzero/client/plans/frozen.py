@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerzero.client.connection.overlay import Overlay, Scope
 from layerzero.client.connection.record import kernel_of
-from layerzero.client.plans.layout import lay_out
+from layerzero.client.plans.layout import NOBODY, lay_out
 from layerzero.client.plans.memory import Memory, Place, array_at, array_on
 from layerzero.client.plans.passes import FIXED, OUTPUT, SLOT, Program
 from layerzero.client.plans.recording import Step, Use, Value
@@ -29,21 +29,27 @@ _BY_OPERATOR = {
 class FrozenPlan:
     """Of one program and one connection. For one thread at a time."""
 
-    def __init__(self, session: Session, program: Program, wish: Overlay | None = None) -> None:
-        """`wish`: as of `prefer`. Raises OutOfMemory."""
-        self.session, self.program = session, program
+    def __init__(
+        self, session: Session, program: Program, wish: Overlay | None = None, workers: Mapping[int, str] = NOBODY
+    ) -> None:
+        """`wish`: what its calls ask of selection, besides what their caller asks; `workers`: which ones `served` its
+        steps before, so that those of several can run at the same time. Raises OutOfMemory."""
+        self.session, self.program, self.wish, self.workers = session, program, wish, workers
         self.link = session.link
-        self.layout = lay_out(program)
+        self._needed = self._find_needed()
+        own = (step for step in program.steps if step.number not in program.chained)
+        skipped = {step.number for step in own if self._is_skipped(step, self._needed)}
+        self.layout = lay_out(program, skipped, workers)
         chained = [step for step in program.steps if step.number in program.chained]
         self.memory = Memory(program, self.layout, sum(Segment.table_bytes(step) for step in chained))
         self.timings: dict[int, StepRun] = {}
         self.is_spoilt = False
         self.copied_bytes = 0
         self._static: dict[int, Any] = {}
-        self._needed = self._find_needed()
         self.items = self._make_items()
-        self._scope: Scope | None = None
-        self.prefer(wish)
+        self._scope = None if wish is None else Scope(wish)
+        if self._scope is not None:
+            self._scope.end()  # until a run
 
     @property
     def segments(self) -> list[Segment]:
@@ -54,14 +60,14 @@ class FrozenPlan:
         """Whether all its calls have leases."""
         return all(segment.is_linked for segment in self.segments)
 
-    def prefer(self, wish: Overlay | None) -> None:
-        """From the next run on its calls ask this of selection, besides what their caller asks."""
-        self._scope = None if wish is None else Scope(wish)
-        if self._scope is not None:
-            self._scope.end()  # until a run
+    def served(self) -> Mapping[int, str]:
+        """The backend of each step that crosses, by the step's number; nothing where that is one for all."""
+        found: dict[int, str] = {}
         for segment in self.segments:
-            segment.unlink()
-            segment.rests = 0
+            for chain in segment.chains:
+                for number, lease in zip(chain.numbers, chain.leases, strict=True):
+                    found[segment.steps[number].number] = lease.decision.backend
+        return found if len(set(found.values())) > 1 else NOBODY
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """The function's result. `inputs`: the arrays of its arguments, in order. Raises what its steps raise: a worker

@@ -1,23 +1,25 @@
 """Segments: chained steps of a plan that follow each other, sent to their workers as few messages as leases allow.
 
-Steps whose routes have leases on one lane cross as a chain. Where there is no lease, or a chain does not end well,
+Steps whose routes have leases on one lane cross as a chain, and chains of several lanes that do not need each other
+cross at the same time. Where there is no lease, or a chain does not end well,
 steps are calls like any other, from the first one that has not ended: what those before it made is whole.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request, Route
-from layerzero.client.connection.express import Lane, Lease, Lost, Ran
+from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt, Stopped
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.plans.memory import Memory, Place, Reach, array_at, put
 from layerzero.client.plans.passes import Program
 from layerzero.client.plans.recording import Step, Use, Value
+from layerzero.client.plans.scheduling import Access, dependencies, in_order, waves
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.transport.chains import (
@@ -54,9 +56,9 @@ class StepRun:
 
 @dataclass(eq=False)
 class _Chain:
-    """Steps `first` to `first + count` of a segment on one lane."""
+    """Steps of a segment, by their numbers there, on one lane."""
 
-    first: int
+    numbers: list[int]
     lane: Lane
     routes: list[Route]
     leases: list[Lease]
@@ -71,7 +73,8 @@ class _Chain:
 
 @dataclass(eq=False)
 class Segment:
-    """`steps` are chained ones, in order; nothing lies between them."""
+    """`steps` are chained ones, in order; nothing lies between them. `waves`: chains, and steps that are none by their
+    number, in the order in which they are sent; those of a wave at the same time."""
 
     session: Session
     program: Program
@@ -79,15 +82,24 @@ class Segment:
     steps: list[Step]
     table_at: int  # where its tables may lie in the memory
     timings: dict[int, StepRun]
-    chains: list[_Chain] = field(default_factory=list)
+    waves: list[list[_Chain | int]] = field(default_factory=list)
     is_linked: bool = False
     rests: int = 0  # runs until chains are tried again
     is_held: bool = False  # all steps go one by one for now
 
     @property
+    def chains(self) -> list[_Chain]:
+        return [one for wave in self.waves for one in wave if isinstance(one, _Chain)]
+
+    @property
     def messages(self) -> int:
         """How many submissions a run makes for it, while its leases last."""
         return len(self.steps) - sum(len(chain.leases) - 1 for chain in self.chains)
+
+    @property
+    def at_once(self) -> int:
+        """How many of them are under way at the same time, at most."""
+        return max(map(len, self.waves), default=0)
 
     def run(self, places: Sequence[Place], hold: Any) -> None:
         """`places`: where variables lie in this run. Raises what a call of a step raises."""
@@ -95,17 +107,19 @@ class Segment:
             self.rests -= 1
         elif not self.is_linked:
             self._link()
-        at, ends = 0, iter(() if self.is_held else self.chains)
-        chain = next(ends, None)
-        while at < len(self.steps):
-            if chain is not None and chain.first == at:
-                at = self._run_chain(chain, places, hold)
-                chain = next(ends, None)
-                while chain is not None and chain.first < at:
-                    chain = next(ends, None)
+        waves = self.waves
+        if self.is_held or not waves:
+            for number in range(len(self.steps)):
+                self.call(number, places)
+            return
+        for wave in waves:
+            first = wave[0]
+            if isinstance(first, int):
+                self.call(first, places)
+            elif len(wave) == 1:
+                self._run_chain(first, places, hold)
             else:
-                self.call(at, places)
-                at += 1
+                self._run_wave([one for one in wave if isinstance(one, _Chain)], places, hold)
 
     # --- one message for many
 
@@ -123,43 +137,51 @@ class Segment:
             if place is None and route.here is None:
                 return
             found.append(None if place is None or route.here is not None else (route, *place))
-        at, self.chains, room = 0, [], self.table_at
-        while at < len(self.steps):
-            count = self._extent(found, at)
-            its = [one for one in found[at : at + count] if one is not None]
-            if its:
-                chain, used = self._chain(at, its, room)
-                self.chains.append(chain)
+        workers = [None if one is None else (one[1], one[2].epoch) for one in found]
+        after = in_order(len(found)) if len(set(workers)) == 1 else dependencies([*map(self._accesses, self.steps)])
+        made, room = list[list[_Chain | int]](), self.table_at
+        for wave in waves(workers, after, self._room):
+            made.append([])
+            for group in wave:
+                its = [one for one in map(found.__getitem__, group) if one is not None]
+                if not its:
+                    made[-1].append(group[0])
+                    continue
+                chain, used = self._chain(group, its, room)
+                made[-1].append(chain)
                 room += used
-            at += count
+        self.waves = made
         self.is_linked = True
 
-    def _extent(self, found: list[tuple[Route, Lane, Lease] | None], first: int) -> int:
-        """How many steps from this one on may be one chain, or one that is none."""
-        begin = found[first]
-        if begin is None:
-            return 1
-        _, lane, lease = begin
-        us, nbytes, variables = 0.0, 0, set[int]()
-        for count, (step, one) in enumerate(zip(self.steps[first:], found[first:], strict=True)):
-            us += step.kernel_us
-            nbytes += self.table_bytes(step)
-            variables |= {r.variable for r in self._reaches(step) if r is not None and r.variable is not None}
-            is_full = count == MAX_STEPS or nbytes > MAX_TABLE_BYTES or len(variables) > MAX_VARIABLES
-            is_other = one is None or one[1] is not lane or one[2].epoch != lease.epoch
-            if count and (is_other or is_full or us > MAX_CHAIN_US):
-                return count
-        return len(self.steps) - first
+    def _room(self) -> Callable[[int], bool]:
+        """Takes the steps of one chain, while there is room."""
+        us, nbytes, count, variables = 0.0, 0, 0, set[int]()
+
+        def take(number: int) -> bool:
+            nonlocal us, nbytes, count
+            step = self.steps[number]
+            us, nbytes, count = us + step.kernel_us, nbytes + self.table_bytes(step), count + 1
+            variables.update(r.variable for r in self._reaches(step) if r is not None and r.variable is not None)
+            is_full = count > MAX_STEPS or nbytes > MAX_TABLE_BYTES or len(variables) > MAX_VARIABLES
+            return not is_full and us <= MAX_CHAIN_US
+
+        return take
+
+    def _accesses(self, step: Step) -> Iterator[Access]:
+        for position, reach in enumerate(self._reaches(step)):
+            if reach is not None:
+                memory = reach.arena if reach.variable is None else reach.variable
+                yield Access(memory, reach.offset, reach.offset + reach.nbytes, position >= len(step.args))
 
     @staticmethod
     def table_bytes(step: Step) -> int:
         """At most so many does a step take of its chain's table."""
         return STEP_TABLE_BYTES + REF_BYTES * (len(step.args) + len(step.made))
 
-    def _chain(self, first: int, found: list[tuple[Route, Lane, Lease]], table_at: int) -> tuple[_Chain, int]:
+    def _chain(self, group: list[int], found: list[tuple[Route, Lane, Lease]], table_at: int) -> tuple[_Chain, int]:
         numbers: dict[int, int] = {}
         rows = []
-        for step, (_, _, lease) in zip(self.steps[first : first + len(found)], found, strict=True):
+        for step, (_, _, lease) in zip(map(self.steps.__getitem__, group), found, strict=True):
             refs = tuple(self._ref(reach, numbers) for reach in self._reaches(step))
             rows.append(ChainStep(lease.plan, refs, lease.values))
         table, memory = pack_table(rows), self.memory
@@ -169,7 +191,7 @@ class Segment:
         lease = replace(leases[0], plan=CHAIN, values=b"")
         head = pack_chain_call(where, digest_of(table))
         note = f"the last of {len(leases)} calls that crossed as one"
-        return _Chain(first, lane, routes, leases, head, list(numbers), lease, note), len(table)
+        return _Chain(group, lane, routes, leases, head, list(numbers), lease, note), len(table)
 
     def _ref(self, reach: Reach | None, numbers: dict[int, int]) -> Ref:
         """`numbers` are the chain's own of the plan's variables."""
@@ -180,56 +202,105 @@ class Segment:
         assert reach.arena is not None
         return Ref(self.session.arena_registry[reach.arena], 0, reach.offset, reach.nbytes)
 
-    def _run_chain(self, chain: _Chain, places: Sequence[Place], hold: Any) -> int:
-        """Which step comes next."""
-        if self.session.shadow.is_on or chain.lane.is_ended or not chain.lane.holds(chain.leases[0]):
-            self.unlink()
-            self.call(chain.first, places)
-            return chain.first + 1
+    def _run_chain(self, chain: _Chain, places: Sequence[Place], hold: Any) -> None:
+        if not self._may_send(chain):
+            self._call_all(chain, places)
+            return
+        start_ns, body = time.perf_counter_ns(), self._body(chain, places)
+        end = chain.lane.run_chain(chain.lease, body, chain.lane.default_s, hold, chain.usual_ns)
+        self._finish(chain, end, start_ns, places)
+
+    def _run_wave(self, wave: list[_Chain], places: Sequence[Place], hold: Any) -> None:
+        """All are sent before one is waited for, and have ended before a step of one goes as a call."""
+        start_ns, sent, holder = time.perf_counter_ns(), dict[_Chain, Receipt](), object()
+        ends: dict[_Chain, Ran | Stopped | None] = {}
+        try:
+            for chain in wave:
+                if self._may_send(chain):
+                    body = self._body(chain, places)
+                    receipt = chain.lane.begin_chain(holder, chain.lease, body, chain.lane.default_s, hold)
+                    if receipt is None:
+                        ends[chain] = None
+                    else:
+                        sent[chain] = receipt
+            for chain in wave:
+                if chain in sent:
+                    receipt = sent.pop(chain)
+                    ends[chain] = chain.lane.end_chain(receipt, chain.lease, chain.lane.default_s, chain.usual_ns)
+        finally:
+            for chain, receipt in sent.items():  # what ended another one ends them all
+                chain.lane.give_up(receipt)
+            for chain in wave:
+                chain.lane.let_go(holder)
+        for chain in sorted(wave, key=lambda one: not isinstance(ends.get(one), Ran)):
+            if chain in ends:
+                self._finish(chain, ends[chain], start_ns, places)
+            else:
+                self._call_all(chain, places)
+
+    def _may_send(self, chain: _Chain) -> bool:
+        is_held = chain.lane.holds(chain.leases[0])
+        if not self.session.shadow.is_on and not chain.lane.is_ended and is_held:
+            return True
+        self.unlink()
+        return False
+
+    def _body(self, chain: _Chain, places: Sequence[Place]) -> bytes:
         body = chain.head
         for number in chain.variables:
             arena, offset, nbytes = places[number]
             body += REF.pack(self.session.arena_registry[arena], 0, offset, nbytes)
-        start_ns = time.perf_counter_ns()
-        end = chain.lane.run_chain(chain.lease, body, chain.lane.default_s, hold, chain.usual_ns)
+        return body
+
+    def _call_all(self, chain: _Chain, places: Sequence[Place]) -> None:
+        for number in chain.numbers:
+            self.call(number, places)
+
+    def _finish(self, chain: _Chain, end: Ran | Stopped | None, start_ns: int, places: Sequence[Place]) -> None:
+        """All of a chain's steps have run when this returns."""
         if isinstance(end, Ran):
             chain.declined = 0
             self._note_ran(chain, end, start_ns)
-            return chain.first + len(chain.leases)
+            return
         if end is None:  # it was declined, or another thread is on the lane: none of its steps has run
             chain.declined += 1
             if chain.declined >= MAX_DECLINED:
                 self.rests = RESTS
                 self.unlink()
-            self.call(chain.first, places)
-            return chain.first + 1
+            self._call_all(chain, places)
+            return
         self.unlink()
         at = min(end.step, len(chain.leases) - 1)
-        for number in range(chain.first, chain.first + at):
+        for number, lease in zip(chain.numbers[:at], chain.leases, strict=False):
             if end.has_run:
-                self._note(number, CHAINED, chain.leases[number - chain.first].decision.kernel_id, 0.0, 0)
+                self._note(number, CHAINED, lease.decision.kernel_id, 0.0, 0)
             else:
                 self.call(number, places)
-        self.call(chain.first + at, places, after=(chain.lane, chain.leases[at], end.end))
-        return chain.first + at + 1
+        self.call(chain.numbers[at], places, after=(chain.lane, chain.leases[at], end.end))
+        for number in chain.numbers[at + 1 :]:
+            self.call(number, places)
 
     def _note_ran(self, chain: _Chain, end: Ran, start_ns: int) -> None:
         chain.said, chain.usual_ns = end.said, min(chain.usual_ns or end.kernel_ns, end.kernel_ns)
         plan, decision, now_ns = chain.routes[-1].plan, chain.leases[-1].decision, time.perf_counter_ns()
         self.session.last.record = (plan, (), start_ns, now_ns, end.kernel_ns, (), decision, (), chain.note)
+        if not self.is_linked:  # a chain before it has ended otherwise
+            self._read(chain)
 
     def read_times(self) -> None:
         """Into `timings`, those of chains that ran since they were read last."""
         for chain in self.chains:
-            times = unpack_times(chain.said)
-            for number, (ns, lease) in enumerate(zip(times, chain.leases, strict=False), chain.first):
-                self._note(number, CHAINED, lease.decision.kernel_id, ns / 1e3, 0)
-            chain.said = b""
+            self._read(chain)
+
+    def _read(self, chain: _Chain) -> None:
+        times, chain.said = unpack_times(chain.said), b""
+        for number, ns, lease in zip(chain.numbers, times, chain.leases, strict=False):
+            self._note(number, CHAINED, lease.decision.kernel_id, ns / 1e3, 0)
 
     def unlink(self) -> None:
         """Leases are looked for anew."""
         self.read_times()
-        self.is_linked, self.chains = False, []
+        self.is_linked, self.waves = False, []
 
     # --- one by one
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.client.connection.report import html_of_text
 from layerzero.client.plans.recording import Step
-from layerzero.client.plans.segments import CHAINED, Segment
+from layerzero.client.plans.segments import Segment
 from layerzero.ipc.wording import counted
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ class Timing:
 @dataclass(frozen=True)
 class PlanExplanation:
     """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 while they go
-    one by one, and `waits_for` says why; `passes`: what was changed, a line each; `choice`: which backend its calls
-    prefer together, and times."""
+    one by one, and `waits_for` says why; `at_once`: how many of those are under way at the same time; `peak_bytes`:
+    of the slots, `sum_bytes` without sharing, `in_place`: how many results lie where an argument of their step lay;
+    `passes`: what was changed, a line each; `choice`: which backend its calls prefer together, and times."""
 
     phase: str
     arguments: str
@@ -53,9 +54,11 @@ class PlanExplanation:
     steps: int
     own_steps: int
     messages: int
+    at_once: int
     waits_for: str
     peak_bytes: int
     sum_bytes: int
+    in_place: int
     copied_bytes: int
     passes: tuple[str, ...]
     notes: tuple[str, ...]
@@ -67,9 +70,13 @@ class PlanExplanation:
         if self.problem:
             lines.append(f"  runs as calls, for {self.problem}")
         if self.steps:
-            sent = f"in {counted(self.messages, 'message')}" if self.messages else f"one by one {self.waits_for}"
+            together = f", {self.at_once} at once" if self.at_once > 1 else ""
+            sent = (
+                f"in {counted(self.messages, 'message')}{together}" if self.messages else f"one by one {self.waits_for}"
+            )
             lines.append(f"  {counted(self.steps, 'lz call')} {sent}, {counted(self.own_steps, 'step')} of own code")
-            lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing")
+            over = f", {counted(self.in_place, 'result')} in place" if self.in_place else ""
+            lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing{over}")
             lines.append(f"  copied in the last run: {self.copied_bytes} bytes")
         lines += [f"  {line}" for line in (*self.passes, *self.notes, self.choice) if line]
         lines.append(f"  {self.counters['replays']} of {counted(self.counters['runs'], 'run')} replayed")
@@ -82,7 +89,7 @@ class PlanExplanation:
 
 def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanation:
     program, frozen = variant.program, variant.frozen
-    lz_steps = own = messages = peak = total = copied = 0
+    lz_steps = own = messages = at_once = peak = total = in_place = copied = 0
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if program is not None and frozen is not None:
@@ -90,15 +97,33 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
         own = sum(not isinstance(item, Segment) and item.request is None for item in frozen.items)
         if frozen.is_linked:
             messages = sum(segment.messages for segment in frozen.segments)
-        peak, total, copied = frozen.layout.peak_bytes, frozen.layout.sum_bytes, frozen.copied_bytes
+            at_once = max((segment.at_once for segment in frozen.segments), default=0)
+        peak, total, in_place = frozen.layout.peak_bytes, frozen.layout.sum_bytes, frozen.layout.in_place
+        copied = frozen.copied_bytes
         passes = tuple(program.done)
         rules = sorted({(one.rule, one.place.nbytes) for one in frozen.memory.constants.values()})
         notes = tuple(f"constant of {nbytes} bytes: {rule}" for rule, nbytes in rules[:4])
     choice = "" if variant.choices is None else str(variant.choices)
+    if variant.kept is not None and choice:
+        notes = (*notes, *variant.kept.notes)
     waits_for = "until leases are there"
     if frozen is not None and any(segment.rests for segment in frozen.segments):
         waits_for = "for some runs: their worker declined them together, or other threads had its lane"
-    facts = (lz_steps, own, messages, waits_for, peak, total, copied, passes, notes, choice, counters)
+    facts = (
+        lz_steps,
+        own,
+        messages,
+        at_once,
+        waits_for,
+        peak,
+        total,
+        in_place,
+        copied,
+        passes,
+        notes,
+        choice,
+        counters,
+    )
     return PlanExplanation(variant.phase, variant.label, variant.problem, *facts)
 
 
@@ -134,14 +159,15 @@ def mermaid(variant: Variant) -> str:
     for number in variant.program.recording.inputs:
         maker[number] = f"in{number}"
         lines.append(f"  in{number}([argument {len(maker) - 1}])")
-    for place, item in enumerate(variant.frozen.items):
-        steps = _steps_of(item)
-        if isinstance(item, Segment):
-            how = {run.how for run in (variant.frozen.timings.get(step.number) for step in steps) if run}
-            lines.append(f"  subgraph m{place} [{'one message' if how == {CHAINED} else 'calls'}]")
-        lines += [line for step in steps for line in _box(step)]
-        if isinstance(item, Segment):
-            lines.append("  end")
+    messages = 0
+    for item in variant.frozen.items:
+        for name, steps in _frames(item):
+            if name:
+                lines.append(f"  subgraph m{messages} [{name}]")
+                messages += 1
+            lines += [line for step in steps for line in _box(step)]
+            if name:
+                lines.append("  end")
     shown = {step.number for item in variant.frozen.items for step in _steps_of(item)}
     for step in variant.program.steps:
         sources = {maker[value.number]: None for value in variant.program.reads(step) if value.number in maker}
@@ -155,6 +181,22 @@ def mermaid(variant: Variant) -> str:
 
 def _steps_of(item: Segment | Step) -> list[Step]:
     return item.steps if isinstance(item, Segment) else [item]
+
+
+def _frames(item: Segment | Step) -> list[tuple[str, list[Step]]]:
+    """Steps that cross together, with what is written on their frame; "" for none."""
+    if not isinstance(item, Segment):
+        return [("", [item])]
+    if not item.is_linked:
+        return [("calls", item.steps)]
+    found: list[tuple[str, list[Step]]] = []
+    for wave in item.waves:
+        together = f", {len(wave)} at once" if len(wave) > 1 else ""
+        for one in wave:
+            numbers = [one] if isinstance(one, int) else one.numbers
+            name = "call" if isinstance(one, int) else f"one message{together}"
+            found.append((name, [item.steps[number] for number in numbers]))
+    return found
 
 
 def _box(step: Step) -> list[str]:

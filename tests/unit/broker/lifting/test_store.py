@@ -10,6 +10,7 @@ import pytest
 
 from layerzero.broker.lifting import store as stores
 from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.storage import kept_files
 from layerzero.ipc.lifting.form import Address, Kernel, Lifted, Patch, Span, digest
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -119,8 +120,8 @@ def test_a_store_stays_small_without_looking_at_all_files_for_each_call(
     """A broker adds a call for each new length of a decoder: with thousands of files that took it 50 ms each."""
     monkeypatch.setattr(stores, "MAX_ENTRIES", 64)
     looks: list[Path] = []
-    by_age = LiftStore._by_age
-    monkeypatch.setattr(LiftStore, "_by_age", staticmethod(lambda folder: looks.append(folder) or by_age(folder)))
+    by_age = kept_files.by_age
+    monkeypatch.setattr(kept_files, "by_age", lambda folder: looks.append(folder) or by_age(folder))
     store = LiftStore(tmp_path / "lifted")
     for n in range(200):
         store.add(f"k{n:03}", entry(), specimen())

@@ -1,0 +1,91 @@
+"""Files that are kept for later processes: written whole or not at all, for their user alone, and read with a check of
+their own hash. Bounds are kept by age: a file's time says when it was used last."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+HASH_BYTES = 32
+
+
+class NotWhole(Exception):
+    """The bytes of a file are not those that were written."""
+
+
+def seal(data: bytes) -> bytes:
+    """The data, and what tells that it is whole."""
+    return data + hashlib.sha256(data).digest()
+
+
+def unseal(sealed: bytes) -> bytes:
+    """The data that was sealed. Raises NotWhole."""
+    data, told = sealed[:-HASH_BYTES], sealed[-HASH_BYTES:]
+    if hashlib.sha256(data).digest() != told:
+        raise NotWhole("its bytes are not those that were written")
+    return data
+
+
+def write(path: Path, data: bytes) -> None:
+    """Raises OSError; there is no part of the file then."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def touch(path: Path) -> None:
+    """It was used now."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def by_age(folder: Path) -> list[Path]:
+    """Files that were written whole, the oldest first."""
+    try:
+        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return []
+    return sorted(found, key=age)
+
+
+def age(path: Path) -> float:
+    """When it was used last, in seconds since 1970; 0.0 for one that is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def size(path: Path) -> int:
+    """In bytes; 0 for one that is gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def remove(path: Path) -> int:
+    """How many bytes are gone."""
+    nbytes = size(path)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return nbytes
+
+
+def remove_all(folder: Path) -> int:
+    """How many files there were."""
+    count = 0
+    for path in by_age(folder):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            count += 1
+    return count

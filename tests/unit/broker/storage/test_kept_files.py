@@ -1,0 +1,29 @@
+"""Files that are kept for later processes: whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from layerzero.broker.storage import kept_files
+
+
+def test_what_is_sealed_is_whole_or_refused() -> None:
+    sealed = kept_files.seal(b"data")
+    assert kept_files.unseal(sealed) == b"data"
+    for wrong in (b"", sealed[:-1], sealed + b"x", b"D" + sealed[1:]):
+        with pytest.raises(kept_files.NotWhole):
+            kept_files.unseal(wrong)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        kept_files.write(tmp_path / "taken", b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    kept_files.write(tmp_path / "new" / "file", b"data")
+    assert [path.name for path in kept_files.by_age(tmp_path / "new")] == ["file"]
+    assert kept_files.remove(tmp_path / "new" / "file") == 4
+    assert kept_files.remove_all(tmp_path / "new") == 0
+    assert kept_files.age(tmp_path / "new" / "file") == 0.0
