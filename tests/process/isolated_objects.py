@@ -10,7 +10,7 @@ from typing import Any
 
 import layerzero as lz
 
-PLAIN = lz.env("plain")
+PLAIN, OTHER = lz.env("plain"), lz.env("other")
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -18,6 +18,55 @@ _live: weakref.WeakSet[Any] = weakref.WeakSet()
 def live() -> int:
     """How many objects there are in the worker."""
     return len(_live)
+
+
+@lz.isolated(PLAIN)
+def counts(*values: Any, **more: Any) -> list[int]:
+    """Of objects, in lists and dicts, too."""
+    found: list[int] = []
+    for value in (*values, *more.values()):
+        inner = value.values() if isinstance(value, dict) else value
+        found += counts(*inner) if isinstance(value, (dict, list)) else [value.count]
+    return found
+
+
+@lz.isolated(PLAIN)
+def opened(path: str, value: Any = None) -> int:
+    """The object's count, once someone has opened the pipe."""
+    with Path(path).open():
+        return -1 if value is None else value.count  # type: ignore[no-any-return]
+
+
+@lz.isolated(OTHER)
+def elsewhere(value: Any) -> None: ...
+
+
+@lz.isolated(PLAIN, keep=True)
+def bag(*items: Any) -> Any:
+    """What cannot cross."""
+    found = {*items}
+    _live.add(kept := Bag(found))
+    return kept
+
+
+class Bag:
+    def __init__(self, items: set[Any]) -> None:
+        self.items = items
+
+
+@lz.isolated(PLAIN)
+def items(held: Any) -> list[Any]:
+    return sorted(held.items)
+
+
+@lz.isolated(PLAIN)
+def same(value: Any) -> Any:
+    return value
+
+
+@lz.isolated(PLAIN)
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Base:
@@ -51,6 +100,11 @@ class Base:
 
     def itself(self) -> Any:
         return self
+
+    def adds(self, other: Any) -> int:
+        """What another object counts."""
+        self.count += other.count
+        return self.count
 
     @property
     def double(self) -> int:

@@ -123,6 +123,12 @@ def test_errors_are_those_of_functions() -> None:
             one.itself()
         with pytest.raises(TypeError, match="cannot be copied"):
             copy.copy(one)
+    with made(objects.Counter) as one:
+        quick = one.hang.options(timeout_s=0.5)
+        with pytest.raises(lz.DeadlineExceeded):
+            quick()
+        with pytest.raises(lz.InvalidArgument, match="fallback is for functions"):
+            one.add.options(fallback=print)
     with pytest.raises(lz.InvalidArgument, match="unexpected keyword argument 'size'"):
         objects.Counter(size=3)  # type: ignore[call-arg]
     with pytest.raises(lz.RemoteError, match="no such model"):
@@ -257,7 +263,7 @@ def test_a_killed_clients_objects_go_with_it(site: Site) -> None:
 def test_another_clients_reference_leads_nowhere(site: Site) -> None:
     """Nor can it release the object."""
     with made(objects.Counter, 5) as one:
-        reference = one._lz.reference
+        reference = one._lz.lend().reference.place
         code = USED.format(root=ROOT) + (
             "from tests.process.test_objects import ask\n"
             f"print(type(ask({reference!r}, 'add').error).__name__, ask({reference!r}, None).error)"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
+from layerzero.functions.calls import Options, options_of
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env
-from layerzero.functions.isolated import Isolated, Options, options_of
+from layerzero.functions.isolated import Isolated
 from layerzero.functions.objects import IsolatedClass
 from layerzero.ipc.errors import InvalidArgument
 
@@ -21,6 +22,7 @@ def isolated(
     timeout_s: float | None = None,
     fallback: Callable[..., Any] | None = None,
     idempotent: bool = False,
+    keep: bool = False,
     on_death: str | None = None,
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
@@ -29,11 +31,12 @@ def isolated(
     where: what lz.env gives, or a list of requirements (its name is the function's then). timeout_s: how long a call
     may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
-    once more. on_death, of classes: "error" (default), or "rebuild": an object whose worker has died is constructed
-    again, from the same arguments, by the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
+    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. on_death, of classes:
+    "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
+    the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
-    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent)
+    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent, keep=keep)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import os
 import threading
 import time
-import weakref
-from collections import defaultdict
 from dataclasses import replace
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
-from layerzero.client.connection.report import Copy
-from layerzero.client.facade import default_session
-from layerzero.client.session.session import Session
-from layerzero.functions.calling import MIN_ROOM, Arguments, Exchange, ObjectLost
+from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, options_of
 from layerzero.functions.environment import FunctionEnv
-from layerzero.functions.isolated import Call, FunctionFuture, FunctionReport, Options, options_of
-from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, NotConnected, RemoteError
+from layerzero.functions.handle import Handle, Use
+from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.ipc.errors import InvalidArgument, RemoteError
 from layerzero.ipc.functions import frames
-from layerzero.ipc.functions.frames import Code, Frame
+from layerzero.ipc.functions.frames import Code
 
 ON_DEATH = ("error", "rebuild")
-MAX_REBUILDS = 3  # in one call
-MAX_RELEASED = 256  # with one frame
-_log = logging.getLogger("layerzero.functions")
 
 
 class IsolatedClass:
@@ -38,8 +29,9 @@ class IsolatedClass:
         """Raises InvalidArgument."""
         if on_death not in ON_DEATH:
             raise InvalidArgument(f"lz.isolated: on_death is {on_death!r:.80}; allowed: {', '.join(ON_DEATH)}")
-        if options.fallback is not None:
-            raise InvalidArgument("lz.isolated: fallback is for functions; an object has its state there alone")
+        _demand_no_fallback(options)
+        if options.keep:
+            raise InvalidArgument("lz.isolated: keep is for functions and methods; objects stay there anyway")
         self._class, self._env, self._options, self._code, self._on_death = cls, where, options, code, on_death
         self._tree = code.to_tree()
         self._room = MIN_ROOM
@@ -130,131 +122,50 @@ def _signature(target: Any) -> inspect.Signature | None:
         return None
 
 
-class Remote:
-    """An object in a worker: where it is, and how it is had again."""
+class Remote(Stay):
+    """An object of an isolated class in a worker, and how it is had again."""
 
     def __init__(self, owner: IsolatedClass, args: Any, kwargs: Any) -> None:
         """Constructs it. Raises as a call does."""
+        super().__init__(owner._label, owner._env)
         self.owner = owner
         self._again = (args, kwargs) if owner._on_death == "rebuild" else None
-        self._lock = threading.RLock()
-        self._is_closed = False
         self._construct(args, kwargs)
 
     def _construct(self, args: Any, kwargs: Any) -> None:
-        call = Construction(self.owner, Arguments(args, kwargs), args, kwargs, self.owner._options)
-        session = call.session
-        found = call.finish()
-        if not (isinstance(found, list) and [type(item) for item in found] == [int, int]):
-            text = f"{self.owner._label} in {self.owner._env.name}: its worker's answer is no reference: {found!r:.100}"
-            raise BackendError(text, backend=self.owner._env.backend)
-        self._reference: list[int] = found
-        place = _Place(session, self.owner._env.backend, self.owner._env.name, os.getpid(), tuple(found))
-        self._finalizer = weakref.finalize(self, _dropped, place)
-        self._finalizer.atexit = False  # what is left goes with this client
-        _releases.start()
+        owner = self.owner
+        given = Arguments(args, kwargs, owner._env.backend)
+        self.take(Call(owner, given, args, kwargs, owner._options, wrap=_held).finish())
 
-    @property
-    def reference(self) -> list[int]:
-        """Raises InvalidArgument once it is closed."""
-        if self._is_closed:
-            raise InvalidArgument(f"{self.owner._label}: this object is closed; construct another one")
-        return self._reference
-
-    def rebuild(self, lost: list[int]) -> bool:
+    def rebuild(self, lost: Hold) -> bool:
         """Construct it again, unless another thread has. False where that is not wanted. Raises as a call does."""
-        if self._again is None:
-            return False
         with self._lock:
-            if self.reference == lost:
-                self._finalizer.detach()
+            if self._again is None or self.is_closed:
+                return False
+            if self._hold is lost:
+                lost.lose()
                 self._construct(*self._again)
         return True
 
-    def call(self, how: int, name: str, args: Any = (), kwargs: Any = None) -> Use:
-        given = {} if kwargs is None else kwargs
-        return Use(self, how, name, Arguments(args, given), args, given)
+    def call(self, how: int, name: str, args: Any = ()) -> Use:
+        return Use(self, self.owner, how, name, args, {}, self.owner._options)
 
-    def close(self) -> None:
-        """Release it there; nothing where that has been done, or where it is lost."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+    def close(self, timeout_s: float | None) -> None:
+        """As Stay.close."""
         self._again = None
-        found = self._finalizer.detach()
-        if found is not None:
-            place = found[2][0]
-            try:
-                if place.is_ours:
-                    _release(place.session, place.backend, place.env, [place.reference], self.owner._options.timeout_s)
-            except LayerZeroError as exc:  # an error in a `with` block is not to be hidden by this one
-                _log.warning("%s in %s: not released: %s", self.owner._label, place.env, exc.message)
+        super().close(timeout_s)
 
 
-class Construction(Call):
-    """The call that constructs an object."""
-
-    @property
-    def session(self) -> Session:
-        return self._session
-
-    def _frame(self, given: Arguments) -> Frame:
-        _note_copies(given, "what is constructed may keep it")
-        return given.frame(frames.MAKE, self.owner._tree)
-
-
-class Use(Call):
-    """A call of an object."""
-
-    def __init__(self, remote: Remote, how: int, name: str, given: Arguments, args: Any, kwargs: Any) -> None:
-        owner = remote.owner
-        super().__init__(owner, given, args, kwargs, owner._options, f"{owner._label}.{name}")
-        self._how, self._name = how, name
-        self._remote: Remote | None = remote
-        self._used: list[int] = []
-        self._rebuilds = 0
-
-    def _frame(self, given: Arguments) -> Frame:
-        if self._how == frames.SET:
-            _note_copies(given, "an object may keep what it is given")
-        assert self._remote is not None
-        self._used = self._remote.reference
-        return given.frame(frames.USE, self._used, self._how, self._name)
-
-    def _may_repeat(self, error: LayerZeroError) -> bool:
-        if not isinstance(error, ObjectLost):
-            return super()._may_repeat(error)
-        if self._rebuilds == MAX_REBUILDS or self._remote is None:
-            return False
-        try:
-            if not self._remote.rebuild(self._used):
-                return False
-        except LayerZeroError:
-            self._note("")
-            raise
-        self._rebuilds += 1
-        self._is_rebuilt = True
-        return True
-
-    def _note(self, served_by: str) -> None:
-        super()._note(served_by)
-        self._remote = None  # the report of a call keeps no object alive
-
-
-def _note_copies(given: Arguments, reason: str) -> None:
-    """The worker copies all arrays."""
-    nbytes = given.uncopied_bytes + sum(copy.nbytes for copy in given.copies if copy.where == "client")
-    if nbytes and not any(copy.where == "worker" for copy in given.copies):
-        given.copies.append(Copy("an argument", nbytes, "worker", reason))
-    given.uncopied_bytes = 0
+def _held(_: Any, hold: Hold) -> Hold:
+    return hold
 
 
 class Method:
     """A method of a proxy's object: called as ever, or with `submit`."""
 
-    def __init__(self, remote: Remote, name: str) -> None:
+    def __init__(self, remote: Remote, name: str, options: Options | None = None) -> None:
         self._remote, self._name = remote, name
+        self._options = remote.owner._options if options is None else options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it in the environment. Raises as a call of a function does."""
@@ -266,16 +177,30 @@ class Method:
         call.send()
         return FunctionFuture(call)
 
+    def options(self, **changes: Any) -> Method:
+        """The same method of the same object with other options: timeout_s, idempotent, keep. Raises
+        InvalidArgument."""
+        options = options_of(replace, self._options, **changes)
+        _demand_no_fallback(options)
+        return Method(self._remote, self._name, options)
+
     def _start(self, args: Any, kwargs: Any) -> Use:
-        self._remote.owner._demand_fit(self._name, args, kwargs)
-        return self._remote.call(frames.METHOD, self._name, args, kwargs)
+        remote, options = self._remote, self._options
+        remote.owner._demand_fit(self._name, args, kwargs)
+        wrap = Handle if options.keep else None
+        return Use(remote, remote.owner, frames.METHOD, self._name, args, kwargs, options, wrap)
 
     def __repr__(self) -> str:
         owner = self._remote.owner
         return f"<lz.isolated method {owner._label}.{self._name} in {owner._env.backend}>"
 
 
-class Proxy:
+def _demand_no_fallback(options: Options) -> None:
+    if options.fallback is not None:
+        raise InvalidArgument("lz.isolated: fallback is for functions; an object has its state there alone")
+
+
+class Proxy(Inside):
     """What stands for an object of an isolated class. Its public methods, attributes and properties are the object's;
     `close()` releases it."""
 
@@ -285,6 +210,10 @@ class Proxy:
 
     def __init__(self, remote: Remote) -> None:
         object.__setattr__(self, "_lz", remote)
+
+    def _lz_lend(self, backend: str) -> Lent:
+        """As Inside."""
+        return self._lz.lend_to(backend)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -310,10 +239,10 @@ class Proxy:
         """Let go of the object in the worker, after its own `close`, if it has one. A second time does nothing."""
         remote = self._lz
         try:
-            if not remote._is_closed and _is_method(self._lz_class, "close"):
+            if not remote.is_closed and _is_method(self._lz_class, "close"):
                 Method(remote, "close")()
         finally:
-            remote.close()
+            remote.close(remote.owner._options.timeout_s)
 
     def __enter__(self) -> Any:
         """What the class's own `__enter__` gives, or this proxy."""
@@ -324,7 +253,7 @@ class Proxy:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
         remote = self._lz
-        if remote._is_closed:
+        if remote.is_closed:
             return False
         if not hasattr(self._lz_class, "__exit__"):
             self.close()
@@ -333,7 +262,7 @@ class Proxy:
             args = () if kind is None else (f"{kind.__qualname__}: {error}",)
             return bool(remote.call(frames.METHOD, "__exit__", args).finish())
         finally:
-            remote.close()
+            remote.close(remote.owner._options.timeout_s)
 
     def __dir__(self) -> list[str]:
         return sorted({"close", *(name for name in dir(self._lz_class) if not name.startswith("_"))})
@@ -373,84 +302,3 @@ def _proxy_class(cls: type) -> type[Proxy]:
     if "__getitem__" in held:
         held["__iter__"] = None  # not by numbers until an IndexError, which is a RemoteError here
     return type(cls.__name__, (Proxy,), held)
-
-
-class _Place(NamedTuple):
-    """Where an object is, for who releases it."""
-
-    session: Session
-    backend: str
-    env: str
-    pid: int
-    reference: tuple[int, ...]
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether a release can reach it: neither from a forked child, nor over another session, nor a closed one."""
-        try:
-            return self.pid == os.getpid() and default_session.session() is self.session and self.session.is_alive
-        except NotConnected:
-            return False
-
-
-def _release(session: Session, backend: str, env: str, references: list[Any], timeout_s: float | None = None) -> None:
-    exchange = Exchange(session, backend, "release", env)
-    frame = Frame([frames.RELEASE, [list(one) for one in references]])
-    error = session.run(exchange.request(frame, timeout_s=timeout_s)).error
-    if error is not None:
-        raise error
-
-
-class _Releases:
-    """The objects whose proxies were collected, and the thread that releases them. A finalizer may run anywhere, so
-    that it only notes them."""
-
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[_Place] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lz-objects", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            self._send(self._taken())
-
-    def _taken(self) -> list[_Place]:
-        places = [self.queue.get()]
-        while len(places) < MAX_RELEASED and not self.queue.empty():
-            places.append(self.queue.get())
-        return places
-
-    def _send(self, places: list[_Place]) -> None:
-        by_backend: defaultdict[tuple[Session, str, str], list[Any]] = defaultdict(list)
-        try:
-            for place in places:
-                if place.is_ours:
-                    by_backend[place.session, place.backend, place.env].append(place.reference)
-            for (session, backend, env), references in by_backend.items():
-                _release(session, backend, env, references)
-        except Exception as exc:  # the worker's death, for one; what is left goes with this client
-            if any(place.is_ours for place in places):
-                _log.warning("objects whose proxies were collected are not released: %s", exc)
-
-
-_releases = _Releases()
-
-
-def _dropped(place: _Place) -> None:
-    """A finalizer."""
-    if place.pid == os.getpid():
-        _releases.queue.put(place)
-
-
-def _forked() -> None:
-    global _releases
-    _releases = _Releases()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.transport.plain import pack_tree, unpack_tree
@@ -21,10 +21,10 @@ ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, MAKE, USE, RELEASE = range(7)
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE = range(7)
 RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE = range(7)
-# What USE does with an object: call a method of this name, read or set an attribute.
-METHOD, GET, SET = range(3)
+# What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
+METHOD, GET, SET, ITSELF = range(4)
 OPERATORS = frozenset({"__call__", "__len__", "__bool__", "__getitem__", "__setitem__", "__delitem__", "__contains__"})
 CONTEXT = frozenset({"__enter__", "__exit__"})
 
@@ -52,6 +52,28 @@ class Code:
         kinds = (str, str, str, str, str, bool)
         if type(tree) is not list or len(tree) != 6 or any(type(v) is not k for v, k in zip(tree, kinds, strict=True)):
             raise ProtocolError("no reference to a function")
+        return cls(*tree)
+
+
+class Reference(NamedTuple):
+    """An object that a worker holds for its client: nonce of the worker's start, and number, both of 64 random bits.
+    `type`: what it is, in an answer."""
+
+    nonce: int
+    number: int
+    type: str = ""
+
+    @property
+    def place(self) -> list[int]:
+        """As it crosses in a call."""
+        return [self.nonce, self.number]
+
+    @classmethod
+    def from_tree(cls, tree: Any, *, is_answer: bool = False) -> Reference:
+        """Raises ProtocolError."""
+        kinds = (int, int, str) if is_answer else (int, int)
+        if type(tree) is not list or tuple(type(item) for item in tree[:4]) != kinds:
+            raise ProtocolError("no reference to an object")
         return cls(*tree)
 
 

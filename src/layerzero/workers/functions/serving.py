@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -17,13 +17,14 @@ from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
-from layerzero.workers.functions.objects import Held, Objects, use
+from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
 MAX_KEPT = 1024
 KEPT_S = 600.0
 MAX_TEXT = 16_000  # of a message or a traceback
+MAX_NAME = 200  # of a type
 LIBRARIES = ("numpy", "torch")
 Memories: TypeAlias = "list[memoryview | None]"
 _NO_KWARGS = [values.DICT]
@@ -96,18 +97,10 @@ class Functions:
                     return self._fetch(client, token)
                 case [frames.LOAD, code]:
                     return self._load(Code.from_tree(code))
-                case [frames.CALL, code, args, kwargs, int(level)]:
-                    self._output.level(level)
-                    return self._call(self._known(code), args, kwargs, [payload, *lent])
-                case [frames.MAKE, code, args, kwargs, int(level)]:
-                    self._output.level(level)
-                    return self._make(client, self._known(code), args, kwargs, [payload, *lent])
-                case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
-                    self._output.level(level)
-                    held = self._objects.find(client, reference)
-                    if held is None:
-                        return Frame([frames.GONE])
-                    return self._use(held, how, name, args, kwargs, [payload, *lent])
+                case [frames.CALL | frames.USE, *_]:
+                    return self._run(client, head, [payload, *lent])
+                case [frames.HOLD, list(call)]:
+                    return self._run(client, call, [payload, *lent], is_held=True)
                 case [frames.RELEASE, list(references)]:
                     for reference in references:
                         self._objects.release(client, reference)
@@ -157,60 +150,67 @@ class Functions:
             return self._raised(exc, code.file, is_import=True)
         return Frame([frames.LOADED, self._output.take()])
 
-    def _call(self, code: Code, args: Any, kwargs: Any, memories: Memories) -> Frame:
+    def _run(self, client: int, call: list[Any], memories: Memories, *, is_held: bool = False) -> Frame:
+        """`is_held`: the result stays here as an object."""
+        run: Callable[..., Any]
+        match call:
+            case [frames.CALL, tree, args, kwargs, int(level)]:
+                code, is_set = self._known(tree), False
+                self._output.level(level)
+                try:
+                    run = self._modules.function(code)
+                except InvalidArgument:
+                    raise
+                except BaseException as exc:
+                    return self._raised(exc, code.file, is_import=True)
+                label = f"{code.module}.{code.qualname}"
+            case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
+                self._output.level(level)
+                held = self._objects.find(client, reference)
+                if held is None:
+                    return Frame([frames.GONE, reference, ""])
+                code, is_set = held.code, how == frames.SET
+                self._modules.enter(code)
+                run = _use_of(held.value, how, name)
+                label = f"{code.module}.{code.qualname}{'.' * bool(name)}{name}"
+            case _:
+                raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
+        if is_held:
+            self._objects.demand_room(client)
         try:
-            function = self._modules.function(code)
-        except InvalidArgument:
-            raise
-        except BaseException as exc:
-            return self._raised(exc, code.file, is_import=True)
-        given, named = self._arguments(args, kwargs, memories)
+            given, named = self._arguments(client, args, kwargs, memories, is_kept=is_held or is_set)
+        except values.NotHeld as exc:
+            return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
+        if call[0] == frames.USE:
+            demand_use(how, name, len(given))
         try:
-            result = function(*given, **named)
+            result = run(*given, **named)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             return self._raised(exc, code.file)
         del given, named
-        return self._returned(result, f"{code.module}.{code.qualname}")
-
-    def _make(self, client: int, code: Code, args: Any, kwargs: Any, memories: Memories) -> Frame:
-        self._objects.demand_room(client)
-        try:
-            cls = self._modules.function(code)
-        except InvalidArgument:
-            raise
-        except BaseException as exc:
-            return self._raised(exc, code.file, is_import=True)
-        given, named = self._arguments(args, kwargs, memories, is_kept=True)
-        try:
-            value = cls(*given, **named)
-        except BaseException as exc:
-            return self._raised(exc, code.file)
-        return self._returned(self._objects.add(client, Held(value, code)), code.qualname)
-
-    def _use(self, held: Held, how: int, name: str, args: Any, kwargs: Any, memories: Memories) -> Frame:
-        code = held.code
-        self._modules.enter(code)
-        given, named = self._arguments(args, kwargs, memories, is_kept=how == frames.SET)
-        try:
-            result = use(held.value, how, name, given, named)
-        except ProtocolError:
-            raise
-        except BaseException as exc:
-            return self._raised(exc, code.file)
-        del given, named
-        return self._returned(result, f"{code.module}.{code.qualname}.{name}")
+        if is_held:
+            node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
+            return Frame([frames.RETURNED, node, self._output.take()])
+        return self._returned(result, label)
 
     def _arguments(
-        self, args: Any, kwargs: Any, memories: Memories, *, is_kept: bool = False
+        self, client: int, args: Any, kwargs: Any, memories: Memories, *, is_kept: bool = False
     ) -> tuple[list[Any], dict[str, Any]]:
-        """`is_kept`: an object may keep them, so that arrays are copies."""
+        """`is_kept`: an object may keep them, so that arrays are copies. Raises NotHeld where an object among them is
+        not here."""
 
         def get(node: list[Any]) -> Any:
             found = self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
             return (found.clone() if node[0] == "torch" else found.copy()) if is_kept else found
 
-        given = values.decode(args, get, self._modules.named, "args")
-        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs")
+        def find(node: list[Any]) -> Any:
+            held = self._objects.find(client, node)
+            if held is None:
+                raise values.NotHeld("the object is lost", reference=node)
+            return held.value
+
+        given = values.decode(args, get, self._modules.named, "args", find)
+        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs", find)
         if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):
             raise ProtocolError("arguments are a list and a dict")
         return given, named
@@ -225,6 +225,10 @@ class Functions:
         except InvalidArgument as exc:
             raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
         return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+
+def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:
+    return lambda *given, **named: use(value, how, name, list(given), named)
 
 
 def _renamed(tree: Any) -> Any:
