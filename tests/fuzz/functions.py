@@ -75,8 +75,8 @@ def find(reference: Any) -> None:
 
 def run(data: bytes) -> None:
     head, payload = frames.read(memoryview(data))
-    if head[0] == frames.HOLD and type(head[-1]) is list and head[-1]:
-        head = head[-1]
+    if head[0] == frames.HOLD and len(head) > 1 and type(head[1]) is list and head[1]:
+        head = head[1]
 
     def get(node: list[Any]) -> _Array:
         library, spec, memory = frames.read_array(node, [payload, LENT, None], ("numpy", "torch"))
@@ -123,7 +123,7 @@ def seeds() -> dict[str, bytes]:
     return {
         "call": bytes(Frame([frames.CALL, code, tree(value), tree({"x": lent}), 30])),
         "arrays": bytes(Frame([frames.CALL, code, tree([here, lent, here]), tree({}), 30], payload)),
-        "hold": bytes(Frame([frames.HOLD, [frames.CALL, code, tree([1, here]), tree({}), 30]], payload)),
+        "hold": bytes(Frame([frames.HOLD, [frames.CALL, code, tree([1, here]), tree({}), 30], frames.OWN], payload)),
         "held": bytes(Frame([frames.CALL, code, tree([_Held(REFERENCE), 1]), tree({"x": _Held([1, 2])}), 30])),
         "itself": bytes(Frame([frames.USE, REFERENCE, frames.ITSELF, "", tree([]), tree({}), 30])),
         "use": bytes(Frame([frames.USE, REFERENCE, frames.METHOD, "add", tree([lent]), tree({"n": 1}), 30])),

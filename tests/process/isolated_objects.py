@@ -122,6 +122,11 @@ class Base:
     def name(cls) -> str:
         return cls.__name__
 
+    @classmethod
+    def twice(cls, start: int, path: str = "") -> Any:
+        """Another constructor."""
+        return cls(2 * start, path=path)
+
 
 @lz.isolated(PLAIN)
 class Counter(Base):

@@ -95,6 +95,31 @@ def test_public_attributes_and_properties_are_read_and_set() -> None:
         assert {"add", "close", "double"} < set(dir(one))
 
 
+def test_methods_and_attributes_of_the_class(tmp_path: Path) -> None:
+    """A method that returns an object of the class is another constructor."""
+    cls: Any = objects.Counter
+    assert (cls.SIZE, cls.name(), cls.joined("a", "b"), cls.joined.submit("c").result()) == (7, "Counter", "a-b", "c")
+    with cls.twice(4) as one, cls.twice.options(timeout_s=30).submit(start=5).result() as two:
+        assert isinstance(one, cls)
+        assert (one.add(), two.add(), cls.add(one, n=3), cls.adds(two, one)) == (9, 11, 12, 23)
+        assert cls.last_report().function == "tests.process.isolated_objects.Counter.adds"
+        with cls.twice.options(keep=True)(1) as held:
+            assert one.adds(held) == 14
+    for name, why in (("double", "is an object's"), ("nothing", "has no nothing"), ("_path", "stay there")):
+        with pytest.raises(AttributeError, match=why):
+            getattr(cls, name)
+    with pytest.raises(lz.InvalidArgument, match="too many positional arguments"):
+        cls.twice(1, 2, 3)
+    with pytest.raises(lz.InvalidArgument, match="fallback is for functions"):
+        cls.twice.options(fallback=print)
+    built = tmp_path / "built"
+    repeated: Any = objects.Rebuilt
+    with repeated.twice(3, str(built)) as rebuilt:
+        kill(rebuilt.pid())
+        assert rebuilt.add() == 7
+        assert built.read_text() == "6\n6\n"
+
+
 def test_operators_are_those_of_the_class() -> None:
     with made(objects.Table) as table, made(objects.Counter) as counter:
         table["a"] = 3
@@ -133,8 +158,6 @@ def test_errors_are_those_of_functions() -> None:
         objects.Counter(size=3)  # type: ignore[call-arg]
     with pytest.raises(lz.RemoteError, match="no such model"):
         objects.Broken()
-    with pytest.raises(AttributeError, match="only objects have"):
-        objects.Counter.SIZE  # noqa: B018
     with pytest.raises(lz.InvalidArgument, match="has no subclasses"):
 
         class Sub(objects.Counter): ...

@@ -106,10 +106,10 @@ class Arguments:
         self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
         self.lent = self._lent.close()
 
-    def frame(self, *head: Any, is_held: bool = False) -> Frame:
-        """The frame that begins with these items and ends with the arguments. `is_held`: the result is to stay."""
+    def frame(self, *head: Any, stays: int = frames.NOTHING) -> Frame:
+        """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""
         call = [*head, *self._trees]
-        return Frame([frames.HOLD, call] if is_held else call, self._payload)
+        return Frame(call if stays == frames.NOTHING else [frames.HOLD, call, stays], self._payload)
 
     def note_kept(self, reason: str) -> None:
         """The worker copies all arrays."""
@@ -176,12 +176,12 @@ class Answer:
 
 
 class Exchange:
-    """One frame to an environment, and its answer. `room` for it is a guess; a larger one is fetched. `is_held`: the
-    answer is a reference to what stays there."""
+    """One frame to an environment, and its answer. `room` for it is a guess; a larger one is fetched. `stays`: what of
+    the result does, whose answer is a Reference."""
 
-    def __init__(self, session: Session, backend: str, label: str, env: str, *, is_held: bool = False) -> None:
+    def __init__(self, session: Session, backend: str, label: str, env: str, stays: int = frames.NOTHING) -> None:
         self._session, self._backend, self._label, self._env = session, backend, label, env
-        self._is_held = is_held
+        self._stays = stays
         self.answer_bytes = 0
 
     def request(
@@ -214,9 +214,9 @@ class Exchange:
             match head:
                 case [frames.RETURNED, tree, list(output)]:
                     self._show(output)
-                    find = _reference if self._is_held else None
+                    find = None if self._stays == frames.NOTHING else _reference
                     value = values.decode(tree, _opener(memory, payload, copies), resolve, "result", find)
-                    if self._is_held and not isinstance(value, Reference):
+                    if self._stays == frames.ALL and not isinstance(value, Reference):
                         raise ProtocolError("no reference to what it holds")
                     self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
                     return Answer(value)

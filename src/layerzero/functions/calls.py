@@ -92,8 +92,8 @@ Wrap: TypeAlias = Callable[[Owner, Hold], Any]
 
 
 class Call:
-    """One call on its way: attempts, then the fallback. `given`: None to load the module alone. `wrap`: the result
-    stays there, and this makes what the caller gets."""
+    """One call on its way: attempts, then the fallback. `given`: None to load the module alone. `wrap`: of
+    what stays there it makes what the caller gets; `stays`: that is all of the result, or objects of the class."""
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class Call:
         options: Options,
         label: str = "",
         wrap: Wrap | None = None,
+        stays: int = frames.ALL,
     ) -> None:
         self.label = label or owner._label
         self.owner, self.given, self.args, self.kwargs, self.options = owner, given, args, kwargs, options
@@ -116,7 +117,7 @@ class Call:
             raise InvalidArgument(text)
         self._failures: list[str] = []
         self._attempts = 0
-        self._wrap = wrap
+        self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = 0
         self._has_repeated = False
@@ -144,15 +145,18 @@ class Call:
             except LayerZeroError as exc:
                 error = self._understood(exc)
             if error is None:
+                wrap = self._wrap
                 self._note(owner._env.backend)
-                return answer.value if self._wrap is None else self._wrapped(self._wrap, answer.value)
+                return answer.value if wrap is None else self._wrapped(wrap, answer.value)
             self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
             if not self._may_repeat(error):
                 return self._fall_back(error)
 
-    def _wrapped(self, wrap: Wrap, reference: Reference) -> Any:
+    def _wrapped(self, wrap: Wrap, value: Any) -> Any:
         where = self.owner._env
-        return wrap(self.owner, Hold(self._session, where.backend, where.name, reference))
+        if not isinstance(value, Reference):  # another result of a method of a class
+            return value
+        return wrap(self.owner, Hold(self._session, where.backend, where.name, value))
 
     def _answer(self, timeout: float | None) -> Answer:
         sent = self._sent
@@ -171,14 +175,13 @@ class Call:
         owner, given = self.owner, self.given
         self._attempts += 1
         where = owner._env
-        is_held = self._wrap is not None
-        self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name, is_held=is_held)
+        self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name, self._stays)
         if given is None:
             return exchange.request(Frame([frames.LOAD, owner._tree]), timeout_s=self.options.timeout_s)
-        if is_held:
+        if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
-            self._frame(given, is_held=is_held),
+            self._frame(given),
             given.lent,
             room=owner._room,
             timeout_s=self.options.timeout_s,
@@ -186,8 +189,8 @@ class Call:
             keep=(given.keep, self._loan),
         )
 
-    def _frame(self, given: Arguments, *, is_held: bool) -> Frame:
-        return given.frame(frames.CALL, self.owner._tree, is_held=is_held)
+    def _frame(self, given: Arguments) -> Frame:
+        return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
 
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
@@ -251,6 +254,7 @@ class Call:
         if served_by == self.owner._env.backend:
             self._record = self._session.last_record
         self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
+        self._wrap = None
         self.owner._last.call = self
 
     @property

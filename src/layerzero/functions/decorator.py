@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -11,6 +12,7 @@ from layerzero.functions.environment import FunctionEnv, env
 from layerzero.functions.isolated import Isolated
 from layerzero.functions.objects import IsolatedClass
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions.surface import surface_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,22 +43,26 @@ def isolated(
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):
             code = reference(function)
-            made = IsolatedClass(function, _env_of(where, function), options, code, on_death or "error")
+            made = IsolatedClass(
+                function, surface_of(function), env_of(where, function.__name__), options, code, on_death or "error"
+            )
             return cast("Isolated[P, R]", made)  # whose calls give what type checkers take for objects of the class
         if on_death is not None:
             raise InvalidArgument("lz.isolated: on_death is for classes; a function's call has idempotent=, fallback=")
-        return Isolated(function, _env_of(where, function), options, reference(function))
+        code = reference(function)
+        return Isolated(function, env_of(where, function.__name__), options, code)
 
     if callable(where) and not isinstance(where, FunctionEnv):
         raise InvalidArgument("lz.isolated: name the environment: @lz.isolated(lz.env(...)) or @lz.isolated([...])")
     return decorate
 
 
-def _env_of(where: object, function: Any) -> FunctionEnv:
+def env_of(where: object, name: str) -> FunctionEnv:
+    """What lz.env gave, or an environment with these requirements and this name. Raises InvalidArgument."""
     if isinstance(where, FunctionEnv):
         return where
     if isinstance(where, (list, tuple)):
-        name = getattr(function, "__name__", "function").lower().strip("_<>")
+        name = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("_-")
         return env(name[:40] or "function", requires=list(where))
     raise InvalidArgument(
         f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"

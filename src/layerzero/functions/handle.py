@@ -32,11 +32,11 @@ class Use(Call):
         self._how, self._name = how, name
         self._stay: Stay | None = stay
 
-    def _frame(self, given: Arguments, *, is_held: bool) -> Frame:
+    def _frame(self, given: Arguments) -> Frame:
         if self._how == frames.SET:
             given.note_kept("an object may keep what it is given")
         assert self._loan is not None
-        return given.frame(frames.USE, self._loan.reference.place, self._how, self._name, is_held=is_held)
+        return given.frame(frames.USE, self._loan.reference.place, self._how, self._name, stays=self._stays)
 
     def _request(self) -> Any:
         assert self._stay is not None

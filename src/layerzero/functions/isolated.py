@@ -28,8 +28,8 @@ MAX_OPEN = 32  # of a map
 
 @dataclass(frozen=True)
 class FunctionExplanation:
-    """Where a call would run, and what would be copied. `state`: of the environment's worker, or why there is none.
-    `command`: what to run first; empty for nothing."""
+    """Where a call would run, and what would be copied. `file`, `sha256`: empty for a name of lz.module. `state`: of
+    the environment's worker, or why there is none. `command`: what to run first; empty for nothing."""
 
     function: str
     env: str
@@ -42,7 +42,8 @@ class FunctionExplanation:
     uncopied_bytes: int
 
     def __str__(self) -> str:
-        lines = [f"{self.function} of {self.file} ({self.sha256[:12]}) in {self.backend}: {self.state}"]
+        of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
+        lines = [f"{self.function}{of} in {self.backend}: {self.state}"]
         lines += [f"  run: {self.command}"] if self.command else []
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
         return "\n".join(lines)
@@ -51,19 +52,18 @@ class FunctionExplanation:
 class Isolated(Generic[P, R]):
     """A function that runs in an environment: called as ever. Threads may share it."""
 
-    def __init__(self, function: Callable[P, R], where: FunctionEnv, options: Options, code: Code) -> None:
+    def __init__(self, function: Callable[P, R] | None, where: FunctionEnv, options: Options, code: Code) -> None:
+        """`function`: None for one that this process does not have."""
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
         self._tree = self._code.to_tree()
-        self._signature = inspect.signature(function)
-        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
-        is_plain = all(
-            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
-        )
-        self._count = len(kinds) if is_plain else -1  # so many arguments fit without a look
+        self._signature = None if function is None else inspect.signature(function)
+        self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
         self._last = threading.local()
-        functools.update_wrapper(self, function)
+        self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
+        if function is not None:
+            functools.update_wrapper(self, function)
 
     @property
     def env(self) -> FunctionEnv:
@@ -74,7 +74,7 @@ class Isolated(Generic[P, R]):
 
     @property
     def _label(self) -> str:
-        return f"{self._code.module}.{self._code.qualname}"
+        return self._code.label
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it in its environment. Arguments are lent: they must not change before it returns.
@@ -106,6 +106,8 @@ class Isolated(Generic[P, R]):
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it here, in this process, with what is installed here."""
+        if self._function is None:
+            raise InvalidArgument(f"{self._label} is a function of its environment alone")
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
@@ -147,6 +149,8 @@ class Isolated(Generic[P, R]):
         return call.report
 
     def _bind(self, args: Any, kwargs: Any) -> None:
+        if self._signature is None:
+            return
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as exc:
@@ -155,5 +159,15 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        given, options = Arguments(args, kwargs, self._env.backend), self._options
+        return self._call_of(Arguments(args, kwargs, self._env.backend), args, kwargs)
+
+    def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
+        options = self._options
         return Call(self, given, args, kwargs, options, wrap=Handle if options.keep else None)
+
+
+def _plain_count(signature: inspect.Signature) -> int:
+    """So many arguments fit without a look; -1 for none."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(kinds) if all(kind in plain for kind in kinds) else -1

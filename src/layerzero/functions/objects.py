@@ -10,13 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, options_of
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.handle import Handle, Use
 from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.isolated import Isolated
+from layerzero.functions.names import look_up
 from layerzero.ipc.errors import InvalidArgument, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
+from layerzero.ipc.functions.surface import CALLABLE, OF_CLASS, OPERATORS, PROPERTY, Surface
 
 ON_DEATH = ("error", "rebuild")
 
@@ -25,20 +28,26 @@ class IsolatedClass:
     """A class whose objects live in an environment: called as ever, it gives a proxy of one. Threads may share it, and
     its proxies."""
 
-    def __init__(self, cls: type, where: FunctionEnv, options: Options, code: Code, on_death: str) -> None:
-        """Raises InvalidArgument."""
+    def __init__(
+        self, cls: type | None, surface: Surface, where: FunctionEnv, options: Options, code: Code, on_death: str
+    ) -> None:
+        """`cls`: None for one that this process does not have. Raises InvalidArgument."""
         if on_death not in ON_DEATH:
             raise InvalidArgument(f"lz.isolated: on_death is {on_death!r:.80}; allowed: {', '.join(ON_DEATH)}")
         _demand_no_fallback(options)
         if options.keep:
             raise InvalidArgument("lz.isolated: keep is for functions and methods; objects stay there anyway")
-        self._class, self._env, self._options, self._code, self._on_death = cls, where, options, code, on_death
+        self._class, self._surface = cls, surface
+        self._env, self._options, self._code, self._on_death = where, options, code, on_death
         self._tree = code.to_tree()
         self._room = MIN_ROOM
         self._last = threading.local()
         self._methods: dict[str, inspect.Signature | None] = {}  # those that were called
-        self._proxy = _proxy_class(cls)
-        functools.update_wrapper(self, cls, updated=())
+        self._functions: dict[str, ClassFunction] = {}  # likewise, by the class
+        self._proxy = _proxy_class(cls, surface, code)
+        self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
+        if cls is not None:
+            functools.update_wrapper(self, cls, updated=())
 
     @property
     def env(self) -> FunctionEnv:
@@ -46,7 +55,7 @@ class IsolatedClass:
 
     @property
     def _label(self) -> str:
-        return f"{self._code.module}.{self._code.qualname}"
+        return self._code.label
 
     def __repr__(self) -> str:
         return f"<lz.isolated class {self._label} in {self._env.backend}>"
@@ -57,30 +66,50 @@ class IsolatedClass:
         Raises as a call of a function does, and InvalidArgument where 1,024 objects of this program are there.
         """
         self._bind(self._label, _signature(self._class), args, kwargs)
-        return self._proxy(Remote(self, args, kwargs))
+        given = Arguments(args, kwargs, self._env.backend)
+        hold = Call(self, given, args, kwargs, self._options, wrap=_held).finish()
+        return self._proxy(Remote(self, hold, self, args, kwargs))
 
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, (self._proxy, self._class))
+        return isinstance(value, self._proxy) or (self._class is not None and isinstance(value, self._class))
 
     def __mro_entries__(self, _: Any) -> Any:
         name = self._code.qualname
         raise InvalidArgument(f"{name} is isolated and has no subclasses; decorate the class that is to be constructed")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_code" or name.startswith("__"):
-            raise AttributeError(name)
-        text = f"{self._code.qualname}.{name}: of an isolated class, only objects have attributes and methods"
-        raise AttributeError(f"{text}; {self._code.qualname}.__wrapped__ is the class of this process")
+        """A method of the class, called without an object or with one as its first argument, or an attribute's value as
+        it is in the environment. Raises AttributeError, and as a call does."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} shows no {name}: names with an underscore stay there")
+        bits, code = self._surface.names.get(name), self._code.of(f"{self._code.qualname}.{name}")
+        if bits is None or bits & PROPERTY:
+            why = f"{self._code.qualname} has no {name}" if bits is None else f"{code.qualname} is an object's"
+            raise AttributeError(f"{why}; {self._code.qualname}.__wrapped__ is the class of this process")
+        if bits & CALLABLE:
+            if name not in self._functions:
+                function = None if self._class is None else getattr(self._class, name)
+                made = ClassFunction(self, function, self._env, self._options, code, is_own=bool(bits & OF_CLASS))
+                self._functions.setdefault(name, made)
+            return self._functions[name]
+        match look_up(code, self._env, self._options):
+            case [frames.VALUE, value]:
+                return value
+            case [frames.CLASS, Surface() as surface] if self._class is None:
+                return IsolatedClass(None, surface, self._env, self._options, code, "error")
+        raise AttributeError(f"{code.qualname} is neither a method nor a value that can come here")
 
     def local(self, *args: Any, **kwargs: Any) -> Any:
         """An object here, in this process, with what is installed here."""
+        if self._class is None:
+            raise InvalidArgument(f"{self._label} is a class of its environment alone")
         return self._class(*args, **kwargs)
 
     def options(self, **changes: Any) -> IsolatedClass:
         """The same class with other options: timeout_s, idempotent, on_death. Raises InvalidArgument."""
         on_death = changes.pop("on_death", self._on_death)
         options = options_of(replace, self._options, **changes)
-        return IsolatedClass(self._class, self._env, options, self._code, on_death)
+        return IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
 
     def warmup(self) -> float:
         """Start the worker and import the class's module there. Returns seconds. Raises as a call does."""
@@ -107,8 +136,8 @@ class IsolatedClass:
     def _demand_fit(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises InvalidArgument for arguments that a method does not take."""
         if name not in self._methods:
-            self._methods[name] = _signature(getattr(self._class, name))
-        own = isinstance(_defined(self._class, name), (staticmethod, classmethod))
+            self._methods[name] = None if self._class is None else _signature(getattr(self._class, name))
+        own = self._surface.names.get(name, 0) & OF_CLASS
         self._bind(f"{self._label}.{name}", self._methods[name], args if own else (None, *args), kwargs)
 
 
@@ -122,20 +151,44 @@ def _signature(target: Any) -> inspect.Signature | None:
         return None
 
 
-class Remote(Stay):
-    """An object of an isolated class in a worker, and how it is had again."""
+class ClassFunction(Isolated[Any, Any]):
+    """A method of an isolated class, called by the class. An object of the class that it returns is a proxy."""
 
-    def __init__(self, owner: IsolatedClass, args: Any, kwargs: Any) -> None:
-        """Constructs it. Raises as a call does."""
+    def __init__(
+        self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, *, is_own: bool
+    ) -> None:
+        """`is_own`: it may return objects of the class; others are methods whose first argument is one."""
+        super().__init__(function, where, options, code)
+        self._of, self._is_own, self._last = of, is_own, of._last
+
+    def options(self, **changes: Any) -> ClassFunction:
+        """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
+        options = options_of(replace, self._options, **changes)
+        _demand_no_fallback(options)
+        return ClassFunction(self._of, self._function, self._env, options, self._code, is_own=self._is_own)
+
+    def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
+        if self._options.keep or not self._is_own:
+            return super()._call_of(given, args, kwargs)
+
+        def made(_: Any, hold: Hold) -> Any:
+            return self._of._proxy(Remote(self._of, hold, self, args, kwargs))
+
+        return Call(self, given, args, kwargs, self._options, wrap=made, stays=frames.OWN)
+
+
+class Remote(Stay):
+    """An object of an isolated class in a worker, and how it is had again: by the class or a method of it."""
+
+    def __init__(self, owner: IsolatedClass, hold: Hold, maker: Owner, args: Any, kwargs: Any) -> None:
         super().__init__(owner._label, owner._env)
         self.owner = owner
-        self._again = (args, kwargs) if owner._on_death == "rebuild" else None
-        self._construct(args, kwargs)
+        self._again = (maker, args, kwargs) if owner._on_death == "rebuild" else None
+        self.take(hold)
 
-    def _construct(self, args: Any, kwargs: Any) -> None:
-        owner = self.owner
-        given = Arguments(args, kwargs, owner._env.backend)
-        self.take(Call(owner, given, args, kwargs, owner._options, wrap=_held).finish())
+    def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
+        given = Arguments(args, kwargs, maker._env.backend)
+        self.take(Call(maker, given, args, kwargs, maker._options, wrap=_held).finish())
 
     def rebuild(self, lost: Hold) -> bool:
         """Construct it again, unless another thread has. False where that is not wanted. Raises as a call does."""
@@ -205,7 +258,7 @@ class Proxy(Inside):
     `close()` releases it."""
 
     __slots__ = ("__weakref__", "_lz")
-    _lz_class: type = object
+    _lz_surface: Surface
     _lz: Remote
 
     def __init__(self, remote: Remote) -> None:
@@ -218,12 +271,12 @@ class Proxy(Inside):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{self!r} shows no {name}: names with an underscore stay in its environment")
-        if _is_method(self._lz_class, name):
+        if self._lz_surface.is_method(name):
             return Method(self._lz, name)
         return self._lz_attribute(frames.GET, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "close" or _is_method(self._lz_class, name):
+        if name.startswith("_") or name == "close" or self._lz_surface.is_method(name):
             raise AttributeError(f"{self!r}: {name} cannot be set; public attributes and properties can")
         self._lz_attribute(frames.SET, name, value)
 
@@ -239,14 +292,14 @@ class Proxy(Inside):
         """Let go of the object in the worker, after its own `close`, if it has one. A second time does nothing."""
         remote = self._lz
         try:
-            if not remote.is_closed and _is_method(self._lz_class, "close"):
+            if not remote.is_closed and self._lz_surface.is_method("close"):
                 Method(remote, "close")()
         finally:
             remote.close(remote.owner._options.timeout_s)
 
     def __enter__(self) -> Any:
         """What the class's own `__enter__` gives, or this proxy."""
-        if not hasattr(self._lz_class, "__enter__"):
+        if "__enter__" not in self._lz_surface.special:
             return self
         found = self._lz.call(frames.METHOD, "__enter__").finish()
         return self if found[0] else found[1]
@@ -255,7 +308,7 @@ class Proxy(Inside):
         remote = self._lz
         if remote.is_closed:
             return False
-        if not hasattr(self._lz_class, "__exit__"):
+        if "__exit__" not in self._lz_surface.special:
             self.close()
             return False
         try:
@@ -265,7 +318,7 @@ class Proxy(Inside):
             remote.close(remote.owner._options.timeout_s)
 
     def __dir__(self) -> list[str]:
-        return sorted({"close", *(name for name in dir(self._lz_class) if not name.startswith("_"))})
+        return sorted({"close", *self._lz_surface.names})
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} cannot be copied or pickled: its object is in another process")
@@ -275,19 +328,7 @@ class Proxy(Inside):
         return f"<lz.isolated object of {owner._label} in {owner._env.backend}>"
 
 
-def _is_method(cls: type, name: str) -> bool:
-    if _defined(cls, name) is None:
-        return False
-    found = getattr(cls, name, None)
-    return callable(found) and not isinstance(found, type)
-
-
-def _defined(cls: type, name: str) -> Any:
-    """What a class or a base of it has under a name, its metaclass aside; None for nothing."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-
-
-def _proxy_class(cls: type) -> type[Proxy]:
+def _proxy_class(cls: type | None, surface: Surface, code: Code) -> type[Proxy]:
     """With those operators that the class has: Python looks for them there."""
 
     def operator(name: str) -> Any:
@@ -297,8 +338,8 @@ def _proxy_class(cls: type) -> type[Proxy]:
         run.__name__ = name
         return run
 
-    held: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__, "__doc__": cls.__doc__, "_lz_class": cls}
-    held |= {name: operator(name) for name in frames.OPERATORS if _defined(cls, name) is not None}
+    held: dict[str, Any] = {"__slots__": (), "__module__": code.module, "__doc__": cls and cls.__doc__}
+    held |= {"_lz_surface": surface, **{name: operator(name) for name in OPERATORS & surface.special}}
     if "__getitem__" in held:
         held["__iter__"] = None  # not by numbers until an IndexError, which is a RemoteError here
-    return type(cls.__name__, (Proxy,), held)
+    return type(code.qualname.rpartition(".")[2], (Proxy,), held)

@@ -9,6 +9,7 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code, Reference
+from layerzero.ipc.functions.surface import CONTEXT, OPERATORS
 
 MAX_OBJECTS = 1024  # of a client
 
@@ -60,7 +61,7 @@ class Objects:
 
 def demand_use(how: int, name: str, count: int) -> None:
     """`count`: of arguments. Raises ProtocolError for what no call may ask of an object."""
-    is_special = how == frames.METHOD and name in frames.OPERATORS | frames.CONTEXT
+    is_special = how == frames.METHOD and name in OPERATORS | CONTEXT
     if name.startswith("_") and not is_special:
         raise ProtocolError(f"{name:.80} is private")
     counts = {frames.METHOD: count, frames.GET: 0, frames.SET: 1, frames.ITSELF: 0}

@@ -5,16 +5,21 @@ A function runs once for each frame. What its answer does not fit into is kept, 
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
+from layerzero.ipc.functions.surface import is_stream, surface_of
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
@@ -27,6 +32,7 @@ MAX_TEXT = 16_000  # of a message or a traceback
 MAX_NAME = 200  # of a type
 LIBRARIES = ("numpy", "torch")
 Memories: TypeAlias = "list[memoryview | None]"
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _NO_KWARGS = [values.DICT]
 _NOTHING = Frame([frames.RETURNED, None, []])
 
@@ -99,8 +105,11 @@ class Functions:
                     return self._load(Code.from_tree(code))
                 case [frames.CALL | frames.USE, *_]:
                     return self._run(client, head, [payload, *lent])
-                case [frames.HOLD, list(call)]:
-                    return self._run(client, call, [payload, *lent], is_held=True)
+                case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
+                    return self._run(client, call, [payload, *lent], stays)
+                case [frames.NAME, tree, int(level)]:
+                    self._output.level(level)
+                    return self._name_of(self._known(tree))
                 case [frames.RELEASE, list(references)]:
                     for reference in references:
                         self._objects.release(client, reference)
@@ -120,7 +129,7 @@ class Functions:
     def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
         """`file`: of the function; what is above it in the traceback is ours."""
         tb = exc.__traceback__
-        while tb is not None and tb.tb_frame.f_code.co_filename != file:
+        while tb is not None and _is_above(tb.tb_frame.f_code.co_filename, file):
             tb = tb.tb_next
         text = "".join(traceback.format_exception(type(exc), exc, tb))
         if len(text) > MAX_TEXT:
@@ -150,8 +159,26 @@ class Functions:
             return self._raised(exc, code.file, is_import=True)
         return Frame([frames.LOADED, self._output.take()])
 
-    def _run(self, client: int, call: list[Any], memories: Memories, *, is_held: bool = False) -> Frame:
-        """`is_held`: the result stays here as an object."""
+    def _name_of(self, code: Code) -> Frame:
+        """What a name is, and the value of one that is neither function, class nor module."""
+        try:
+            found = self._modules.named_by(code)
+        except InvalidArgument:
+            raise
+        except BaseException as exc:
+            return self._raised(exc, code.file, is_import=True)
+        if isinstance(found, ModuleType):
+            answer: list[Any] = [frames.MODULE]
+        elif isinstance(found, type):
+            answer = [frames.CLASS, *surface_of(found).to_tree()]
+        elif callable(found):
+            answer = [frames.FUNCTION, is_stream(found)]
+        else:
+            answer = [frames.VALUE, found]
+        return self._returned(answer, code.label)
+
+    def _run(self, client: int, call: list[Any], memories: Memories, stays: int = frames.NOTHING) -> Frame:
+        """`stays`: what of the result does, as an object."""
         run: Callable[..., Any]
         match call:
             case [frames.CALL, tree, args, kwargs, int(level)]:
@@ -163,7 +190,7 @@ class Functions:
                     raise
                 except BaseException as exc:
                     return self._raised(exc, code.file, is_import=True)
-                label = f"{code.module}.{code.qualname}"
+                label = code.label
             case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
                 self._output.level(level)
                 held = self._objects.find(client, reference)
@@ -172,13 +199,13 @@ class Functions:
                 code, is_set = held.code, how == frames.SET
                 self._modules.enter(code)
                 run = _use_of(held.value, how, name)
-                label = f"{code.module}.{code.qualname}{'.' * bool(name)}{name}"
+                label = f"{code.label}{'.' * bool(name)}{name}"
             case _:
                 raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
-        if is_held:
+        if stays != frames.NOTHING:
             self._objects.demand_room(client)
         try:
-            given, named = self._arguments(client, args, kwargs, memories, is_kept=is_held or is_set)
+            given, named = self._arguments(client, args, kwargs, memories, is_kept=is_set or stays != frames.NOTHING)
         except values.NotHeld as exc:
             return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
         if call[0] == frames.USE:
@@ -188,10 +215,15 @@ class Functions:
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             return self._raised(exc, code.file)
         del given, named
-        if is_held:
+        if stays == frames.ALL or (stays == frames.OWN and self._is_own(result, code)):
             node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
             return Frame([frames.RETURNED, node, self._output.take()])
         return self._returned(result, label)
+
+    def _is_own(self, result: Any, code: Code) -> bool:
+        """Whether it is an object of the class that the called method is of."""
+        owner = self._modules.named_by(code.of(code.qualname.rpartition(".")[0]))
+        return isinstance(owner, type) and isinstance(result, owner)
 
     def _arguments(
         self, client: int, args: Any, kwargs: Any, memories: Memories, *, is_kept: bool = False
@@ -225,6 +257,11 @@ class Functions:
         except InvalidArgument as exc:
             raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
         return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+
+def _is_above(frame: str, file: str) -> bool:
+    """Whether a frame's file is ours, above the function's. What a module of the environment has is of many files."""
+    return frame != file if file else frame.startswith((_OURS, "<frozen importlib")) or frame == importlib.__file__
 
 
 def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:

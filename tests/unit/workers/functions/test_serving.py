@@ -62,7 +62,7 @@ def test_what_is_kept_for_a_client_goes_with_it(served: Functions) -> None:
 def test_an_object_is_its_clients_alone_and_goes_with_it(served: Functions) -> None:
     """Here it is a text; a reference of another client, or of another start of the worker, finds nothing."""
     nothing = [[values.LIST], [values.DICT], 30]
-    hold = [frames.HOLD, [frames.CALL, CODE, *nothing]]
+    hold = [frames.HOLD, [frames.CALL, CODE, *nothing], frames.ALL]
     _, (tag, nonce, number, kind), _ = send(served, 1, hold)
     assert (tag, kind) == (values.HELD, "str")
     use = [frames.METHOD, "upper", *nothing]
