@@ -13,6 +13,7 @@ from tests.fuzz import values as mutations
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload, Reference
+from layerzero.ipc.functions.surface import Surface
 from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.objects import Held, Objects
@@ -85,13 +86,21 @@ def run(data: bytes) -> None:
         return _Array([library, *spec.to_wire(), *node[4:]])
 
     for tree in head[1:]:
-        if head[0] in (frames.USE, frames.RELEASE) and tree is head[1]:
-            find(tree if head[0] == frames.USE else next(iter(tree), None) if type(tree) is list else None)
+        if head[0] in (frames.USE, frames.NEXT, frames.RELEASE) and tree is head[1]:
+            find(tree if head[0] != frames.RELEASE else next(iter(tree), None) if type(tree) is list else None)
             continue
-        if head[0] in (frames.CALL, frames.LOAD) and type(tree) is list and len(tree) == 6 and type(tree[0]) is str:
+        if (
+            head[0] in (frames.CALL, frames.LOAD, frames.NAME)
+            and type(tree) is list
+            and len(tree) == 6
+            and type(tree[0]) is str
+        ):
             assert Code.from_tree(tree).to_tree() == tree
             continue
         value = values.decode(tree, get, resolve, "value", _Held)
+        if type(value) is list and value[:1] == [frames.CLASS]:
+            surface = Surface.from_tree(value[1:])
+            assert Surface.from_tree(surface.to_tree()) == surface
         again = values.encode(value, put, "value", refer)  # what has come can go
         assert repr(values.decode(again, get, resolve, "value", _Held)) == repr(value)
 
@@ -132,6 +141,9 @@ def seeds() -> dict[str, bytes]:
         "gone": bytes(Frame([frames.GONE, REFERENCE, "args[0]"])),
         "holds": bytes(Frame([frames.RETURNED, tree(_Held([1, 2, "str"])), []])),
         "load": bytes(Frame([frames.LOAD, code])),
+        "next": bytes(Frame([frames.NEXT, REFERENCE, 30])),
+        "name": bytes(Frame([frames.NAME, Code.installed("shop", "sales.total").to_tree(), 30])),
+        "class": bytes(Frame([frames.RETURNED, tree([frames.CLASS, {"a": 1, "b": 6}, ["__len__"]]), []])),
         "fetch": bytes(Frame([frames.FETCH, 7])),
         "returned": bytes(Frame([frames.RETURNED, tree({"y": [here]}), []], payload)),
         "raised": bytes(Frame([frames.RAISED, "ValueError", "no", "Traceback", []])),

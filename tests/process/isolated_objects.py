@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,51 @@ class Bag:
     def __init__(self, items: set[Any]) -> None:
         self.items = items
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(self.items))
+
+
+class _Noted:
+    """That a generator is there."""
+
+
+@lz.isolated(PLAIN)
+def numbers(end: int, path: str = "", pipe: str = "", fails: Any = None) -> Iterator[Any]:
+    """A line for each number that is made, and one when it is closed. Before the second one, the pipe is waited for."""
+    here = _Noted()
+    _live.add(here)
+    try:
+        for n in range(end):
+            if n == 1 and pipe:
+                with Path(pipe).open():
+                    pass
+            if path:
+                note(path, str(n))
+            if n == 1 and fails == "death":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if n == 1 and fails == "hang":
+                signal.pause()
+            if n == 1 and fails == "error":
+                raise LookupError("no more bread")
+            yield object() if n == 1 and fails == "item" else n
+    finally:
+        if path:
+            note(path, "closed")
+        if fails == "closing":
+            raise LookupError("it does not close")
+
+
+def note(path: str, text: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(f"{text}\n")
+
+
+@lz.isolated(PLAIN)
+def long_texts(*sizes: int) -> Iterator[str]:
+    for size in sizes:
+        print("made", size)
+        yield "x" * size
+
 
 @lz.isolated(PLAIN)
 def items(held: Any) -> list[Any]:
@@ -97,6 +143,17 @@ class Base:
     def hang(self) -> None:
         while True:
             signal.pause()
+
+    def up_to(self, end: int, step: int = 1) -> Iterator[int]:
+        while self.count < end:
+            self.count += step
+            yield self.count
+
+    @staticmethod
+    def halves(n: int) -> Iterator[float]:
+        while n:
+            yield n / 2
+            n //= 2
 
     def itself(self) -> Any:
         return self
@@ -158,8 +215,33 @@ class Table(Base):
     def __setitem__(self, key: str, value: int) -> None:
         self._rows[key] = value
 
+    def keys(self) -> Iterator[str]:
+        yield from self._rows
+
     def __call__(self, n: int) -> int:
         return n + len(self._rows)
+
+
+@lz.isolated(PLAIN)
+class Row(Base):
+    """It can be iterated over, by numbers."""
+
+    def __getitem__(self, key: int) -> int:
+        return range(self.count)[key]
+
+
+@lz.isolated(PLAIN)
+class Steps(Base):
+    """Its own iterator."""
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        if self.count <= 0:
+            raise StopIteration
+        self.count -= 1
+        return self.count
 
 
 @lz.isolated(PLAIN)

@@ -67,6 +67,11 @@ def test_values_submodules_and_classes(site: Site) -> None:
         assert raised.value.type == "TypeError"
         assert "fallback.py" in raised.value.traceback
         assert "serving.py" not in raised.value.traceback
+    with msgpack.fallback.Unpacker() as unpacker:
+        unpacker.feed(b"\x01\x02")
+        assert list(unpacker) == [1, 2]
+    with msgpack.Timestamp.from_unix(2.5) as stamp:
+        assert (stamp.seconds, stamp.to_unix()) == (2, 2.5)
     deep = lz.module("msgpack.exceptions", PLAIN)
     with deep.StackError.options(on_death="rebuild")("x") as rebuilt:
         assert rebuilt.args == ("x",)

@@ -1,51 +1,16 @@
-"""lz.Handle: a result that stays in its environment. And calls of what is there."""
+"""lz.Handle: a result that stays in its environment."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from layerzero.functions.calling import Arguments, Inside
-from layerzero.functions.calls import Call, Options, Owner, Wrap
+from layerzero.functions.calling import Inside
+from layerzero.functions.calls import Options, Owner
 from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.streams import Stream, iterate
+from layerzero.functions.use import Use
 from layerzero.ipc.functions import frames
-from layerzero.ipc.functions.frames import Frame
-
-
-class Use(Call):
-    """A call of an object. Raises InvalidArgument once that is closed."""
-
-    def __init__(
-        self,
-        stay: Stay,
-        owner: Owner,
-        how: int,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        options: Options,
-        wrap: Wrap | None = None,
-    ) -> None:
-        given = Arguments(args, kwargs, owner._env.backend)
-        label = f"{stay.label}.{name}" if name else stay.label
-        super().__init__(owner, given, args, kwargs, options, label, wrap)
-        self._how, self._name = how, name
-        self._stay: Stay | None = stay
-
-    def _frame(self, given: Arguments) -> Frame:
-        if self._how == frames.SET:
-            given.note_kept("an object may keep what it is given")
-        assert self._loan is not None
-        return given.frame(frames.USE, self._loan.reference.place, self._how, self._name, stays=self._stays)
-
-    def _request(self) -> Any:
-        assert self._stay is not None
-        self._loan = self._stay.lend()
-        return super()._request()
-
-    def _note(self, served_by: str) -> None:
-        super()._note(served_by)
-        self._stay = None  # the report of a call keeps no object alive
 
 
 class Handle(Inside):
@@ -73,6 +38,10 @@ class Handle(Inside):
         as a call does."""
         options = replace(_plain, timeout_s=self._timeout_s)
         return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, options).finish()
+
+    def __iter__(self) -> Stream:
+        """The items of what can be iterated over there, one by one. Raises as a call does."""
+        return iterate(self._stay, self._owner)
 
     def close(self) -> None:
         """Let go of the result in the worker; calls that it was given to have it until they end. A second time does

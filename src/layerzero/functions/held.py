@@ -127,6 +127,18 @@ class Stay:
             raise InvalidArgument(f"{text}; objects are arguments in their own environment")
         return self.lend()
 
+    def lose(self) -> None:
+        """The worker has let go of it."""
+        with self._lock:
+            hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.lose()
+
+    def drop(self) -> None:
+        """As close, and wait for nobody."""
+        with self._lock:
+            self._hold = None
+
     def rebuild(self, lost: Hold) -> bool:
         """As calling.Loan; nothing is done where another thread has."""
         return False

@@ -15,10 +15,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, options_of
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.handle import Handle
+from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.functions import surface
 from layerzero.ipc.functions.frames import Code
 
 P = ParamSpec("P")
@@ -52,8 +54,17 @@ class FunctionExplanation:
 class Isolated(Generic[P, R]):
     """A function that runs in an environment: called as ever. Threads may share it."""
 
-    def __init__(self, function: Callable[P, R] | None, where: FunctionEnv, options: Options, code: Code) -> None:
-        """`function`: None for one that this process does not have."""
+    def __init__(
+        self,
+        function: Callable[P, R] | None,
+        where: FunctionEnv,
+        options: Options,
+        code: Code,
+        *,
+        is_stream: bool = False,
+    ) -> None:
+        """`function`: None for one that this process does not have, which is a generator function with `is_stream`."""
+        self._is_stream = is_stream or surface.is_stream(function)
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
         self._tree = self._code.to_tree()
@@ -77,7 +88,8 @@ class Isolated(Generic[P, R]):
         return self._code.label
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it in its environment. Arguments are lent: they must not change before it returns.
+        """Run it in its environment. Arguments are lent: they must not change before it returns. Of a generator
+        function it gives a Stream.
 
         Raises RemoteError for what it raised there, InvalidArgument for arguments and results that cannot cross,
         EnvError where its environment cannot serve, DeadlineExceeded, BackendError where its worker died, and what a
@@ -112,7 +124,8 @@ class Isolated(Generic[P, R]):
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent, keep. Raises InvalidArgument."""
-        return Isolated(self._function, self._env, options_of(replace, self._options, **changes), self._code)
+        options = options_of(replace, self._options, **changes)
+        return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> FunctionExplanation:
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
@@ -163,7 +176,16 @@ class Isolated(Generic[P, R]):
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
         options = self._options
-        return Call(self, given, args, kwargs, options, wrap=Handle if options.keep else None)
+        return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))
+
+
+def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
+    """What a call gives of a result that stays there; None where none does."""
+    if options.keep:
+        return Handle
+    if is_stream:
+        return lambda owner, hold: Stream(owner, hold, options, label)
+    return None
 
 
 def _plain_count(signature: inspect.Signature) -> int:

@@ -56,8 +56,8 @@ class Module:
                 return value
             case [frames.MODULE]:
                 found: Any = Module(code, where, options)
-            case [frames.FUNCTION, bool()]:
-                found = Isolated(None, where, options, code)
+            case [frames.FUNCTION, bool(is_stream)]:
+                found = Isolated(None, where, options, code, is_stream=is_stream)
             case [frames.CLASS, Surface() as surface]:
                 found = IsolatedClass(None, surface, where, options, code, "error")
         return self._lz_known.setdefault(name, found)

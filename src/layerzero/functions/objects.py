@@ -12,14 +12,15 @@ from typing import Any
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
 from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of
 from layerzero.functions.environment import FunctionEnv
-from layerzero.functions.handle import Handle, Use
 from layerzero.functions.held import Hold, Lent, Stay
-from layerzero.functions.isolated import Isolated
+from layerzero.functions.isolated import Isolated, wrap_of
 from layerzero.functions.names import look_up
+from layerzero.functions.streams import iterate
+from layerzero.functions.use import Use
 from layerzero.ipc.errors import InvalidArgument, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
-from layerzero.ipc.functions.surface import CALLABLE, OF_CLASS, OPERATORS, PROPERTY, Surface
+from layerzero.ipc.functions.surface import CALLABLE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
 
 ON_DEATH = ("error", "rebuild")
 
@@ -89,7 +90,7 @@ class IsolatedClass:
         if bits & CALLABLE:
             if name not in self._functions:
                 function = None if self._class is None else getattr(self._class, name)
-                made = ClassFunction(self, function, self._env, self._options, code, is_own=bool(bits & OF_CLASS))
+                made = ClassFunction(self, function, self._env, self._options, code, bits)
                 self._functions.setdefault(name, made)
             return self._functions[name]
         match look_up(code, self._env, self._options):
@@ -155,20 +156,20 @@ class ClassFunction(Isolated[Any, Any]):
     """A method of an isolated class, called by the class. An object of the class that it returns is a proxy."""
 
     def __init__(
-        self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, *, is_own: bool
+        self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, bits: int
     ) -> None:
-        """`is_own`: it may return objects of the class; others are methods whose first argument is one."""
-        super().__init__(function, where, options, code)
-        self._of, self._is_own, self._last = of, is_own, of._last
+        """`bits`: of its surface. One that is not the class's own takes an object as its first argument."""
+        super().__init__(function, where, options, code, is_stream=bool(bits & STREAM))
+        self._of, self._bits, self._last = of, bits, of._last
 
     def options(self, **changes: Any) -> ClassFunction:
         """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         _demand_no_fallback(options)
-        return ClassFunction(self._of, self._function, self._env, options, self._code, is_own=self._is_own)
+        return ClassFunction(self._of, self._function, self._env, options, self._code, self._bits)
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
-        if self._options.keep or not self._is_own:
+        if self._options.keep or self._is_stream or not self._bits & OF_CLASS:
             return super()._call_of(given, args, kwargs)
 
         def made(_: Any, hold: Hold) -> Any:
@@ -240,7 +241,8 @@ class Method:
     def _start(self, args: Any, kwargs: Any) -> Use:
         remote, options = self._remote, self._options
         remote.owner._demand_fit(self._name, args, kwargs)
-        wrap = Handle if options.keep else None
+        is_stream = bool(remote.owner._surface.names.get(self._name, 0) & STREAM)
+        wrap = wrap_of(options, f"{remote.label}.{self._name}", is_stream=is_stream)
         return Use(remote, remote.owner, frames.METHOD, self._name, args, kwargs, options, wrap)
 
     def __repr__(self) -> str:
@@ -340,6 +342,6 @@ def _proxy_class(cls: type | None, surface: Surface, code: Code) -> type[Proxy]:
 
     held: dict[str, Any] = {"__slots__": (), "__module__": code.module, "__doc__": cls and cls.__doc__}
     held |= {"_lz_surface": surface, **{name: operator(name) for name in OPERATORS & surface.special}}
-    if "__getitem__" in held:
-        held["__iter__"] = None  # not by numbers until an IndexError, which is a RemoteError here
+    if surface.special & {"__iter__", "__getitem__"}:
+        held["__iter__"] = lambda self: iterate(self._lz, self._lz.owner)
     return type(code.qualname.rpartition(".")[2], (Proxy,), held)

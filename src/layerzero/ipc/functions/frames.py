@@ -21,7 +21,7 @@ ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME = range(8)
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT = range(9)
 RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE = range(7)
 # What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
 METHOD, GET, SET, ITSELF = range(4)

@@ -15,11 +15,12 @@ CALLABLE, STREAM, OF_CLASS, PROPERTY = 1, 2, 4, 8  # bits of a name; STREAM: a g
 ALL = CALLABLE | STREAM | OF_CLASS | PROPERTY
 OPERATORS = frozenset({"__call__", "__len__", "__bool__", "__getitem__", "__setitem__", "__delitem__", "__contains__"})
 CONTEXT = frozenset({"__enter__", "__exit__"})
+SPECIAL = OPERATORS | CONTEXT | {"__iter__"}
 
 
 @dataclass(frozen=True)
 class Surface:
-    """`names`: the public ones with their bits; `special`: those of OPERATORS and CONTEXT that the class defines."""
+    """`names`: the public ones with their bits; `special`: those of SPECIAL that the class defines."""
 
     names: Mapping[str, int]
     special: frozenset[str]
@@ -34,10 +35,10 @@ class Surface:
     def from_tree(cls, tree: Any) -> Surface:
         """Raises ProtocolError."""
         match tree:
-            case [dict(names), list(special)] if len(names) <= MAX_NAMES and len(special) <= len(OPERATORS | CONTEXT):
+            case [dict(names), list(special)] if len(names) <= MAX_NAMES and len(special) <= len(SPECIAL):
                 is_good = all(type(one) is str and one.isidentifier() and one[0] != "_" for one in names)
                 is_good = is_good and all(type(bits) is int and not bits & ~ALL for bits in names.values())
-                if is_good and all(type(one) is str and one in OPERATORS | CONTEXT for one in special):
+                if is_good and all(type(one) is str and one in SPECIAL for one in special):
                     return cls(names, frozenset(special))
         raise ProtocolError("no names of a class")
 
@@ -45,7 +46,7 @@ class Surface:
 def surface_of(cls: type) -> Surface:
     """As the class defines it; nothing of its own code runs."""
     names = {name: _bits(value) for name, value in reversed(list(_public(cls)))}  # of a base last, so first here
-    special = {name for name in OPERATORS | CONTEXT if _defined(cls, name) is not None}
+    special = {name for name in SPECIAL if _defined(cls, name) is not None}
     return Surface(dict(sorted(names.items())[:MAX_NAMES]), frozenset(special))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code, Reference
-from layerzero.ipc.functions.surface import CONTEXT, OPERATORS
+from layerzero.ipc.functions.surface import SPECIAL
 
 MAX_OBJECTS = 1024  # of a client
 
@@ -45,13 +46,13 @@ class Objects:
         """Raises ProtocolError."""
         return self._of.get(client, {}).get(self._number(reference))
 
-    def release(self, client: int, reference: Any) -> None:
-        """Raises ProtocolError; one that is not there is none."""
-        self._of.get(client, {}).pop(self._number(reference), None)
+    def release(self, client: int, reference: Any) -> Held | None:
+        """What is to be let go of. Raises ProtocolError; one that is not there is none."""
+        return self._of.get(client, {}).pop(self._number(reference), None)
 
-    def forget(self, client: int) -> None:
-        """Let go of all that a client has."""
-        self._of.pop(client, None)
+    def forget(self, client: int) -> Iterator[Held]:
+        """All that a client has, to be let go of."""
+        yield from self._of.pop(client, {}).values()
 
     def _number(self, reference: Any) -> int:
         """-1, which no object has, for one of another start."""
@@ -61,7 +62,7 @@ class Objects:
 
 def demand_use(how: int, name: str, count: int) -> None:
     """`count`: of arguments. Raises ProtocolError for what no call may ask of an object."""
-    is_special = how == frames.METHOD and name in OPERATORS | CONTEXT
+    is_special = how == frames.METHOD and name in SPECIAL
     if name.startswith("_") and not is_special:
         raise ProtocolError(f"{name:.80} is private")
     counts = {frames.METHOD: count, frames.GET: 0, frames.SET: 1, frames.ITSELF: 0}
@@ -78,6 +79,8 @@ def use(value: Any, how: int, name: str, given: list[Any], named: dict[str, Any]
     if how == frames.SET:
         setattr(value, name, given[0])
         return None
+    if name == "__iter__":
+        return iter(value)
     if name == "__enter__":
         found = type(value).__enter__(value)
         return [True, None] if found is value else [False, found]

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import GeneratorType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
@@ -66,7 +66,7 @@ class Functions:
         """As provider.PerClient."""
         for key in [key for key in self._kept if key[0] == client]:
             del self._kept[key]
-        self._objects.forget(client)
+        self._let_go([*self._objects.forget(client)])
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -107,12 +107,14 @@ class Functions:
                     return self._run(client, head, [payload, *lent])
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
                     return self._run(client, call, [payload, *lent], stays)
+                case [frames.NEXT, reference, int(level)]:
+                    self._output.level(level)
+                    return self._next(client, reference)
                 case [frames.NAME, tree, int(level)]:
                     self._output.level(level)
                     return self._name_of(self._known(tree))
                 case [frames.RELEASE, list(references)]:
-                    for reference in references:
-                        self._objects.release(client, reference)
+                    self._let_go([self._objects.release(client, reference) for reference in references])
                     return self._returned(None, "")
         except (ProtocolError, InvalidArgument) as exc:
             return self._refused(exc)
@@ -220,6 +222,34 @@ class Functions:
             return Frame([frames.RETURNED, node, self._output.take()])
         return self._returned(result, label)
 
+    def _next(self, client: int, reference: Any) -> Frame:
+        """An item in a list, or an empty one at the end. What has ended or raised is let go of."""
+        held = self._objects.find(client, reference)
+        if held is None:
+            return Frame([frames.GONE, reference, ""])
+        if not hasattr(type(held.value), "__next__"):
+            raise ProtocolError(f"{values.described(held.value)} is no iterator")
+        self._modules.enter(held.code)
+        try:
+            items = [next(held.value)]
+        except StopIteration:
+            self._objects.release(client, reference)
+            items = []
+        except BaseException as exc:  # as of a call
+            self._objects.release(client, reference)
+            return self._raised(exc, held.code.file)
+        payload = Payload()
+        tree = [values.LIST, *(self._encoded(item, "item", held.code.label, payload) for item in items)]
+        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+    def _let_go(self, several: list[Held | None]) -> None:
+        """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
+        while several:
+            held = several.pop()
+            if held is not None and isinstance(held.value, GeneratorType):
+                self._modules.enter(held.code)
+            del held
+
     def _is_own(self, result: Any, code: Code) -> bool:
         """Whether it is an object of the class that the called method is of."""
         owner = self._modules.named_by(code.of(code.qualname.rpartition(".")[0]))
@@ -252,11 +282,14 @@ class Functions:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
         payload = Payload()
+        tree = self._encoded(result, "result", label, payload)
+        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+    def _encoded(self, value: Any, root: str, label: str, payload: Payload) -> Any:
         try:
-            tree = values.encode(result, lambda value: self._arrays.put(value, payload), "result")
+            return values.encode(value, lambda part: self._arrays.put(part, payload), root)
         except InvalidArgument as exc:
             raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
-        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
 
 
 def _is_above(frame: str, file: str) -> bool:
