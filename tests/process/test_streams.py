@@ -182,7 +182,8 @@ def test_methods_and_objects_give_their_items(tmp_path: Path) -> None:
         assert list(table.keys()) == ["a", "b"]
         with one.up_to.options(keep=True)(15) as held:
             assert held.type == "generator"
-            assert [next(iter(held)), next(iter(held))] == [14, 15]  # one generator, which has several to take from it
+            assert list(held) == [14, 15]
+            assert list(held) == []  # a generator is run through once
     with objects.bag(2, 1) as held:
         assert list(held) == [1, 2]
     with (
