@@ -120,7 +120,7 @@ class Call:
         self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = 0
-        self._has_repeated = False
+        self._has_repeated = self._is_taught = False
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
 
@@ -143,6 +143,8 @@ class Call:
             except TimeoutError:
                 raise
             except LayerZeroError as exc:
+                if self._has_taught(exc):
+                    continue
                 error = self._understood(exc)
             if error is None:
                 wrap = self._wrap
@@ -191,6 +193,14 @@ class Call:
 
     def _frame(self, given: Arguments) -> Frame:
         return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
+
+    def _has_taught(self, error: LayerZeroError) -> bool:
+        """Whether the broker did not know the environment, and does now: nothing has begun."""
+        if self._is_taught or not isinstance(error, (InvalidArgument, NoBackend)):
+            return False
+        self._is_taught = self.owner._env.is_learned(self._session.ask)
+        self._sent = None
+        return self._is_taught
 
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
