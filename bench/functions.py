@@ -41,6 +41,24 @@ def give(array: Any) -> Any:
     return array
 
 
+@lz.isolated(ENV)
+class Holder:
+    """State that stays there."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def null(self) -> None: ...
+
+    def take(self, array: Any) -> None: ...
+
+
+@lz.isolated(ENV)
+def items() -> Any:
+    while True:
+        yield None
+
+
 def same(value: Any = None) -> Any:
     return value
 
@@ -83,12 +101,20 @@ def main() -> None:
         null.warmup()
         first_s = time.monotonic() - start
         shared = lz.share(plain)
+        construct: Any = Holder
+        holder = construct(None)
+        kept, stream = give.options(keep=True)(shared), items()
         calls: dict[str, Callable[[], Any]] = {
             "null": null,
             "64 bytes, shared": lambda: take(shared[:8]),
             "1 MiB, shared": lambda: take(shared),
             "1 MiB, in ordinary memory": lambda: take(plain),
             "1 MiB there and back, shared": lambda: give(shared),
+            "a method, null": holder.null,
+            "a method, 1 MiB, shared": lambda: holder.take(shared),
+            "1 MiB that stays there, null": lambda: take(kept),
+            "the next item of a generator, null": lambda: next(stream),
+            "constructed and released, null": lambda: construct(None).close(),
             "pipe null": lambda: piped(None),
             "pipe 1 MiB": lambda: piped(plain),
         }
@@ -115,6 +141,11 @@ def main() -> None:
         ("1 MiB, shared", "1 MiB"),
         ("1 MiB, in ordinary memory", "1 MiB"),
         ("1 MiB there and back, shared", "1 MiB"),
+        ("a method, null", "null"),
+        ("a method, 1 MiB, shared", "1 MiB"),
+        ("1 MiB that stays there, null", "1 MiB"),
+        ("the next item of a generator, null", "null"),
+        ("constructed and released, null", "null"),
     ):
         aim = f"at most {NULL_US:g}: {verdict(null_us <= NULL_US)}" if name == "null" else ""
         if name == "1 MiB, shared":

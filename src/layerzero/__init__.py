@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     )
     from layerzero.functions.environment import env as env
     from layerzero.functions.decorator import isolated as isolated
+    from layerzero.functions.handle import Handle as Handle
+    from layerzero.functions.module import module as module
     from layerzero.client.facade.policy import (
         avoid as avoid,
         configure as configure,
@@ -137,6 +139,8 @@ _HOME = {
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",
+    "layerzero.functions.handle": "Handle",
+    "layerzero.functions.module": "module",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "
         "InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory Poison "

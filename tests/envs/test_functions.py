@@ -150,3 +150,38 @@ def test_objects_are_lent_arrays_and_own_those_that_they_may_keep() -> None:
         assert [copy.where for copy in cls.last_report().copies] == ["client", "worker"]
         assert np.array_equal(scaled.of(values), values * 3)
         assert scaled.factors[0] == 3.0
+
+
+@pytest.mark.usefixtures("site")
+def test_what_stays_inside_has_arrays_of_its_own() -> None:
+    """What a call that keeps its result was lent is copied, since that may be a view of it."""
+    shared = lz.share(np.arange(4096.0))
+    with fn.new_echo.options(keep=True)(shared) as held:
+        assert [(copy.nbytes, copy.where) for copy in held_copies()] == [(shared.nbytes, "worker")]
+        shared[:] = 0
+        found, _ = held.fetch()
+        assert np.array_equal(found, np.arange(4096.0))
+
+
+def held_copies() -> Any:
+    return lz.last_report().copies
+
+
+@pytest.mark.usefixtures("site")
+def test_modules_of_two_numpys_by_name() -> None:
+    """Functions, values, classes and the library's own types, without a file of the program's."""
+    old, new = lz.module("numpy", fn.OLD), lz.module("numpy", fn.NEW)
+    assert old.__class__ is new.__class__
+    assert (old.version.version, new.version.version[:2]) == ("1.26.4", "2.")
+    shared = lz.share(np.arange(6.0).reshape(2, 3))
+    assert np.array_equal(old.transpose(shared, axes=(1, 0)), shared.T)
+    assert old.transpose.last_report().uncopied_bytes == shared.nbytes
+    assert np.allclose(new.linalg.norm(shared, axis=0), np.linalg.norm(shared, axis=0))
+    assert (old.float_, new.pi) != (None, 0)
+    with pytest.raises(AttributeError, match=r"`np\.float_` was removed"):
+        new.float_  # noqa: B018
+    with new.random.default_rng.options(keep=True)(7) as rng:
+        assert rng.type == "numpy.random._generator.Generator"
+        assert new.random.Generator.random(rng, 3).tolist() == np.random.default_rng(7).random(3).tolist()
+    with new.poly1d(np.array([1.0, 2.0])) as line:
+        assert (line(np.array([3.0])).tolist(), line.order) == ([5.0], 1)

@@ -12,7 +12,8 @@ from tests.fuzz import values as mutations
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
-from layerzero.ipc.functions.frames import Code, Frame, Payload
+from layerzero.ipc.functions.frames import Code, Frame, Payload, Reference
+from layerzero.ipc.functions.surface import Surface
 from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.objects import Held, Objects
@@ -53,6 +54,20 @@ def put(value: Any) -> list[Any] | None:
     return [*value.node] if type(value) is _Array else None
 
 
+@dataclasses.dataclass
+class _Held:
+    """A reference, as it came."""
+
+    node: list[Any]
+
+    def __post_init__(self) -> None:
+        Reference.from_tree(self.node, is_answer=len(self.node) == 3)
+
+
+def refer(value: Any) -> list[Any] | None:
+    return value.node if type(value) is _Held else None
+
+
 def find(reference: Any) -> None:
     """An object is found by its own reference alone."""
     assert (OBJECTS.find(1, reference) is HELD) == (reference == REFERENCE)
@@ -61,6 +76,8 @@ def find(reference: Any) -> None:
 
 def run(data: bytes) -> None:
     head, payload = frames.read(memoryview(data))
+    if head[0] == frames.HOLD and len(head) > 1 and type(head[1]) is list and head[1]:
+        head = head[1]
 
     def get(node: list[Any]) -> _Array:
         library, spec, memory = frames.read_array(node, [payload, LENT, None], ("numpy", "torch"))
@@ -69,15 +86,23 @@ def run(data: bytes) -> None:
         return _Array([library, *spec.to_wire(), *node[4:]])
 
     for tree in head[1:]:
-        if head[0] in (frames.USE, frames.RELEASE) and tree is head[1]:
-            find(tree if head[0] == frames.USE else next(iter(tree), None) if type(tree) is list else None)
+        if head[0] in (frames.USE, frames.NEXT, frames.RELEASE) and tree is head[1]:
+            find(tree if head[0] != frames.RELEASE else next(iter(tree), None) if type(tree) is list else None)
             continue
-        if head[0] in (frames.CALL, frames.MAKE) and type(tree) is list and len(tree) == 6 and type(tree[0]) is str:
+        if (
+            head[0] in (frames.CALL, frames.LOAD, frames.NAME)
+            and type(tree) is list
+            and len(tree) == 6
+            and type(tree[0]) is str
+        ):
             assert Code.from_tree(tree).to_tree() == tree
             continue
-        value = values.decode(tree, get, resolve, "value")
-        again = values.encode(value, put, "value")  # what has come can go
-        assert repr(values.decode(again, get, resolve, "value")) == repr(value)
+        value = values.decode(tree, get, resolve, "value", _Held)
+        if type(value) is list and value[:1] == [frames.CLASS]:
+            surface = Surface.from_tree(value[1:])
+            assert Surface.from_tree(surface.to_tree()) == surface
+        again = values.encode(value, put, "value", refer)  # what has come can go
+        assert repr(values.decode(again, get, resolve, "value", _Held)) == repr(value)
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes | None:
@@ -102,17 +127,23 @@ def seeds() -> dict[str, bytes]:
     outside = frames.array_node("numpy", TensorSpec.contiguous("int8", (9,)), 0, 250)
 
     def tree(value: Any) -> Any:
-        return values.encode(value, put, "value")
+        return values.encode(value, put, "value", refer)
 
     return {
         "call": bytes(Frame([frames.CALL, code, tree(value), tree({"x": lent}), 30])),
         "arrays": bytes(Frame([frames.CALL, code, tree([here, lent, here]), tree({}), 30], payload)),
-        "make": bytes(Frame([frames.MAKE, code, tree([1, here]), tree({}), 30], payload)),
+        "hold": bytes(Frame([frames.HOLD, [frames.CALL, code, tree([1, here]), tree({}), 30], frames.OWN], payload)),
+        "held": bytes(Frame([frames.CALL, code, tree([_Held(REFERENCE), 1]), tree({"x": _Held([1, 2])}), 30])),
+        "itself": bytes(Frame([frames.USE, REFERENCE, frames.ITSELF, "", tree([]), tree({}), 30])),
         "use": bytes(Frame([frames.USE, REFERENCE, frames.METHOD, "add", tree([lent]), tree({"n": 1}), 30])),
         "set": bytes(Frame([frames.USE, [1, 2], frames.SET, "count", tree([3]), tree({}), 30])),
         "release": bytes(Frame([frames.RELEASE, [REFERENCE, [1, 2]]])),
-        "gone": bytes(Frame([frames.GONE])),
+        "gone": bytes(Frame([frames.GONE, REFERENCE, "args[0]"])),
+        "holds": bytes(Frame([frames.RETURNED, tree(_Held([1, 2, "str"])), []])),
         "load": bytes(Frame([frames.LOAD, code])),
+        "next": bytes(Frame([frames.NEXT, REFERENCE, 30])),
+        "name": bytes(Frame([frames.NAME, Code.installed("shop", "sales.total").to_tree(), 30])),
+        "class": bytes(Frame([frames.RETURNED, tree([frames.CLASS, {"a": 1, "b": 6}, ["__len__"]]), []])),
         "fetch": bytes(Frame([frames.FETCH, 7])),
         "returned": bytes(Frame([frames.RETURNED, tree({"y": [here]}), []], payload)),
         "raised": bytes(Frame([frames.RAISED, "ValueError", "no", "Traceback", []])),

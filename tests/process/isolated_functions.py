@@ -16,7 +16,7 @@ import layerzero as lz
 PLAIN = lz.env("plain")
 UNBUILT = lz.env("unbuilt", requires=["packaging==24.0"])
 
-LATE, LATER = lz.env("late"), lz.env("later")
+LATE, LATER, LATEST = lz.env("late"), lz.env("later"), lz.env("latest")
 
 
 class Colour(enum.Enum):
@@ -128,3 +128,9 @@ def late() -> None: ...
 
 @lz.isolated(LATER)
 def later() -> None: ...
+
+
+@lz.isolated(LATEST)
+class Latest:
+    def three(self) -> int:
+        return 3

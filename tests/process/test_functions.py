@@ -347,22 +347,57 @@ def test_one_that_dies_too_often_is_disabled_and_the_fallback_serves(store: Path
         own.stop()
 
 
-def test_one_that_was_built_behind_the_brokers_back_says_how_the_broker_learns_of_it(store: Path) -> None:
-    """A declaration that it has read, and one that it has not."""
+def test_a_running_broker_learns_of_what_is_built_later(store: Path) -> None:
+    """Of a declaration that it has read, and of ones that it has not. The call that finds out is served."""
     with mock.patch.dict(os.environ, LAYERZERO_STORE=str(store)):
         fn.LATE.explain_failure(lz.NoBackend(""), None)  # what a call does, which declares it
     own = Site(store)
     try:
         with own.environment():
             own.start().connect()
+            for function in (fn.late, fn.later):
+                with pytest.raises(lz.EnvError, match=r"^run: lz env build"):
+                    function()
             fn.LATE.build(quiet=True)
             fn.LATER.build(quiet=True)
-            with pytest.raises(lz.EnvError, match=rf"^run: lz restart {fn.LATE.backend}\n"):
-                fn.late()
-            lz.session().ask("reset", backend=fn.LATE.backend)  # lz restart
-            fn.late()
-            with pytest.raises(lz.EnvError, match=r"^run: lz down, then start the program again\n"):
-                fn.later()
+            fn.LATEST.build(quiet=True)
+            assert fn.late.submit().result() is None
+            assert fn.late.last_report().failures == ()
+            fn.later()
+            with fn.Latest() as latest:
+                assert latest.three() == 3
+            for env in (fn.LATE, fn.LATER, fn.LATEST):
+                assert own.backend(env.backend)["ops"] == ["function"]
+                lz.session().ask("reset", backend=env.backend)  # lz restart
+                assert not env.is_learned(lz.session().ask)
+            fn.later()
+            for name in ("nobody", "../late", "plain.00000000", 3, None):
+                with pytest.raises(lz.InvalidArgument, match="no backend is called"):
+                    lz.session().ask("learn", backend=name)
+            assert fn.LATEST.backend in lz.session().ask("policy")["known"]["backends"]
             lz.disconnect()
     finally:
         own.stop()
+
+
+def test_a_declaration_that_is_broken_is_not_learned(store: Path) -> None:
+    own = Site(store)
+    try:
+        with own.environment():
+            own.start().connect()
+            for name, text in (("broken.00000001", "= ["), ("other.00000002", OTHERS)):
+                (store / "functions" / f"{name}.toml").write_text(text)
+                with pytest.raises(lz.LayerZeroError):
+                    lz.session().ask("learn", backend=name)
+            assert lz.session().ask("ping")["pid"]
+            lz.disconnect()
+    finally:
+        own.stop()
+        for name in ("broken.00000001", "other.00000002"):
+            (store / "functions" / f"{name}.toml").unlink()
+
+
+OTHERS = """
+[environment]
+provider = "null"
+"""

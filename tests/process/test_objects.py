@@ -95,6 +95,31 @@ def test_public_attributes_and_properties_are_read_and_set() -> None:
         assert {"add", "close", "double"} < set(dir(one))
 
 
+def test_methods_and_attributes_of_the_class(tmp_path: Path) -> None:
+    """A method that returns an object of the class is another constructor."""
+    cls: Any = objects.Counter
+    assert (cls.SIZE, cls.name(), cls.joined("a", "b"), cls.joined.submit("c").result()) == (7, "Counter", "a-b", "c")
+    with cls.twice(4) as one, cls.twice.options(timeout_s=30).submit(start=5).result() as two:
+        assert isinstance(one, cls)
+        assert (one.add(), two.add(), cls.add(one, n=3), cls.adds(two, one)) == (9, 11, 12, 23)
+        assert cls.last_report().function == "tests.process.isolated_objects.Counter.adds"
+        with cls.twice.options(keep=True)(1) as held:
+            assert one.adds(held) == 14
+    for name, why in (("double", "is an object's"), ("nothing", "has no nothing"), ("_path", "stay there")):
+        with pytest.raises(AttributeError, match=why):
+            getattr(cls, name)
+    with pytest.raises(lz.InvalidArgument, match="too many positional arguments"):
+        cls.twice(1, 2, 3)
+    with pytest.raises(lz.InvalidArgument, match="fallback is for functions"):
+        cls.twice.options(fallback=print)
+    built = tmp_path / "built"
+    repeated: Any = objects.Rebuilt
+    with repeated.twice(3, str(built)) as rebuilt:
+        kill(rebuilt.pid())
+        assert rebuilt.add() == 7
+        assert built.read_text() == "6\n6\n"
+
+
 def test_operators_are_those_of_the_class() -> None:
     with made(objects.Table) as table, made(objects.Counter) as counter:
         table["a"] = 3
@@ -102,12 +127,13 @@ def test_operators_are_those_of_the_class() -> None:
         with pytest.raises(lz.RemoteError) as missing:
             table["b"]
         assert missing.value.type == "KeyError"
-        with pytest.raises(TypeError, match="not iterable"):
-            iter(table)
+        with pytest.raises(lz.RemoteError, match="KeyError: 0"):  # as here: it has no __iter__, and its keys are texts
+            list(table)
         assert counter
         assert not callable(counter)
-        with pytest.raises(TypeError):
-            len(counter)
+        for missing_there in (len, iter):
+            with pytest.raises(TypeError):
+                missing_there(counter)
 
 
 def test_errors_are_those_of_functions() -> None:
@@ -123,12 +149,16 @@ def test_errors_are_those_of_functions() -> None:
             one.itself()
         with pytest.raises(TypeError, match="cannot be copied"):
             copy.copy(one)
+    with made(objects.Counter) as one:
+        quick = one.hang.options(timeout_s=0.5)
+        with pytest.raises(lz.DeadlineExceeded):
+            quick()
+        with pytest.raises(lz.InvalidArgument, match="fallback is for functions"):
+            one.add.options(fallback=print)
     with pytest.raises(lz.InvalidArgument, match="unexpected keyword argument 'size'"):
         objects.Counter(size=3)  # type: ignore[call-arg]
     with pytest.raises(lz.RemoteError, match="no such model"):
         objects.Broken()
-    with pytest.raises(AttributeError, match="only objects have"):
-        objects.Counter.SIZE  # noqa: B018
     with pytest.raises(lz.InvalidArgument, match="has no subclasses"):
 
         class Sub(objects.Counter): ...
@@ -257,7 +287,7 @@ def test_a_killed_clients_objects_go_with_it(site: Site) -> None:
 def test_another_clients_reference_leads_nowhere(site: Site) -> None:
     """Nor can it release the object."""
     with made(objects.Counter, 5) as one:
-        reference = one._lz.reference
+        reference = one._lz.lend().reference.place
         code = USED.format(root=ROOT) + (
             "from tests.process.test_objects import ask\n"
             f"print(type(ask({reference!r}, 'add').error).__name__, ask({reference!r}, None).error)"

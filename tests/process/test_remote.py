@@ -49,7 +49,7 @@ def test_status_and_health_are_answered_over_tcp(new_site: Callable[..., Site], 
         remote.ask(endpoint, ours, "health", {"backend": "nobody"})
 
 
-@pytest.mark.parametrize("method", ["shutdown", "reset", "provider", "stay"])
+@pytest.mark.parametrize("method", ["shutdown", "reset", "learn", "provider", "stay"])
 def test_nothing_that_changes_a_broker_is_answered_over_tcp(
     new_site: Callable[..., Site], folders: tuple[Path, Path], method: str
 ) -> None:

@@ -153,6 +153,10 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             platform = "cuda" if self.device else "cpu"
             known = {name: capability(name, priority, platform, compiles=True) for name, priority in PRIORITY.items()}
         unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
+        if random.Random(seed + 3).random() < 0.3:  # it is declared once the broker runs
+            learned = ev.BackendLearned("delta", known["delta"], unusable.pop("delta"), "lock")
+            known = {name: one for name, one in known.items() if name != "delta"}
+            self.push(0.0, self._deliver, learned)
         self.state = state_class(
             Engine(known, DEVICES[""], gpus=[DEVICES[GPU]]),
             unusable,

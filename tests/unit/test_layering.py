@@ -101,7 +101,13 @@ PURE_THIRD_PARTY = {"msgpack", "pydantic"}
 BANNED_MODULES = {"cloudpickle", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "shelve"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"}
 LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
-MAY_LOAD_CODE = {"__init__.py", "envs/matrix/runner.py", "workers/boot.py", "workers/functions/code.py"}
+MAY_LOAD_CODE = {
+    "__init__.py",
+    "envs/matrix/runner.py",
+    "workers/boot.py",
+    "workers/functions/code.py",
+    "workers/functions/installed.py",
+}
 
 DRIVER_FUNCTION = re.compile(r"libcuda\.so.*|cu[A-Z][a-z]\w*")
 

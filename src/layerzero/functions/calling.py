@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import CPU, ML_DTYPES, Array, describe
@@ -19,7 +19,7 @@ from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
-from layerzero.ipc.functions.frames import Frame, Payload
+from layerzero.ipc.functions.frames import Frame, Payload, Reference
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -71,25 +71,62 @@ class _Lent:
         return (*places, *_TAIL[len(places) :])
 
 
-class Arguments:
-    """The arguments of a call, encoded once; `keep` holds them while they are lent."""
+class Loan(Protocol):
+    """An object of a worker, lent to a call: it is not released before this is let go of."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    @property
+    def reference(self) -> Reference: ...
+
+    def rebuild(self) -> bool:
+        """Have the object again, which is lost. False where nobody can, or wants to. Raises as a call does."""
+
+
+class Inside:
+    """What stands for an object inside of a worker."""
+
+    __slots__ = ()
+
+    def _lz_lend(self, backend: str) -> Loan:
+        """To a call of this backend. Raises InvalidArgument."""
+        raise NotImplementedError
+
+
+class Arguments:
+    """The arguments of a call, encoded once; `keep` holds them while they are lent. `loans`: of objects among them."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], backend: str) -> None:
         """Raises InvalidArgument with the place of what cannot go to another environment."""
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
-        self.keep = (args, kwargs)
+        self.loans: list[Loan] = []
+        self.keep = (args, kwargs, self.loans)
+        self._backend = backend
         self._payload, self._lent = Payload(), _Lent()
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
         self.lent = self._lent.close()
 
-    def frame(self, *head: Any) -> Frame:
-        """The frame that begins with these items and ends with the arguments."""
-        return Frame([*head, *self._trees], self._payload)
+    def frame(self, *head: Any, stays: int = frames.NOTHING) -> Frame:
+        """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""
+        call = [*head, *self._trees]
+        return Frame(call if stays == frames.NOTHING else [frames.HOLD, call, stays], self._payload)
+
+    def note_kept(self, reason: str) -> None:
+        """The worker copies all arrays."""
+        nbytes = self.uncopied_bytes + sum(copy.nbytes for copy in self.copies if copy.where == "client")
+        if nbytes and not any(copy.where == "worker" for copy in self.copies):
+            self.copies.append(Copy("an argument", nbytes, "worker", reason))
+        self.uncopied_bytes = 0
 
     def _tree(self, value: Any, root: str) -> Any:
-        return values.encode(value, self._put, root)
+        return values.encode(value, self._put, root, self._refer)
+
+    def _refer(self, value: Any) -> list[int] | None:
+        if not isinstance(value, Inside):
+            return None
+        loan = value._lz_lend(self._backend)
+        self.loans.append(loan)
+        return loan.reference.place
 
     def _put(self, value: Any) -> list[Any] | None:
         array = _array(value)
@@ -128,6 +165,8 @@ def _array(value: Any) -> Array | None:
 class ObjectLost(BackendError):
     """The worker has no such object: nothing has begun."""
 
+    reference: Reference
+
 
 class Answer:
     """What came back: `value`, or an error to raise."""
@@ -137,10 +176,12 @@ class Answer:
 
 
 class Exchange:
-    """One frame to an environment, and its answer. `room` for it is a guess; a larger one is fetched."""
+    """One frame to an environment, and its answer. `room` for it is a guess; a larger one is fetched. `stays`: what of
+    the result does, whose answer is a Reference."""
 
-    def __init__(self, session: Session, backend: str, label: str, env: str) -> None:
+    def __init__(self, session: Session, backend: str, label: str, env: str, stays: int = frames.NOTHING) -> None:
         self._session, self._backend, self._label, self._env = session, backend, label, env
+        self._stays = stays
         self.answer_bytes = 0
 
     def request(
@@ -173,7 +214,10 @@ class Exchange:
             match head:
                 case [frames.RETURNED, tree, list(output)]:
                     self._show(output)
-                    value = values.decode(tree, _opener(memory, payload, copies), resolve, "result")
+                    find = None if self._stays == frames.NOTHING else _reference
+                    value = values.decode(tree, _opener(memory, payload, copies), resolve, "result", find)
+                    if self._stays == frames.ALL and not isinstance(value, Reference):
+                        raise ProtocolError("no reference to what it holds")
                     self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
                     return Answer(value)
                 case [frames.RAISED, str(kind), str(message), str(trace), list(output)]:
@@ -194,11 +238,13 @@ class Exchange:
                 case [frames.LOADED, list(output)]:
                     self._show(output)
                     return Answer()
-                case [frames.GONE]:
-                    text = f"{self._label} in {self._env}: the object is lost: the worker that it was in has ended, or "
-                    text += "this process has connected anew or was forked; construct another one, or decorate its "
-                    text += 'class with on_death="rebuild", which does so by itself'
-                    return Answer(error=ObjectLost(text, backend=self._backend))
+                case [frames.GONE, list(reference), str(place)]:
+                    text = f"{self._label} in {self._env}: {place or 'the object is lost'}: the worker that it was in "
+                    text += "has ended, or this process has connected anew or was forked; construct another one, or "
+                    text += 'decorate its class with on_death="rebuild", which does so by itself'
+                    lost = ObjectLost(text, backend=self._backend)
+                    lost.reference = Reference.from_tree(reference)
+                    return Answer(error=lost)
         except ProtocolError as exc:
             text = f"{self._label} in {self._env}: its worker's answer breaks the protocol: {exc.message}"
             return Answer(error=BackendError(text, backend=self._backend))
@@ -237,6 +283,10 @@ def _joined(output: list[Any]) -> list[Any]:
             case _:
                 found.append(item if isinstance(item, list) and item else [None, item])
     return found
+
+
+def _reference(tree: list[Any]) -> Reference:
+    return Reference.from_tree(tree, is_answer=True)
 
 
 def _opener(memory: memoryview, payload: memoryview, copies: list[Copy]) -> Callable[[list[Any]], Any]:

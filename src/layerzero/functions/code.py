@@ -30,12 +30,9 @@ def reference(function: Callable[..., Any]) -> Code:
         raise InvalidArgument(f"{text}; move it to the top of its module, and pass as arguments what it uses")
     if "." in name:
         raise InvalidArgument(f"lz.isolated: {name} is a method; decorate a function at the top of a module")
-    kinds = {
-        "a coroutine function": inspect.iscoroutinefunction(function),
-        "a generator function": inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function),
-    }
-    for kind in [kind for kind, is_it in kinds.items() if is_it]:
-        raise InvalidArgument(f"lz.isolated: {name} is {kind}; let it return its result, or a list of them")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        text = f"lz.isolated: {name} is asynchronous; define it without async: calls of it can be awaited"
+        raise InvalidArgument(text)
     return _reference(function, name)
 
 

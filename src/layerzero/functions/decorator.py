@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
+from layerzero.functions.calls import Options, options_of
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env
-from layerzero.functions.isolated import Isolated, Options, options_of
+from layerzero.functions.isolated import Isolated
 from layerzero.functions.objects import IsolatedClass
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions.surface import surface_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,6 +24,7 @@ def isolated(
     timeout_s: float | None = None,
     fallback: Callable[..., Any] | None = None,
     idempotent: bool = False,
+    keep: bool = False,
     on_death: str | None = None,
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
@@ -29,31 +33,36 @@ def isolated(
     where: what lz.env gives, or a list of requirements (its name is the function's then). timeout_s: how long a call
     may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
-    once more. on_death, of classes: "error" (default), or "rebuild": an object whose worker has died is constructed
-    again, from the same arguments, by the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
+    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. on_death, of classes:
+    "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
+    the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
-    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent)
+    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent, keep=keep)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):
             code = reference(function)
-            made = IsolatedClass(function, _env_of(where, function), options, code, on_death or "error")
+            made = IsolatedClass(
+                function, surface_of(function), env_of(where, function.__name__), options, code, on_death or "error"
+            )
             return cast("Isolated[P, R]", made)  # whose calls give what type checkers take for objects of the class
         if on_death is not None:
             raise InvalidArgument("lz.isolated: on_death is for classes; a function's call has idempotent=, fallback=")
-        return Isolated(function, _env_of(where, function), options, reference(function))
+        code = reference(function)
+        return Isolated(function, env_of(where, function.__name__), options, code)
 
     if callable(where) and not isinstance(where, FunctionEnv):
         raise InvalidArgument("lz.isolated: name the environment: @lz.isolated(lz.env(...)) or @lz.isolated([...])")
     return decorate
 
 
-def _env_of(where: object, function: Any) -> FunctionEnv:
+def env_of(where: object, name: str) -> FunctionEnv:
+    """What lz.env gave, or an environment with these requirements and this name. Raises InvalidArgument."""
     if isinstance(where, FunctionEnv):
         return where
     if isinstance(where, (list, tuple)):
-        name = getattr(function, "__name__", "function").lower().strip("_<>")
+        name = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("_-")
         return env(name[:40] or "function", requires=list(where))
     raise InvalidArgument(
         f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"

@@ -60,7 +60,6 @@ class FunctionEnv:
         """Resolve, lock, build and probe it where that has not been done; says on stderr what it does, unless `quiet`.
         Cheap when nothing is to do. `force` builds again.
 
-        A broker that runs already does not know a new environment: call this before `lz.connect()`.
         Raises EnvError with what the resolver or the installer said, ConfigError.
         """
         from layerzero.envs import functions
@@ -68,6 +67,16 @@ class FunctionEnv:
 
         functions.build(self._declared, self._store, Quiet() if quiet else Lines(), force=force)
         return self
+
+    def is_learned(self, ask: Any) -> bool:
+        """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now,
+        and did not before. `ask`: of the session."""
+        if not self.is_built:
+            return False
+        try:
+            return ask("learn", backend=self.backend)["learned"] is True
+        except LayerZeroError:
+            return False
 
     def explain_failure(self, error: LayerZeroError, ask: Any) -> LayerZeroError:
         """Why a call did not come to this environment: not built, unknown to the broker, or `error`. `ask`: of the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def plain(x: int, *, y: int = 0) -> int:
     return x + y
 
 
-def generator() -> Iterator[int]:
+async def asynchronous() -> AsyncIterator[int]:
     yield 1
 
 
@@ -73,8 +73,8 @@ def nested_class() -> type:
         (lambda: 1, "a lambda has no name"),
         (made(), "a lambda has no name"),
         (nested(), "defined inside of a function"),
-        (generator, "is a generator function"),
-        (coroutine, "is a coroutine function"),
+        (asynchronous, "is asynchronous"),
+        (coroutine, "is asynchronous"),
         (Class.Inner, "is a class inside of a class"),
         (nested_class(), "is a class of a function"),
         (Class.method, "is a method"),

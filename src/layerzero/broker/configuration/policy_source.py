@@ -71,6 +71,10 @@ class PolicySource:
             "known": {"ops": list(known.ops), "kernels": dict(known.kernels), "backends": list(known.backends)},
         }
 
+    def set_known(self, known: Known) -> None:
+        """The names that a policy may use from now on; files are read with them when they change."""
+        self._known = known
+
     def refresh(self, now_s: float) -> Policy | None:
         """The new policy when the file has changed, else None. A file that is broken now leaves the policy as it is and
         is a `problem`. Cheap enough for every turn of a loop: it looks once in CHECK_S, and a thread reads."""

@@ -14,6 +14,7 @@ from layerzero.broker.selection.signature import CallSpec
 from layerzero.broker.selection.timings import PerfRow
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.records import record
@@ -317,6 +318,16 @@ class WorkerExited:
 
 
 @record
+class BackendLearned:
+    """There is a new backend. `missing` says why it cannot start, or is None. `env`: its environment's lock hash."""
+
+    backend: str
+    capability: Capability
+    missing: Rejection | None
+    env: str
+
+
+@record
 class BackendReset:
     """Someone repaired it: forget its failures. `missing` says why it still cannot start, or is None."""
 
@@ -408,6 +419,7 @@ Event = (
     | WorkerLost
     | WorkerGone
     | BackendOffered
+    | BackendLearned
     | BackendReset
     | WorkerSpared
     | ShadowCompared

@@ -212,6 +212,7 @@ class BrokerState:
             ev.WorkerLost: self.on_worker_lost,
             ev.WorkerGone: unreachable.on_worker_gone,
             ev.BackendOffered: lifecycle.take_offer,
+            ev.BackendLearned: self.on_backend_learned,
             ev.BackendReset: self.on_backend_reset,
             ev.WorkerSpared: lambda event: lifecycle.rest(self.workers[event.backend]),
             ev.PolicyChanged: self.on_policy_changed,
@@ -338,6 +339,12 @@ class BrokerState:
         if route is not None:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
             self.lease_policy.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
+
+    def on_backend_learned(self, event: ev.BackendLearned) -> None:
+        if event.backend not in self.workers:
+            self.engine.note_backend(event.backend, event.capability, event.env)
+            self.lifecycle.add(event.backend, event.missing)
+            self.effects.emit(act.Note("backend.learned", {"backend": event.backend}))
 
     def on_backend_reset(self, event: ev.BackendReset) -> None:
         if event.backend in self.workers:

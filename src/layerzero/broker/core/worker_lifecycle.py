@@ -62,6 +62,11 @@ class WorkerLifecycle:
         self._slots = itertools.count(1)  # of starts of GPU workers
         self.observer: Callable[[Worker, Signal], None] | None = None  # hears of each transition before it is made
 
+    def add(self, backend: str, missing: Rejection | None) -> None:
+        """A backend that there was not before; `missing`: why it cannot start."""
+        self.workers[backend] = Worker(backend)
+        self.set_unavailable(backend, missing)
+
     # --- which one -----------------------------------------------------------------------------------
 
     def current(self, backend: str, generation: int) -> Worker | None:

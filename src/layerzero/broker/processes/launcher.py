@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -20,12 +21,12 @@ from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DEVICE_NAMES
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import descriptors
+from layerzero.envs import descriptors, functions
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.lifted.imports import Imports
-from layerzero.envs.manifest import EnvManifest, Problem, Source
+from layerzero.envs.manifest import NAME_PATTERN, EnvManifest, Problem, Source, load
 from layerzero.envs.probe import caches, compilation, probe
 from layerzero.envs.trust import third_party
 from layerzero.envs.trust.allowed import Allowed
@@ -34,10 +35,12 @@ from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroErr
 # So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
 # Python that is not here, ten.
 FACTS_S, PROBLEM_S = 0.2, 5.0
+MAX_BACKENDS = 1000
 
 
 class Launcher:
-    """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem.
+    """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem. Environments of
+    functions that are declared later are learned when they are asked for.
 
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
@@ -108,6 +111,25 @@ class Launcher:
             missing = self.missing(name)
             assert missing is not None
             self.unusable[name] = missing
+
+    def learn(self, backend: str) -> tuple[Capability, Rejection | None, str] | None:
+        """An environment of functions that was declared since the start: its descriptor, why it cannot be used as it
+        is, and its lock hash. None for any other. Raises ConfigError, EnvError where its files cannot be read, or where
+        there are too many."""
+        path = functions.folder(self._settings.store) / f"{backend}.toml"
+        if not re.fullmatch(NAME_PATTERN, backend) or backend in self.refused or not path.is_file():
+            return None
+        if len(self.capabilities) >= MAX_BACKENDS:
+            raise EnvError(f"this broker has {MAX_BACKENDS} backends, the most that it takes; run: lz down")
+        manifest = load(path)
+        capabilities, refused = descriptors.read_all({backend: manifest})
+        if not functions.is_ours(manifest) or refused:
+            return None
+        capability = capabilities[backend]
+        if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
+            return None
+        self.manifests[backend], self.capabilities[backend] = manifest, capability
+        return capability, self.missing(backend), self.env_ids().get(backend, "")
 
     def stand_in(self, backend: str) -> ImportedBackend | None:
         """What serves in the place of this backend's environment; None where that is built."""

@@ -18,6 +18,7 @@ from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
+from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
@@ -26,6 +27,7 @@ from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
 from layerzero.ipc.version import __version__
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
@@ -273,6 +275,28 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"reset": names}
 
 
+def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Look again for an environment of functions: one that was declared, or built, after this broker had looked.
+    `learned`: it can be used now, and could not before."""
+    name = params.get("backend")
+    if not isinstance(name, str):
+        raise _unknown_backend(server, name)
+    if name not in server.state.workers:
+        found = server.launcher.learn(name)
+        if found is None:
+            raise _unknown_backend(server, name)
+        capability, missing, env = found
+        server.handle(ev.BackendLearned(name, capability, missing, env))
+        server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        return {"learned": missing is None}
+    reason = server.state.unavailable_at(time.monotonic()).get(name)
+    is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names
+    if is_late and server.launcher.missing(name) is None:
+        server.handle(ev.BackendReset(name, None))
+        return {"learned": True}
+    return {"learned": False}
+
+
 def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """What this broker reads, for clients whose environment may name something else."""
     folders = [str(path.absolute()) for path in server.settings.manifest_dirs]
@@ -409,6 +433,7 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "compile": compile_ahead,
     "explain": explain,
     "health": health,
+    "learn": learn,
     "lift": lift,
     "lift_ahead": lift_ahead,
     "lift_fault": lift_fault,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from layerzero.broker.selection.breaker import Health, failure_signature
+from layerzero.broker.selection.catalogue import Catalogue
 from layerzero.broker.selection.certification import Certification, Subject
 from layerzero.broker.selection.compile_queue import Compilation
 from layerzero.broker.selection.policy import Policy, PolicyForCall
@@ -103,7 +104,8 @@ class Engine:
         refused: Mapping[str, str] | None = None,
     ) -> None:
         """`refused`: why the descriptors of further backends cannot be used."""
-        self.capabilities = dict(capabilities)
+        self._catalogue = Catalogue(capabilities)
+        self.capabilities: Mapping[str, Capability] = self._catalogue.capabilities
         self.refused = dict(refused or {})
         self.device = device
         self.devices = {"": device, **{gpu.device_uuid: gpu for gpu in gpus}}  # by Route.device
@@ -111,10 +113,7 @@ class Engine:
         self.policy = policy or Policy.of()
         self.perf = perf or PerfTable()
         self.health = health or Health()
-        self._owners = {
-            kernel_id: backend for backend, capability in capabilities.items() for kernel_id in capability.kernel_ids
-        }
-        self.certification = Certification({}, owners=self._owners)
+        self.certification = Certification({}, owners=self._catalogue.owners)
         self.compilation = Compilation()
         self.table: Table | None = None
         self.lifted: LiftedKernels | None = None
@@ -123,12 +122,6 @@ class Engine:
         self.switches: dict[str, float] = {}  # by GPU: microseconds in which it changes to another process, if measured
         self.epoch = 0
         self.hits = self.misses = 0  # of the validity cache
-        self._kernels: dict[str, list[tuple[str, KernelCapability]]] = {}
-        for backend, capability in self.capabilities.items():
-            for op, kernels in capability.ops.items():
-                self._kernels.setdefault(op, []).extend((backend, kernel) for kernel in kernels)
-        self._by_id = {kernel.kernel_id: kernel for found in self._kernels.values() for _, kernel in found}
-        self._thresholds = {op: _thresholds(kernel for _, kernel in found) for op, found in self._kernels.items()}
         self._versions: dict[str, Mapping[str, str]] = {}
         self._envs = dict(envs or {})
         self._world = self._hash_world()
@@ -148,11 +141,18 @@ class Engine:
         self.epoch += 1
 
     def set_certification(self, certification: Certification) -> None:
-        self.certification = certification.owned_by(self._owners)
+        self.certification = certification.owned_by(self._catalogue.owners)
         self.epoch += 1
 
     def set_compilation(self, compilation: Compilation) -> None:
         self.compilation = compilation
+        self.epoch += 1
+
+    def note_backend(self, backend: str, capability: Capability, env: str) -> None:
+        """A backend that there was not before, and the lock hash of its environment."""
+        self._catalogue.add(backend, capability)
+        self._envs[backend] = env
+        self._world = self._hash_world()
         self.epoch += 1
 
     def note_env(self, backend: str, env: str) -> None:
@@ -255,10 +255,10 @@ class Engine:
 
     def kernels(self, op: str) -> tuple[tuple[str, str], ...]:
         """(kernel id, backend) of all that claim to serve an op."""
-        return tuple((kernel.kernel_id, backend) for backend, kernel in self._kernels.get(op, ()))
+        return tuple((kernel.kernel_id, backend) for backend, kernel in self._catalogue.kernels(op))
 
     def kernel(self, kernel_id: str) -> KernelCapability:
-        return self._by_id[kernel_id]
+        return self._catalogue.by_id[kernel_id]
 
     def device_for(self, backend: str) -> DeviceSpec:
         """The device that times of a backend are valid for: the CPU, or for a GPU backend the first GPU."""
@@ -308,7 +308,7 @@ class Engine:
 
     def thresholds(self, op: str) -> tuple[int, ...]:
         """The op's kernels' limits on sequence length, ascending."""
-        return self._thresholds.get(op, ())
+        return self._catalogue.thresholds(op)
 
     def cell(self, context: SelectionContext) -> TimingBucket:
         """The cell of the calls that share this call's perf key."""
@@ -365,7 +365,7 @@ class Engine:
             return found
         self.misses += 1
         statics = []
-        for backend, kernel in self._kernels.get(context.op, ()):
+        for backend, kernel in self._catalogue.kernels(context.op):
             statics.append(DescriptorMatch(kernel, backend, adaptation(context, kernel)))
         self._valid[key] = found = tuple(statics)
         if len(self._valid) > MAX_VALIDITY:
@@ -489,8 +489,3 @@ class Engine:
             digest.update(f"{sorted(self._versions.get(backend, {}).items())}\0".encode())
         digest.update(f"{self.device.driver_version}\0{self.device.device_uuid}".encode())
         return digest.hexdigest()
-
-
-def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
-    """The kernels' limits on sequence length, ascending: validity keys tell lengths apart by these alone."""
-    return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))

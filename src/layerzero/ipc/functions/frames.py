@@ -8,8 +8,8 @@ The head refers to the payload by offsets, and to memory that was lent beside th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.transport.plain import pack_tree, unpack_tree
@@ -21,12 +21,14 @@ ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, MAKE, USE, RELEASE = range(7)
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT = range(9)
 RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE = range(7)
-# What USE does with an object: call a method of this name, read or set an attribute.
-METHOD, GET, SET = range(3)
-OPERATORS = frozenset({"__call__", "__len__", "__bool__", "__getitem__", "__setitem__", "__delitem__", "__contains__"})
-CONTEXT = frozenset({"__enter__", "__exit__"})
+# What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
+METHOD, GET, SET, ITSELF = range(4)
+# What stays of the result of a call, for HOLD: all, or what is an object of the class whose method it is of.
+NOTHING, ALL, OWN = range(3)
+# What a name of a module or a class is: the first item of the answer to NAME.
+VALUE, FUNCTION, CLASS, MODULE = range(4)
 
 Write = Callable[[memoryview], object]
 
@@ -34,7 +36,7 @@ Write = Callable[[memoryview], object]
 @dataclass(frozen=True)
 class Code:
     """A function by reference: what the worker imports, and the hash that its file must have. `root` goes onto
-    sys.path; `is_main`: it is the caller's `__main__`."""
+    sys.path; `is_main`: it is the caller's `__main__`. Without a file it is a name of a module of the environment."""
 
     module: str
     qualname: str
@@ -42,6 +44,23 @@ class Code:
     sha256: str
     root: str
     is_main: bool
+
+    @classmethod
+    def installed(cls, module: str, qualname: str) -> Code:
+        """Of a module that the environment has."""
+        return cls(module, qualname, "", "", "", is_main=False)
+
+    def of(self, qualname: str) -> Code:
+        """Another name of the same module."""
+        return replace(self, qualname=qualname)
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.file
+
+    @property
+    def label(self) -> str:
+        return f"{self.module}.{self.qualname}" if self.qualname else self.module
 
     def to_tree(self) -> list[Any]:
         return [self.module, self.qualname, self.file, self.sha256, self.root, self.is_main]
@@ -52,6 +71,31 @@ class Code:
         kinds = (str, str, str, str, str, bool)
         if type(tree) is not list or len(tree) != 6 or any(type(v) is not k for v, k in zip(tree, kinds, strict=True)):
             raise ProtocolError("no reference to a function")
+        code = cls(*tree)
+        if code.is_installed and code != cls.installed(code.module, code.qualname):
+            raise ProtocolError("a name of the environment's has a file, a folder or a hash")
+        return code
+
+
+class Reference(NamedTuple):
+    """An object that a worker holds for its client: nonce of the worker's start, and number, both of 64 random bits.
+    `type`: what it is, in an answer."""
+
+    nonce: int
+    number: int
+    type: str = ""
+
+    @property
+    def place(self) -> list[int]:
+        """As it crosses in a call."""
+        return [self.nonce, self.number]
+
+    @classmethod
+    def from_tree(cls, tree: Any, *, is_answer: bool = False) -> Reference:
+        """Raises ProtocolError."""
+        kinds = (int, int, str) if is_answer else (int, int)
+        if type(tree) is not list or tuple(type(item) for item in tree[:4]) != kinds:
+            raise ProtocolError("no reference to an object")
         return cls(*tree)
 
 

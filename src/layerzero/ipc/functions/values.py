@@ -1,7 +1,8 @@
 """Arguments and results of functions: values of the user's as trees of scalars and lists, and back.
 
-A scalar is itself. All else is a list that begins with its tag. Arrays are left to the two callbacks: their bytes lie
-beside the tree. Classes of enums and dataclasses go by reference; both sides have them and compare members and fields.
+A scalar is itself. All else is a list that begins with its tag. Arrays and objects that stay in a worker are left to
+callbacks: the bytes of arrays lie beside the tree, objects go by reference. So do classes of enums and dataclasses;
+both sides have them and compare members and fields.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from layerzero.ipc.errors import InvalidArgument, ProtocolError
 MAX_DEPTH = 64
 MAX_VALUES = 1_000_000  # of a call: larger data belongs into arrays, bytes or text
 MAX_INT_BYTES = 4096
-LIST, TUPLE, DICT, ENUM, DATACLASS, ARRAY, INTEGER = range(7)
+LIST, TUPLE, DICT, ENUM, DATACLASS, ARRAY, INTEGER, HELD = range(8)
 ALLOWED = (
     "None, bool, int, float, str, bytes, lists, tuples, dicts with scalar keys, enums, dataclasses, NumPy arrays and "
     "torch tensors of the CPU"
@@ -32,6 +33,15 @@ Get = Callable[[list[Any]], Any]
 """The array that this stands for. Raises ProtocolError, and InvalidArgument where it cannot be had here."""
 Resolve = Callable[[str, str], Any]
 """What a module has under a qualified name. Raises InvalidArgument."""
+Refer = Callable[[Any], "list[Any] | None"]
+"""The reference to what a value stands for in a worker; None for what stands for nothing. Raises InvalidArgument for
+what is not there."""
+Find = Callable[[list[Any]], Any]
+"""What a reference, as it came, leads to. Raises ProtocolError, NotHeld."""
+
+
+class NotHeld(InvalidArgument):
+    """A reference leads to nothing. Fact `reference`."""
 
 
 class _At(Exception):
@@ -41,23 +51,23 @@ class _At(Exception):
         self.error, self.steps = error, []  # type: ignore[var-annotated]
 
     def under(self, root: str) -> InvalidArgument | ProtocolError:
-        return type(self.error)(f"{root}{''.join(reversed(self.steps))}: {self.error.message}")
+        return type(self.error)(f"{root}{''.join(reversed(self.steps))}: {self.error.message}", **self.error.facts)
 
 
-def encode(value: Any, put: Put, root: str) -> Any:
+def encode(value: Any, put: Put, root: str, refer: Refer | None = None) -> Any:
     """The tree of a value. `root`: what to call it in errors. Raises InvalidArgument with the place of what cannot
     go."""
     try:
-        return _Encoder(put).tree(value, 0)
+        return _Encoder(put, refer).tree(value, 0)
     except _At as exc:
         raise exc.under(root) from None
 
 
-def decode(tree: Any, get: Get, resolve: Resolve, root: str) -> Any:
-    """The value of a tree that another process sent. Raises ProtocolError, and InvalidArgument for what this process
-    does not have."""
+def decode(tree: Any, get: Get, resolve: Resolve, root: str, find: Find | None = None) -> Any:
+    """The value of a tree that another process sent; without `find` no part of it is a reference. Raises ProtocolError,
+    and InvalidArgument for what this process does not have."""
     try:
-        return _Decoder(get, resolve).value(tree, 0)
+        return _Decoder(get, resolve, find).value(tree, 0)
     except _At as exc:
         raise exc.under(root) from None
 
@@ -70,8 +80,8 @@ def described(value: object) -> str:
 
 
 class _Encoder:
-    def __init__(self, put: Put) -> None:
-        self._put, self._count = put, 0
+    def __init__(self, put: Put, refer: Refer | None) -> None:
+        self._put, self._refer, self._count = put, refer, 0
 
     def tree(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -86,16 +96,22 @@ class _Encoder:
             return [LIST if kind is list else TUPLE, *self._items(value, depth)]
         if kind is dict:
             return self._dict(value, depth)
+        if self._refer is not None:
+            reference_of = self._asked(self._refer, value)
+            if reference_of is not None:
+                return [HELD, *reference_of]
         if isinstance(value, enum.Enum):
             module, name = reference(kind)
             # A flag of several members has no name of its own.
             return [ENUM, module, name, value.name or "", self._step(f".{value.name}", value.value, depth)]
         if dataclasses.is_dataclass(value):
             return self._dataclass(value, depth)
-        node = self._array(value)
+        node = self._asked(self._put, value)
         if node is None:
             hint = "; pass its .item()" if hasattr(value, "item") and hasattr(value, "dtype") else ""
-            raise _At(InvalidArgument(f"{described(value)} cannot go to another environment{hint}; allowed: {ALLOWED}"))
+            hint += f"; allowed: {ALLOWED}"
+            hint += "; with keep=True a result stays there" if self._refer is None else ", and objects that are there"
+            raise _At(InvalidArgument(f"{described(value)} cannot go to another environment{hint}"))
         node.insert(0, ARRAY)
         return node
 
@@ -104,9 +120,9 @@ class _Encoder:
         if self._count > MAX_VALUES:
             raise _At(InvalidArgument(f"more than {MAX_VALUES:,} values; put numbers into an array"))
 
-    def _array(self, value: Any) -> list[Any] | None:
+    def _asked(self, callback: Put | Refer, value: Any) -> list[Any] | None:
         try:
-            return self._put(value)
+            return callback(value)
         except InvalidArgument as exc:
             raise _At(exc) from None
 
@@ -165,14 +181,14 @@ def reference(cls: type) -> tuple[str, str]:
 
 
 class _Decoder:
-    def __init__(self, get: Get, resolve: Resolve) -> None:
-        self._get, self._resolve, self._count = get, resolve, 0
+    def __init__(self, get: Get, resolve: Resolve, find: Find | None) -> None:
+        self._get, self._resolve, self._find, self._count = get, resolve, find, 0
 
     def value(self, tree: Any, depth: int) -> Any:
         kind = type(tree)
         if kind in _SCALARS:
             return tree
-        if kind is not list or not tree or type(tree[0]) is not int or not 0 <= tree[0] <= INTEGER:
+        if kind is not list or not tree or type(tree[0]) is not int or not 0 <= tree[0] <= HELD:
             raise _At(ProtocolError(f"{kind.__name__} that is no value, or has no tag"))
         if depth >= MAX_DEPTH:
             raise _At(ProtocolError(f"nested more than {MAX_DEPTH} deep"))
@@ -195,7 +211,14 @@ class _Decoder:
         return tuple(self._items(tree, depth))
 
     def _dict(self, tree: list[Any], depth: int) -> dict[Any, Any]:
-        flat = self._items(tree, depth)
+        try:
+            flat = self._items(tree, depth)
+        except _At as exc:
+            at = int(exc.steps[-1][1:-1])
+            key = tree[1 + at - at % 2]
+            if type(key) in _SCALARS:  # what another process made may be too deep to be shown
+                exc.steps[-1] = f"[{key!r:.60}]"
+            raise
         keys = flat[::2]
         if len(flat) % 2 or any(type(key) not in _SCALARS for key in keys):
             raise _At(ProtocolError("a dict's keys and values do not pair"))
@@ -209,6 +232,14 @@ class _Decoder:
     def _array(self, tree: list[Any], _: int) -> Any:
         try:
             return self._get(tree[1:])
+        except (ProtocolError, InvalidArgument) as exc:
+            raise _At(exc) from None
+
+    def _held(self, tree: list[Any], _: int) -> Any:
+        if self._find is None:
+            raise _At(ProtocolError("a reference, where none may be"))
+        try:
+            return self._find(tree[1:])
         except (ProtocolError, InvalidArgument) as exc:
             raise _At(exc) from None
 
@@ -246,7 +277,11 @@ class _Decoder:
         names = [field.name for field in dataclasses.fields(cls)]
         if names != tree[3] or len(tree) != 4 + len(names):
             raise _At(InvalidArgument(f"{tree[2]} has the fields {names} here, and {tree[3]!r:.300} on the other side"))
-        items = self._items(tree, depth, 4)
+        try:
+            items = self._items(tree, depth, 4)
+        except _At as exc:
+            exc.steps[-1] = f".{names[int(exc.steps[-1][1:-1])]}"
+            raise
         value = object.__new__(cls)
         for name, item in zip(names, items, strict=True):
             object.__setattr__(value, name, item)
@@ -261,4 +296,5 @@ _READ: dict[int, Callable[[_Decoder, list[Any], int], Any]] = {
     DATACLASS: _Decoder._dataclass,
     ARRAY: _Decoder._array,
     INTEGER: _Decoder._integer,
+    HELD: _Decoder._held,
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions.frames import Code
+from layerzero.workers.functions import installed
 
 MAIN = "__lz_main__"  # what the caller's __main__ is called here, so that its `if __name__ == "__main__"` is not run
 MAX_FILE_BYTES = 64 << 20
@@ -59,15 +60,26 @@ class Modules:
         module raises when it is imported is raised as it is."""
         if code is self._last[0]:
             return self._last[1]
-        module = self._module(code)
-        target: Any = module
-        for part in code.qualname.split("."):
-            target = getattr(target, part, None)
+        target = self.named_by(code)
         if not callable(target):
-            raise InvalidArgument(
-                f"{code.file} defines no function {code.qualname}; define it at the top of the module"
-            )
+            where = "this environment" if code.is_installed else code.file
+            raise InvalidArgument(f"{where} has no function {code.label:.200}; name one of the top of a module")
         self._last = (code, target)
+        return target
+
+    def named_by(self, code: Code) -> Any:
+        """What a reference names: a function, a class, a module, a value. Raises as `function`, and
+        AttributeError where there is no such name."""
+        if code.is_installed:
+            self.enter(code)
+            return installed.find(code)
+        module = self._module(code)
+        first, *others = code.qualname.split(".")
+        if any(part.startswith("_") for part in others):
+            raise InvalidArgument(f"{code.label:.200} cannot be named: names of a class are public ones")
+        target: Any = getattr(module, first, None)
+        for part in others:
+            target = getattr(target, part)
         return target
 
     def enter(self, code: Code) -> None:
@@ -139,7 +151,10 @@ class Modules:
         if self._root:
             self._roots[self._root].modules = self._drop_modules()
         self._root = root
-        sys.path[:] = [*self._path, root]  # last: a user's file never goes before what the environment has
+        sys.path[:] = [
+            *self._path,
+            *([root] if root else []),
+        ]  # last: a user's file never goes before what the environment has
         importlib.invalidate_caches()
         sys.modules.update(self._roots.setdefault(root, _Root()).modules)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames
-from layerzero.ipc.functions.frames import Code
+from layerzero.ipc.functions.frames import Code, Reference
+from layerzero.ipc.functions.surface import SPECIAL
 
 MAX_OBJECTS = 1024  # of a client
 
@@ -16,7 +18,7 @@ MAX_OBJECTS = 1024  # of a client
 @dataclass(frozen=True)
 class Held:
     value: Any
-    code: Code  # of its class
+    code: Code  # of its class, or of the function that returned it
 
 
 class Objects:
@@ -44,33 +46,41 @@ class Objects:
         """Raises ProtocolError."""
         return self._of.get(client, {}).get(self._number(reference))
 
-    def release(self, client: int, reference: Any) -> None:
-        """Raises ProtocolError; one that is not there is none."""
-        self._of.get(client, {}).pop(self._number(reference), None)
+    def release(self, client: int, reference: Any) -> Held | None:
+        """What is to be let go of. Raises ProtocolError; one that is not there is none."""
+        return self._of.get(client, {}).pop(self._number(reference), None)
 
-    def forget(self, client: int) -> None:
-        """Let go of all that a client has."""
-        self._of.pop(client, None)
+    def forget(self, client: int) -> Iterator[Held]:
+        """All that a client has, to be let go of."""
+        yield from self._of.pop(client, {}).values()
 
     def _number(self, reference: Any) -> int:
         """-1, which no object has, for one of another start."""
-        if type(reference) is not list or [type(item) for item in reference] != [int, int]:
-            raise ProtocolError("no reference to an object")
-        return reference[1] if reference[0] == self._nonce else -1
+        nonce, number, _ = Reference.from_tree(reference)
+        return number if nonce == self._nonce else -1
+
+
+def demand_use(how: int, name: str, count: int) -> None:
+    """`count`: of arguments. Raises ProtocolError for what no call may ask of an object."""
+    is_special = how == frames.METHOD and name in SPECIAL
+    if name.startswith("_") and not is_special:
+        raise ProtocolError(f"{name:.80} is private")
+    counts = {frames.METHOD: count, frames.GET: 0, frames.SET: 1, frames.ITSELF: 0}
+    if counts.get(how) != count:
+        raise ProtocolError(f"no use of an object is {how} with {count} arguments")
 
 
 def use(value: Any, how: int, name: str, given: list[Any], named: dict[str, Any]) -> Any:
-    """What a call asks of an object. Raises ProtocolError, and what the object raises."""
-    is_special = how == frames.METHOD and name in frames.OPERATORS | frames.CONTEXT
-    if name.startswith("_") and not is_special:
-        raise ProtocolError(f"{name:.80} is private")
+    """What a call that may be asks of an object. Raises what the object raises."""
+    if how == frames.ITSELF:
+        return value
     if how == frames.GET:
         return getattr(value, name)
-    if how == frames.SET and len(given) == 1:
+    if how == frames.SET:
         setattr(value, name, given[0])
         return None
-    if how != frames.METHOD:
-        raise ProtocolError(f"no use of an object is {how}")
+    if name == "__iter__":
+        return iter(value)
     if name == "__enter__":
         found = type(value).__enter__(value)
         return [True, None] if found is value else [False, found]

@@ -5,27 +5,34 @@ A function runs once for each frame. What its answer does not fit into is kept, 
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from types import GeneratorType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
+from layerzero.ipc.functions.surface import is_stream, surface_of
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
-from layerzero.workers.functions.objects import Held, Objects, use
+from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
 MAX_KEPT = 1024
 KEPT_S = 600.0
 MAX_TEXT = 16_000  # of a message or a traceback
+MAX_NAME = 200  # of a type
 LIBRARIES = ("numpy", "torch")
 Memories: TypeAlias = "list[memoryview | None]"
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _NO_KWARGS = [values.DICT]
 _NOTHING = Frame([frames.RETURNED, None, []])
 
@@ -59,7 +66,7 @@ class Functions:
         """As provider.PerClient."""
         for key in [key for key in self._kept if key[0] == client]:
             del self._kept[key]
-        self._objects.forget(client)
+        self._let_go([*self._objects.forget(client)])
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -96,21 +103,18 @@ class Functions:
                     return self._fetch(client, token)
                 case [frames.LOAD, code]:
                     return self._load(Code.from_tree(code))
-                case [frames.CALL, code, args, kwargs, int(level)]:
+                case [frames.CALL | frames.USE, *_]:
+                    return self._run(client, head, [payload, *lent])
+                case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
+                    return self._run(client, call, [payload, *lent], stays)
+                case [frames.NEXT, reference, int(level)]:
                     self._output.level(level)
-                    return self._call(self._known(code), args, kwargs, [payload, *lent])
-                case [frames.MAKE, code, args, kwargs, int(level)]:
+                    return self._next(client, reference)
+                case [frames.NAME, tree, int(level)]:
                     self._output.level(level)
-                    return self._make(client, self._known(code), args, kwargs, [payload, *lent])
-                case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
-                    self._output.level(level)
-                    held = self._objects.find(client, reference)
-                    if held is None:
-                        return Frame([frames.GONE])
-                    return self._use(held, how, name, args, kwargs, [payload, *lent])
+                    return self._name_of(self._known(tree))
                 case [frames.RELEASE, list(references)]:
-                    for reference in references:
-                        self._objects.release(client, reference)
+                    self._let_go([self._objects.release(client, reference) for reference in references])
                     return self._returned(None, "")
         except (ProtocolError, InvalidArgument) as exc:
             return self._refused(exc)
@@ -127,7 +131,7 @@ class Functions:
     def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
         """`file`: of the function; what is above it in the traceback is ours."""
         tb = exc.__traceback__
-        while tb is not None and tb.tb_frame.f_code.co_filename != file:
+        while tb is not None and _is_above(tb.tb_frame.f_code.co_filename, file):
             tb = tb.tb_next
         text = "".join(traceback.format_exception(type(exc), exc, tb))
         if len(text) > MAX_TEXT:
@@ -157,60 +161,118 @@ class Functions:
             return self._raised(exc, code.file, is_import=True)
         return Frame([frames.LOADED, self._output.take()])
 
-    def _call(self, code: Code, args: Any, kwargs: Any, memories: Memories) -> Frame:
+    def _name_of(self, code: Code) -> Frame:
+        """What a name is, and the value of one that is neither function, class nor module."""
         try:
-            function = self._modules.function(code)
+            found = self._modules.named_by(code)
         except InvalidArgument:
             raise
         except BaseException as exc:
             return self._raised(exc, code.file, is_import=True)
-        given, named = self._arguments(args, kwargs, memories)
+        if isinstance(found, ModuleType):
+            answer: list[Any] = [frames.MODULE]
+        elif isinstance(found, type):
+            answer = [frames.CLASS, *surface_of(found).to_tree()]
+        elif callable(found):
+            answer = [frames.FUNCTION, is_stream(found)]
+        else:
+            answer = [frames.VALUE, found]
+        return self._returned(answer, code.label)
+
+    def _run(self, client: int, call: list[Any], memories: Memories, stays: int = frames.NOTHING) -> Frame:
+        """`stays`: what of the result does, as an object."""
+        run: Callable[..., Any]
+        match call:
+            case [frames.CALL, tree, args, kwargs, int(level)]:
+                code, is_set = self._known(tree), False
+                self._output.level(level)
+                try:
+                    run = self._modules.function(code)
+                except InvalidArgument:
+                    raise
+                except BaseException as exc:
+                    return self._raised(exc, code.file, is_import=True)
+                label = code.label
+            case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
+                self._output.level(level)
+                held = self._objects.find(client, reference)
+                if held is None:
+                    return Frame([frames.GONE, reference, ""])
+                code, is_set = held.code, how == frames.SET
+                self._modules.enter(code)
+                run = _use_of(held.value, how, name)
+                label = f"{code.label}{'.' * bool(name)}{name}"
+            case _:
+                raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
+        if stays != frames.NOTHING:
+            self._objects.demand_room(client)
         try:
-            result = function(*given, **named)
+            given, named = self._arguments(client, args, kwargs, memories, is_kept=is_set or stays != frames.NOTHING)
+        except values.NotHeld as exc:
+            return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
+        if call[0] == frames.USE:
+            demand_use(how, name, len(given))
+        try:
+            result = run(*given, **named)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             return self._raised(exc, code.file)
         del given, named
-        return self._returned(result, f"{code.module}.{code.qualname}")
+        if stays == frames.ALL or (stays == frames.OWN and self._is_own(result, code)):
+            node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
+            return Frame([frames.RETURNED, node, self._output.take()])
+        return self._returned(result, label)
 
-    def _make(self, client: int, code: Code, args: Any, kwargs: Any, memories: Memories) -> Frame:
-        self._objects.demand_room(client)
+    def _next(self, client: int, reference: Any) -> Frame:
+        """An item in a list, or an empty one at the end. What has ended or raised is let go of."""
+        held = self._objects.find(client, reference)
+        if held is None:
+            return Frame([frames.GONE, reference, ""])
+        if not hasattr(type(held.value), "__next__"):
+            raise ProtocolError(f"{values.described(held.value)} is no iterator")
+        self._modules.enter(held.code)
         try:
-            cls = self._modules.function(code)
-        except InvalidArgument:
-            raise
-        except BaseException as exc:
-            return self._raised(exc, code.file, is_import=True)
-        given, named = self._arguments(args, kwargs, memories, is_kept=True)
-        try:
-            value = cls(*given, **named)
-        except BaseException as exc:
-            return self._raised(exc, code.file)
-        return self._returned(self._objects.add(client, Held(value, code)), code.qualname)
+            items = [next(held.value)]
+        except StopIteration:
+            self._objects.release(client, reference)
+            items = []
+        except BaseException as exc:  # as of a call
+            self._objects.release(client, reference)
+            return self._raised(exc, held.code.file)
+        payload = Payload()
+        tree = [values.LIST, *(self._encoded(item, "item", held.code.label, payload) for item in items)]
+        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
 
-    def _use(self, held: Held, how: int, name: str, args: Any, kwargs: Any, memories: Memories) -> Frame:
-        code = held.code
-        self._modules.enter(code)
-        given, named = self._arguments(args, kwargs, memories, is_kept=how == frames.SET)
-        try:
-            result = use(held.value, how, name, given, named)
-        except ProtocolError:
-            raise
-        except BaseException as exc:
-            return self._raised(exc, code.file)
-        del given, named
-        return self._returned(result, f"{code.module}.{code.qualname}.{name}")
+    def _let_go(self, several: list[Held | None]) -> None:
+        """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
+        while several:
+            held = several.pop()
+            if held is not None and isinstance(held.value, GeneratorType):
+                self._modules.enter(held.code)
+            del held
+
+    def _is_own(self, result: Any, code: Code) -> bool:
+        """Whether it is an object of the class that the called method is of."""
+        owner = self._modules.named_by(code.of(code.qualname.rpartition(".")[0]))
+        return isinstance(owner, type) and isinstance(result, owner)
 
     def _arguments(
-        self, args: Any, kwargs: Any, memories: Memories, *, is_kept: bool = False
+        self, client: int, args: Any, kwargs: Any, memories: Memories, *, is_kept: bool = False
     ) -> tuple[list[Any], dict[str, Any]]:
-        """`is_kept`: an object may keep them, so that arrays are copies."""
+        """`is_kept`: an object may keep them, so that arrays are copies. Raises NotHeld where an object among them is
+        not here."""
 
         def get(node: list[Any]) -> Any:
             found = self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
             return (found.clone() if node[0] == "torch" else found.copy()) if is_kept else found
 
-        given = values.decode(args, get, self._modules.named, "args")
-        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs")
+        def find(node: list[Any]) -> Any:
+            held = self._objects.find(client, node)
+            if held is None:
+                raise values.NotHeld("the object is lost", reference=node)
+            return held.value
+
+        given = values.decode(args, get, self._modules.named, "args", find)
+        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs", find)
         if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):
             raise ProtocolError("arguments are a list and a dict")
         return given, named
@@ -220,11 +282,23 @@ class Functions:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
         payload = Payload()
+        tree = self._encoded(result, "result", label, payload)
+        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+    def _encoded(self, value: Any, root: str, label: str, payload: Payload) -> Any:
         try:
-            tree = values.encode(result, lambda value: self._arrays.put(value, payload), "result")
+            return values.encode(value, lambda part: self._arrays.put(part, payload), root)
         except InvalidArgument as exc:
             raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
-        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+
+def _is_above(frame: str, file: str) -> bool:
+    """Whether a frame's file is ours, above the function's. What a module of the environment has is of many files."""
+    return frame != file if file else frame.startswith((_OURS, "<frozen importlib")) or frame == importlib.__file__
+
+
+def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:
+    return lambda *given, **named: use(value, how, name, list(given), named)
 
 
 def _renamed(tree: Any) -> Any:

@@ -1,5 +1,5 @@
-"""`layerzero` as users' modules find it in a worker: `lz.env` and `lz.isolated` do nothing there, and nothing else is
-there to be called."""
+"""`layerzero` as users' modules find it in a worker: `lz.env` and `lz.isolated` do nothing there, `lz.Handle` is a name
+for annotations, what `lz.module` gives cannot be called, and nothing else is there."""
 
 from __future__ import annotations
 
@@ -32,6 +32,25 @@ class _Env:
         return lambda *_, **__: Declared()
 
 
+class Handle:
+    """What a caller has of a result that stays here; functions get the result."""
+
+
+class Elsewhere:
+    """What is another environment's, for its callers."""
+
+    def __init__(self, name: str = "", *_: Any, **__: Any) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Elsewhere:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Elsewhere(f"{self._name}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{self._name} of lz.module is called in a worker, where functions run; import it there")
+
+
 def isolated(*_: Any, **__: Any) -> Any:
     """The function as it is: this is where it runs."""
     return _same
@@ -46,11 +65,13 @@ def install() -> None:
     package = sys.modules["layerzero"]
     if hasattr(package, "_HOME"):
         raise ConfigError("functions run in a worker of their environment; take their backend out of in-process policy")
-    package.env, package.isolated, package.__getattr__ = _Env(), isolated, _missing  # type: ignore[attr-defined,method-assign]
+    package.env, package.isolated, package.Handle = _Env(), isolated, Handle  # type: ignore[attr-defined]
+    package.module = Elsewhere  # type: ignore[attr-defined]
+    package.__getattr__ = _missing  # type: ignore[method-assign]
 
 
 def _missing(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    text = f"layerzero has no {name} in a worker, where functions run; only lz.env and lz.isolated are there"
-    raise AttributeError(text)
+    there = "lz.env, lz.isolated, lz.module and lz.Handle"
+    raise AttributeError(f"layerzero has no {name} in a worker, where functions run; only {there} are there")

@@ -131,6 +131,7 @@ def test_a_class_that_has_no_place_is_refused() -> None:
         ([values.DATACLASS, __name__, "Point", ["x", "y"], 1], InvalidArgument, "has the fields"),
         ([values.DATACLASS, __name__, "resolve", [], 1], InvalidArgument, "is no dataclass here"),
         ([values.DATACLASS, 1], ProtocolError, "no class is named"),
+        ([values.HELD, 1, 2], ProtocolError, "a reference, where none may be"),
     ],
 )
 def test_trees_that_another_process_made_up_are_refused(tree: Any, error: type[Exception], text: str) -> None:
@@ -138,3 +139,25 @@ def test_trees_that_another_process_made_up_are_refused(tree: Any, error: type[E
     with pytest.raises(error, match=text) as refused:
         values.decode([values.LIST, 0, tree], Array, resolve, "v")
     assert str(refused.value).startswith("v[1]: ")
+
+
+class Stands:
+    """For an object that stays on the other side."""
+
+
+def test_objects_that_stay_go_by_reference_and_are_missed_with_their_place() -> None:
+    value = {1: Point(Stands(), 2), "b": [Stands()]}
+    with pytest.raises(InvalidArgument, match=r"^v\[1\]\.x: .*Stands cannot go .* with keep=True a result stays there"):
+        values.encode(value, put, "v")
+    tree = values.encode(value, put, "v", lambda one: [7, 8] if type(one) is Stands else None)
+    found = values.decode(tree, Array, resolve, "v", tuple)
+    assert (found[1].x, found["b"]) == ((7, 8), [(7, 8)])
+
+    def lost(node: list[Any]) -> Any:
+        raise values.NotHeld("lost", reference=node)
+
+    for part, place in ((value, "v[1].x"), ({"b": value["b"]}, "v['b'][0]")):
+        tree = values.encode(part, put, "v", lambda one: [7, 8] if type(one) is Stands else None)
+        with pytest.raises(values.NotHeld) as missed:
+            values.decode(tree, Array, resolve, "v", lost)
+        assert (missed.value.message, missed.value.facts["reference"]) == (f"{place}: lost", [7, 8])

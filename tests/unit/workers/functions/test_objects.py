@@ -9,7 +9,7 @@ import pytest
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
-from layerzero.workers.functions.objects import MAX_OBJECTS, Held, Objects, use
+from layerzero.workers.functions.objects import MAX_OBJECTS, Held, Objects, demand_use
 
 CODE = Code("shop", "Cart", "/srv/shop.py", "0" * 64, "/srv", is_main=False)
 
@@ -43,9 +43,10 @@ def test_what_is_no_reference_is_said_to_be_none(reference: Any) -> None:
         (frames.GET, "__call__"),
         (frames.SET, "_hidden"),
         (frames.SET, "shown"),  # to nothing
-        (3, "shown"),
+        (4, "shown"),
+        (frames.ITSELF, "_hidden"),
     ],
 )
 def test_what_is_private_or_no_use_is_refused(how: int, name: str) -> None:
     with pytest.raises(ProtocolError):
-        use(object(), how, name, [], {})
+        demand_use(how, name, 0)

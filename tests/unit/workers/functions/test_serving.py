@@ -62,13 +62,17 @@ def test_what_is_kept_for_a_client_goes_with_it(served: Functions) -> None:
 def test_an_object_is_its_clients_alone_and_goes_with_it(served: Functions) -> None:
     """Here it is a text; a reference of another client, or of another start of the worker, finds nothing."""
     nothing = [[values.LIST], [values.DICT], 30]
-    _, (_, nonce, number), _ = send(served, 1, [frames.MAKE, CODE, *nothing])
+    hold = [frames.HOLD, [frames.CALL, CODE, *nothing], frames.ALL]
+    _, (tag, nonce, number, kind), _ = send(served, 1, hold)
+    assert (tag, kind) == (values.HELD, "str")
     use = [frames.METHOD, "upper", *nothing]
     assert send(served, 1, [frames.USE, [nonce, number], *use], 8192)[:2] == [frames.RETURNED, LONG.upper()]
     for client, reference in ((2, [nonce, number]), (1, [nonce ^ 1, number]), (1, [nonce, number ^ 1])):
         assert send(served, client, [frames.RELEASE, [reference]])[0] == frames.RETURNED
-        assert send(served, client, [frames.USE, reference, *use]) == [frames.GONE]
+        assert send(served, client, [frames.USE, reference, *use]) == [frames.GONE, reference, ""]
+        call = [frames.CALL, CODE, [values.LIST, [values.HELD, *reference]], [values.DICT], 30]
+        assert send(served, client, call) == [frames.GONE, reference, "args[0]: the object is lost"]
     assert send(served, 1, [frames.USE, [nonce, number], frames.METHOD, "__class__", *nothing])[0] == frames.REFUSED
-    assert send(served, 1, [frames.USE, [nonce, number], 3, "upper", *nothing])[0] == frames.REFUSED
+    assert send(served, 1, [frames.USE, [nonce, number], 4, "upper", *nothing])[0] == frames.REFUSED
     served.forget(1)
-    assert send(served, 1, [frames.USE, [nonce, number], *use]) == [frames.GONE]
+    assert send(served, 1, [frames.USE, [nonce, number], *use])[0] == frames.GONE

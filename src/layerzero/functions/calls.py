@@ -1,0 +1,345 @@
+"""Calls of functions and objects in environments of their own: attempts, futures, reports."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.facade import default_session
+from layerzero.client.facade.running import Future as Sent
+from layerzero.client.facade.running import handler
+from layerzero.client.session.session import Session
+from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, ObjectLost
+from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.held import Hold
+from layerzero.ipc.errors import (
+    BackendError,
+    DeadlineExceeded,
+    InvalidArgument,
+    LayerZeroError,
+    NoBackend,
+    NotConnected,
+    RemoteError,
+)
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Frame, Reference
+from layerzero.ipc.vocabulary.ops import FUNCTION
+
+MAX_REBUILDS = 3  # in one call
+
+# What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
+_FINAL = (RemoteError, InvalidArgument, NotConnected)
+
+
+@dataclass(frozen=True)
+class Options:
+    timeout_s: float | None = None
+    fallback: Callable[..., Any] | None = None
+    idempotent: bool = False
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class FunctionReport:
+    """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
+    where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
+    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay. `selection`: the broker's report of
+    the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and constructed again."""
+
+    function: str
+    env: str
+    served_by: str
+    attempts: int
+    failures: tuple[str, ...]
+    copies: tuple[Copy, ...]
+    uncopied_bytes: int
+    elapsed_us: float
+    selection: SelectionReport | None = None
+    is_rebuilt: bool = False
+
+    def __str__(self) -> str:
+        copied = sum(copy.nbytes for copy in self.copies)
+        lines = [
+            f"{self.function} in {self.env}: {f'served by {self.served_by}' if self.served_by else 'failed'}, "
+            f"{self.elapsed_us:,.0f} us, {self.uncopied_bytes:,} bytes of arrays uncopied, {copied:,} copied"
+        ]
+        lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes ({copy.where}): {copy.reason}" for copy in self.copies]
+        lines += [f"  failed: {text}" for text in self.failures]
+        lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
+        return "\n".join(lines)
+
+
+class Owner(Protocol):
+    """What calls belong to: a function, or the class of objects."""
+
+    _env: FunctionEnv
+    _tree: list[Any]  # of frames.Code
+    _room: int  # bytes for an answer, by the largest one so far
+    _last: threading.local
+    _options: Options
+
+    @property
+    def _label(self) -> str: ...
+
+
+Wrap: TypeAlias = Callable[[Owner, Hold], Any]
+"""What stands here for a result that stays in the worker."""
+
+
+class Call:
+    """One call on its way: attempts, then the fallback. `given`: None to load the module alone. `wrap`: of
+    what stays there it makes what the caller gets; `stays`: that is all of the result, or objects of the class."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        given: Arguments | None,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        label: str = "",
+        wrap: Wrap | None = None,
+        stays: int = frames.ALL,
+    ) -> None:
+        self.label = label or owner._label
+        self.owner, self.given, self.args, self.kwargs, self.options = owner, given, args, kwargs, options
+        self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
+        self._served_by, self._uncopied_bytes = "", 0
+        self._record: Any = None
+        self._session: Session = default_session.session()
+        if handler.get() is not None:  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
+            text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
+            raise InvalidArgument(text)
+        self._failures: list[str] = []
+        self._attempts = 0
+        self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
+        self._loan: Loan | None = None  # of the object that is called
+        self._rebuilds = 0
+        self._has_repeated = self._is_taught = False
+        self._sent: Sent | None = None
+        self._exchange: Exchange | None = None
+
+    def send(self) -> None:
+        """For a future; what fails at once fails in `finish`."""
+        request = self._request()
+        self._sent = Sent(self._session, FUNCTION, self._session.submit(request))
+
+    @property
+    def sent(self) -> Sent | None:
+        return self._sent
+
+    def finish(self, timeout: float | None = None) -> Any:
+        """The function's result. Raises TimeoutError where it is not there after `timeout` seconds."""
+        owner = self.owner
+        while True:
+            try:
+                answer = self._answer(timeout)
+                error = answer.error
+            except TimeoutError:
+                raise
+            except LayerZeroError as exc:
+                if self._has_taught(exc):
+                    continue
+                error = self._understood(exc)
+            if error is None:
+                wrap = self._wrap
+                self._note(owner._env.backend)
+                return answer.value if wrap is None else self._wrapped(wrap, answer.value)
+            self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
+            if not self._may_repeat(error):
+                return self._fall_back(error)
+
+    def _wrapped(self, wrap: Wrap, value: Any) -> Any:
+        where = self.owner._env
+        if not isinstance(value, Reference):  # another result of a method of a class
+            return value
+        return wrap(self.owner, Hold(self._session, where.backend, where.name, value))
+
+    def _answer(self, timeout: float | None) -> Answer:
+        sent = self._sent
+        if sent is not None:
+            found = sent.result(timeout)
+            self._sent = None
+        else:
+            found = self._session.run(self._request())
+        assert isinstance(found, Answer)
+        exchange, owner = self._exchange, self.owner
+        if exchange is not None and exchange.answer_bytes > owner._room:
+            owner._room = exchange.answer_bytes + exchange.answer_bytes // 8
+        return found
+
+    def _request(self) -> Any:
+        owner, given = self.owner, self.given
+        self._attempts += 1
+        where = owner._env
+        self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name, self._stays)
+        if given is None:
+            return exchange.request(Frame([frames.LOAD, owner._tree]), timeout_s=self.options.timeout_s)
+        if self._stays != frames.NOTHING:
+            given.note_kept("what stays there may refer to it")
+        return exchange.request(
+            self._frame(given),
+            given.lent,
+            room=owner._room,
+            timeout_s=self.options.timeout_s,
+            copies=list(given.copies),
+            keep=(given.keep, self._loan),
+        )
+
+    def _frame(self, given: Arguments) -> Frame:
+        return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
+
+    def _has_taught(self, error: LayerZeroError) -> bool:
+        """Whether the broker did not know the environment, and does now: nothing has begun."""
+        if self._is_taught or not isinstance(error, (InvalidArgument, NoBackend)):
+            return False
+        self._is_taught = self.owner._env.is_learned(self._session.ask)
+        self._sent = None
+        return self._is_taught
+
+    def _understood(self, error: LayerZeroError) -> LayerZeroError:
+        """The error with the function's name, and what to do about it."""
+        where = self.owner._env
+        if isinstance(error, (InvalidArgument, NoBackend)):
+            return where.explain_failure(error, self._session.ask)
+        if isinstance(error, BackendError):
+            said = f"{self.label} in {where.name}: {error.message}"
+            if not isinstance(error, DeadlineExceeded):
+                said += "; it may have run in part" + (
+                    "" if self.options.idempotent else ": idempotent=True lets such a call run once more"
+                )
+            error.message, error.args = said, (said,)
+        return error
+
+    def _may_repeat(self, error: LayerZeroError) -> bool:
+        """Once more, on a new worker: after a death that is not its own deadline's."""
+        if isinstance(error, ObjectLost):
+            return self._rebuild(error)
+        is_death = isinstance(error, BackendError) and not isinstance(error, DeadlineExceeded)
+        if not (is_death and self.options.idempotent and not self._has_repeated):
+            return False
+        self._sent, self._has_repeated = None, True
+        return True
+
+    def _rebuild(self, error: ObjectLost) -> bool:
+        """Whether an object that was found lost was constructed again: nothing of the call has begun."""
+        given = self.given
+        if given is None or self._rebuilds == MAX_REBUILDS:
+            return False
+        loans = given.loans if self._loan is None else [self._loan, *given.loans]
+        lost = next((loan for loan in loans if loan.reference.place == error.reference.place), None)
+        try:
+            if lost is None or not lost.rebuild():
+                return False
+            self._rebuilds += 1
+            if given.loans:
+                self.given = Arguments(self.args, self.kwargs, self.owner._env.backend)
+        except LayerZeroError:
+            self._note("")
+            raise
+        return True
+
+    def _fall_back(self, error: LayerZeroError) -> Any:
+        fallback = self.options.fallback
+        self._sent = None
+        if fallback is None or self.given is None or isinstance(error, _FINAL):
+            self._note("")
+            raise error
+        self._attempts += 1
+        name = getattr(fallback, "__qualname__", repr(fallback))
+        value = fallback(*self.args, **self.kwargs)
+        self._note(f"fallback {name}")
+        return value
+
+    def _note(self, served_by: str) -> None:
+        """It has ended: what a report is made of, without the arguments."""
+        given = self.given
+        self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
+        self._uncopied_bytes = 0 if given is None else given.uncopied_bytes
+        if served_by == self.owner._env.backend:
+            self._record = self._session.last_record
+        self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
+        self._wrap = None
+        self.owner._last.call = self
+
+    @property
+    def report(self) -> FunctionReport | None:
+        """None until it has ended."""
+        if not self._ended_ns:
+            return None
+        owner = self.owner
+        selection = self._session.report_of(self._record)
+        return FunctionReport(
+            self.label,
+            owner._env.name,
+            self._served_by,
+            self._attempts,
+            tuple(self._failures),
+            () if selection is None else selection.copies,
+            self._uncopied_bytes,
+            (self._ended_ns - self._start_ns) / 1e3,
+            selection,
+            self._rebuilds > 0,
+        )
+
+
+class FunctionFuture:
+    """A submitted call of a function: `result()` waits; it can be awaited too."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+        self._is_done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """True when `result()` would not wait for the environment. A retry or a fallback runs in `result()`."""
+        sent = self._call.sent
+        return self._is_done or sent is None or sent.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The function's result. Raises as a call does, and TimeoutError when it is not there after `timeout` seconds:
+        the call goes on then."""
+        with self._lock:
+            if not self._is_done:
+                try:
+                    self._value = self._call.finish(timeout)
+                except TimeoutError:
+                    raise
+                except Exception as exc:
+                    self._error = exc
+                self._is_done = True
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    @property
+    def report(self) -> FunctionReport | None:
+        """As Isolated.last_report, of this call; None until its result was taken."""
+        return self._call.report
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.result).__await__()
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "answered" if not self._is_done else "done"
+        return f"<lz.FunctionFuture of {self._call.label}: {state}>"
+
+
+def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
+    unknown = given.keys() - Options.__dataclass_fields__.keys()
+    if unknown:
+        known = ", ".join(Options.__dataclass_fields__)
+        raise InvalidArgument(f"lz.isolated has no option {min(unknown)}; allowed: {known}")
+    made = make(*args, **given)
+    if made.fallback is not None and not callable(made.fallback):
+        raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
+    if type(made.keep) is not bool:
+        raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
+    return made

@@ -1,0 +1,71 @@
+"""lz.Handle: a result that stays in its environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from layerzero.functions.calling import Inside
+from layerzero.functions.calls import Options, Owner
+from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.streams import Stream, iterate
+from layerzero.functions.use import Use
+from layerzero.ipc.functions import frames
+
+
+class Handle(Inside):
+    """A result that stays in its environment's worker: what a function or a method returns with `keep=True`. It is an
+    argument of functions and methods of that environment, which get the result itself.
+
+    It is released by `close()`, when it is collected, and when the program ends; it is lost when its worker ends. It
+    belongs to its process: it cannot be copied or pickled.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "_stay", "_type")
+
+    def __init__(self, owner: Owner, hold: Hold) -> None:
+        self._owner, self._type = owner, hold.reference.type
+        self._stay = Stay(f"{owner._label}'s {self._type}", owner._env)
+        self._stay.take(hold)
+
+    @property
+    def type(self) -> str:
+        """The name of the result's type there, such as "torch.Tensor"."""
+        return self._type
+
+    def fetch(self) -> Any:
+        """The result itself, as the function would have returned it. Raises InvalidArgument where it cannot cross, and
+        as a call does."""
+        options = replace(_plain, timeout_s=self._timeout_s)
+        return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, options).finish()
+
+    def __iter__(self) -> Stream:
+        """The items of what can be iterated over there, one by one. Raises as a call does."""
+        return iterate(self._stay, self._owner)
+
+    def close(self) -> None:
+        """Let go of the result in the worker; calls that it was given to have it until they end. A second time does
+        nothing."""
+        self._stay.close(self._timeout_s)
+
+    @property
+    def _timeout_s(self) -> float | None:
+        return self._owner._options.timeout_s
+
+    def _lz_lend(self, backend: str) -> Lent:
+        return self._stay.lend_to(backend)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} cannot be copied or pickled: its result is in another process")
+
+    def __repr__(self) -> str:
+        return f"<lz.Handle of a {self._type} in {self._owner._env.backend}{', closed' * self._stay.is_closed}>"
+
+
+_plain = Options(idempotent=True)  # nothing runs

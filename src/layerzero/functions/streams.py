@@ -1,0 +1,121 @@
+"""Results one by one: of generators, and of what can be iterated over in an environment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+from typing import Any
+
+from layerzero.functions.calling import Arguments, ObjectLost
+from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.held import Hold, Stay
+from layerzero.functions.use import Use
+from layerzero.ipc.errors import BackendError, RemoteError
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Frame
+
+_root_logger = logging.getLogger()
+
+
+class Stream:
+    """An iterator whose items are made in an environment, one ahead of what was taken; `async for` has them, too.
+
+    `timeout_s` of its function or method holds for each item. It is closed there by `close()`, when it ends or raises,
+    when it is collected, and when the program ends. Threads may share it.
+    """
+
+    def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
+        self._owner, self._label = owner, label
+        self._options = replace(options, idempotent=False, fallback=None, keep=False)
+        self._stay = Stay(label, owner._env)
+        self._stay.take(hold)
+        self._lock = threading.Lock()
+        self._ahead: _Next | None = None
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Any:
+        """The next item. Raises as a call of a function does; it has ended then."""
+        found = self._take()
+        if not found:
+            raise StopIteration
+        return found[0]
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Any:
+        """As `next`, in a thread."""
+        found = await asyncio.to_thread(self._take)
+        if not found:
+            raise StopAsyncIteration
+        return found[0]
+
+    def close(self) -> None:
+        """Close it there: its `finally` and `with` blocks run, after the item that it is at. A second time does
+        nothing."""
+        self._ahead = None
+        self._stay.close(self._options.timeout_s)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self) -> list[Any]:
+        """The next item in a list; an empty one at the end."""
+        with self._lock:
+            if self._stay.is_closed:
+                return []
+            call = self._ahead or self._next()
+            try:
+                found = call.finish()
+                if not (isinstance(found, list) and len(found) <= 1):
+                    text = f"{self._label}: its worker's answer is no item: {found!r:.100}"
+                    raise BackendError(text, backend=self._owner._env.backend)
+            except BaseException as exc:
+                is_gone = isinstance(exc, (RemoteError, ObjectLost))
+                (self._stay.lose if is_gone else self._stay.drop)()
+                raise
+            finally:
+                self._ahead = None
+            if not found:
+                self._stay.lose()
+            elif not self._stay.is_closed:
+                self._ahead = self._next()
+                self._ahead.send()
+            return found
+
+    def _next(self) -> _Next:
+        return _Next(self._owner, self._stay, self._options, self._label)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} cannot be copied or pickled: its items are made in another process")
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._stay.is_closed else ""
+        return f"<lz stream of {self._label} in {self._owner._env.backend}{closed}>"
+
+
+def iterate(stay: Stay, owner: Owner) -> Stream:
+    """Over an object that is there. Raises as a call does."""
+
+    def begun(_: Owner, hold: Hold) -> Stream:
+        return Stream(owner, hold, owner._options, stay.label)
+
+    options = replace(owner._options, fallback=None)
+    found: Stream = Use(stay, owner, frames.METHOD, "__iter__", (), {}, options, begun).finish()
+    return found
+
+
+class _Next(Call):
+    def __init__(self, owner: Owner, stay: Stay, options: Options, label: str) -> None:
+        super().__init__(owner, Arguments((), {}, owner._env.backend), (), {}, options, label)
+        self._reference = stay.lend().reference  # and no loan: it may be released while the item is made
+
+    def _frame(self, given: Arguments) -> Frame:
+        return Frame([frames.NEXT, self._reference.place, _root_logger.level])

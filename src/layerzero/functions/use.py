@@ -1,0 +1,47 @@
+"""Calls of objects that are in an environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.functions.calling import Arguments
+from layerzero.functions.calls import Call, Options, Owner, Wrap
+from layerzero.functions.held import Stay
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Frame
+
+
+class Use(Call):
+    """A call of an object. Raises InvalidArgument once that is closed."""
+
+    def __init__(
+        self,
+        stay: Stay,
+        owner: Owner,
+        how: int,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        wrap: Wrap | None = None,
+    ) -> None:
+        given = Arguments(args, kwargs, owner._env.backend)
+        label = f"{stay.label}.{name}" if name else stay.label
+        super().__init__(owner, given, args, kwargs, options, label, wrap)
+        self._how, self._name = how, name
+        self._stay: Stay | None = stay
+
+    def _frame(self, given: Arguments) -> Frame:
+        if self._how == frames.SET:
+            given.note_kept("an object may keep what it is given")
+        assert self._loan is not None
+        return given.frame(frames.USE, self._loan.reference.place, self._how, self._name, stays=self._stays)
+
+    def _request(self) -> Any:
+        assert self._stay is not None
+        self._loan = self._stay.lend()
+        return super()._request()
+
+    def _note(self, served_by: str) -> None:
+        super()._note(served_by)
+        self._stay = None  # the report of a call keeps no object alive
