@@ -7,14 +7,15 @@ does."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowADInplaceOrView, _AutoDispatchBelowAutograd
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 from torch.library import Library, register_vmap
 
@@ -50,6 +51,48 @@ DETERMINISTIC = overlay.Overlay.of(
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
+def _plain_keys() -> frozenset[int]:
+    """As numbers, the sets of dispatch keys of a call that nobody but autograd has a part in: no mode of dispatch, no
+    transform of torch.func, no functionalization, no subclass that dispatches, no lazy negation or conjugation."""
+    found = set()
+    for device in ("CPU", "CUDA"):
+        keys = DispatchKeySet(getattr(DispatchKey, device)).add(getattr(DispatchKey, f"Autograd{device}"))
+        found |= {keys.raw_repr(), keys.add(DispatchKey.ADInplaceOrView).raw_repr()}
+    return frozenset(found)
+
+
+PLAIN = _plain_keys()
+# What a thread includes in every call: outside of all modes and transforms, and the same in inference mode.
+OUTSIDE = frozenset(
+    keys.raw_repr()
+    for keys in (
+        DispatchKeySet(DispatchKey.BackendSelect),
+        DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView),
+    )
+)
+KERNELS: dict[int, Callable[..., Any]] = {}
+"""What an op does below autograd, by the id of the op, which lives as long as LIBRARY: to hash one takes longer."""
+
+
+def is_alone(args: Sequence[Any]) -> bool:
+    """Whether a call of plain tensors concerns nobody else of torch's: no gradients, autocast, mode of dispatch or of
+    functions, transform, tracing or profiler. One of KERNELS may then be called in place of its op."""
+    return (
+        _included().raw_repr() in OUTSIDE
+        and not (_is_grad_on() and _any_needs_grad(*args))
+        and not _is_autocast()
+        and not _function_modes()
+        and not profiler._is_profiler_enabled
+    )
+
+
+_included = torch._C._dispatch_tls_local_include_set
+_is_grad_on: Callable[[], bool] = torch._C.is_grad_enabled
+_any_needs_grad: Callable[..., bool] = torch._C._any_requires_grad
+_is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
 def register(entry: OpEntry, call: Callable[..., Any]) -> None:
     """Define the op, in its functional and its `out` form, by which `call` is reached."""
     compliant = torch.Tag.pt2_compliant_tag
@@ -58,38 +101,32 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
         LIBRARY.define(entry.out_schema, tags=(compliant,))
     packet = getattr(torch.ops.layerzero, entry.name)
     name, op = entry.name, packet.default
-    LIBRARY.impl(name, _kernel(entry, call), "CompositeExplicitAutograd")
+    KERNELS[id(op)] = kernel = _kernel(entry, call)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY._register_fake(name, entry.fake)
     register_vmap(f"layerzero::{name}", entry.batch or batching.refused(name), lib=LIBRARY)
     if entry.autocast is not None:
         for device_type, key in AUTOCAST.items():
             LIBRARY.impl(name, _autocast(entry, op, device_type, key), key.name)
     if entry.mutates:
-        LIBRARY.impl(name, _in_place(entry, op), "Autograd")
-        LIBRARY.impl(name, _counted(entry, op), "ADInplaceOrView")
+        _register_written(entry, name, op, kernel)
         return
-    LIBRARY.impl(name, _differentiable(entry, op), "Autograd")
+    LIBRARY.impl(name, _differentiable(entry, op, kernel), "Autograd", with_keyset=True)
     if entry.results > 1:
         return
     out = f"{name}.out"
-    LIBRARY.impl(out, _out_kernel(entry, call), "CompositeExplicitAutograd")
+    kernel = _out_kernel(entry, call)
+    LIBRARY.impl(out, kernel, "CompositeExplicitAutograd")
     LIBRARY._register_fake(out, _out_fake(entry))
-    LIBRARY.impl(out, _out_autograd(entry, packet.out), "Autograd")
-    LIBRARY.impl(out, _counted(entry, packet.out), "ADInplaceOrView")
+    _register_written(entry, out, packet.out, kernel)
 
 
 def _kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call. Its result is a view of shared memory, which must be nobody's view for autograd, or the program could
-    not change it in place."""
-    by_torch = entry.by_torch
-    call = _repeatable(call)
-    if entry.only_here:
-
-        def reduced(*args: Any, **options: Any) -> Any:
-            with _AutoDispatchBelowADInplaceOrView():
-                return call(*args, **{name: value for name, value in options.items() if name not in entry.only_here})
-
-        return reduced
+    """The call, by kernels that say they are deterministic with torch.use_deterministic_algorithms, also in a compiled
+    graph. Its result is a view of shared memory, which must be nobody's view for autograd, or the program could not
+    change it in place."""
+    by_torch, only_here = entry.by_torch, entry.only_here
+    is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
     def kernel(*args: Any, **options: Any) -> Any:
         with _AutoDispatchBelowADInplaceOrView():
@@ -97,31 +134,33 @@ def _kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
                 found = by_torch(*args, **options)
                 if found is not None:
                     return found
-            return call(*args, **options)
+            if only_here:
+                options = {name: value for name, value in options.items() if name not in only_here}
+            return repeatably(call, *args, **options) if is_deterministic() else call(*args, **options)
 
     return kernel
 
 
-def _repeatable(call: Callable[..., Any]) -> Callable[..., Any]:
-    """With torch.use_deterministic_algorithms by kernels that say they are, also in a compiled graph."""
-
-    def chosen(*args: Any, **options: Any) -> Any:
-        if not torch._C._get_deterministic_algorithms():
-            return call(*args, **options)
-        scope = overlay.Scope(DETERMINISTIC)
-        try:
-            return call(*args, **options)
-        finally:
-            scope.end()
-
-    return chosen
+def repeatably(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The call by kernels that say they are deterministic."""
+    scope = overlay.Scope(DETERMINISTIC)
+    try:
+        return call(*args, **options)
+    finally:
+        scope.end()
 
 
 def _out_kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
-    call = _repeatable(call)
+    only_here = entry.only_here
 
-    def kernel(*args: Any, out: Tensor, **options: Any) -> None:
-        call(*args, out=out, **{name: value for name, value in options.items() if name not in entry.only_here})
+    def kernel(*args: Any, **options: Any) -> None:
+        if only_here:
+            options = {name: value for name, value in options.items() if name not in only_here}
+        with _AutoDispatchBelowADInplaceOrView():
+            if torch._C._get_deterministic_algorithms():
+                repeatably(call, *args, **options)
+            else:
+                call(*args, **options)
 
     return kernel
 
@@ -147,27 +186,37 @@ def _out_fake(entry: OpEntry) -> Callable[..., Any]:
 # --- gradients ---------------------------------------------------------------------------------------------------
 
 
-def _differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
-    names, defaults, tensors = _arguments(op)
-    function = _function(entry, op, names, defaults, tensors)
-    apply = function.apply
+# A kernel at Autograd is reached first. Where keys are plain it does what all below it would do, and calls at once:
+# each further way through the dispatcher costs as much as this whole kernel.
+
+
+def _differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    function = _function(entry, op)
+    # Without what torch.autograd.Function.apply does for torch.func alone.
+    apply = super(torch.autograd.Function, function).apply
     by_torch = entry.by_torch
 
-    def kernel(*args: Any, **options: Any) -> Any:
+    def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         if by_torch is not None:
             found = by_torch(*args, **options)
             if found is not None:
                 return found
         if forward_ad._current_level >= 0:
             _refuse_tangents(entry.name, args)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            if _is_functorch():
-                from torch._functorch.autograd_function import enable_single_level_autograd_function
+        is_wanted = _is_grad_on() and _any_needs_grad(*args)
+        if keys.raw_repr() in PLAIN:
+            return apply(run, options, *args) if is_wanted else run(*args, **options)
+        if not is_wanted:
+            return below(*args, **options)
+        if _is_functorch():
+            from torch._functorch.autograd_function import enable_single_level_autograd_function
 
-                # The dispatcher has brought us to one level of torch.func.grad; torch's own ops do no more there.
-                with enable_single_level_autograd_function():
-                    return super(torch.autograd.Function, function).apply(options, *args)
-            return apply(options, *args)
+            # The dispatcher has brought us to one level of torch.func.grad; torch's own ops do no more there.
+            with enable_single_level_autograd_function():
+                return apply(below, options, *args)
+        return function.apply(below, options, *args)
+
+    def below(*args: Any, **options: Any) -> Any:
         with _AutoDispatchBelowAutograd():
             return op(*args, **options)
 
@@ -177,35 +226,57 @@ def _differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
 _is_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def _function(
-    entry: OpEntry, op: Any, names: Sequence[str], defaults: Mapping[str, Any], tensors: frozenset[str]
-) -> type[torch.autograd.Function]:
-    """What autograd knows of an op. Its first argument has those that are given by name only."""
-    formula, saves, name = entry.formula, entry.saves, entry.name
+class _Kept(NamedTuple):
+    """What is kept of calls with the same arguments in need of gradients. Numbers are of arguments by position.
 
-    def forward(ctx: Any, options: Mapping[str, Any], *args: Any) -> Any:
-        given = dict(zip(names, args, strict=False))  # the dispatcher leaves out what has its default
+    `saved`: names and numbers of tensors, OUT and ALSO for results; `tensors` and `others`: of the arguments that were
+    given, those that are tensors and those that are not."""
+
+    needed: frozenset[str]
+    saved: tuple[tuple[str, int], ...]
+    tensors: tuple[tuple[str, int], ...]
+    others: tuple[tuple[str, int], ...]
+
+
+OUT, ALSO = -1, -2
+FIRST = 2  # arguments of `apply` that are not those of the op
+
+
+def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
+    """What autograd knows of an op. Its first arguments: what computes the result, and those given by name only."""
+    formula, name = entry.formula, entry.name
+    names, defaults, tensors = _arguments(op)
+
+    @functools.cache
+    def kept_of(needs: tuple[bool, ...]) -> _Kept:
+        """`needs`: for each argument of `apply`. The dispatcher leaves out what has its default."""
+        given = {arg: n for n, arg in enumerate(names[: len(needs) - FIRST])}
+        needed = frozenset(arg for arg, n in given.items() if needs[n + FIRST])
+        numbers = {**given, "out": OUT, **({entry.also_saved: ALSO} if entry.also_saved else {})}
+        saved = tuple(
+            (arg, numbers[arg])
+            for arg, readers in entry.saves.items()
+            if arg in numbers and (not readers or readers & needed)
+        )
+        beside = tuple((arg, n) for arg, n in given.items() if arg not in tensors)
+        return _Kept(needed, saved, tuple((arg, n) for arg, n in given.items() if arg in tensors), beside)
+
+    def forward(ctx: Any, run: Callable[..., Any], options: Mapping[str, Any], *args: Any) -> Any:
         also = None
-        # Levels of torch.func that lie outside build a graph of their own, for which this one's forward has no_grad.
-        with torch.enable_grad() if _is_functorch() else contextlib.nullcontext():
+        if _is_functorch():
+            # Levels of torch.func that lie outside build a graph of their own, for which this one's forward has
+            # no_grad.
+            with torch.enable_grad():
+                out = run(*args, **options)
+        elif entry.with_gradients:
             with _AutoDispatchBelowAutograd():
-                if entry.with_gradients and not _is_functorch():
-                    out, also = _in_place_of(entry, given, options)
-                else:
-                    out = op(*args, **options)
-        needed = {arg for arg, needs in zip(names, ctx.needs_input_grad[1:], strict=False) if needs}
-        kept = {
-            arg: out if arg == "out" else also if arg == entry.also_saved else given.get(arg)
-            for arg, readers in saves.items()
-            if not readers or readers & needed
-        }
-        kept = {arg: tensor for arg, tensor in kept.items() if tensor is not None}
-        ctx.save_for_backward(*kept.values())
-        ctx.kept = tuple(kept)
-        ctx.values = {**defaults, **options, **{arg: value for arg, value in given.items() if arg not in tensors}}
-        ctx.sizes = {arg: value.shape for arg, value in given.items() if arg in tensors and value is not None}
-        ctx.count = len(args)
-        ctx.watcher = watcher.get()
+                out, also = _in_place_of(entry, dict(zip(names, args, strict=False)), options)
+        else:
+            out = run(*args, **options)
+        kept = kept_of(ctx.needs_input_grad)
+        ctx.save_for_backward(*[out if n == OUT else also if n == ALSO else args[n] for _, n in kept.saved])
+        shapes = [None if args[n] is None else args[n].shape for _, n in kept.tensors]
+        ctx.made = kept, options, shapes, [args[n] for _, n in kept.others], watcher.get()
         return out
 
     def backward(ctx: Any, *results: Tensor) -> tuple[Any, ...]:
@@ -214,24 +285,30 @@ def _function(
                 f"layerzero::{name} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
                 "requires gradients"
             )
-        needs = frozenset(arg for arg, is_needed in zip(names, ctx.needs_input_grad[1:], strict=False) if is_needed)
-        saved = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-        call = Call({**ctx.values, **saved}, ctx.sizes, needs)
+        kept, options, shapes, others, seer = ctx.made
+        saved = {arg: one for (arg, _), one in zip(kept.saved, ctx.saved_tensors, strict=True) if one is not None}
+        values = {**defaults, **options, **saved}
+        values |= {arg: value for (arg, _), value in zip(kept.others, others, strict=True)}
+        sizes = {arg: shape for (arg, _), shape in zip(kept.tensors, shapes, strict=True) if shape is not None}
+        call = Call(values, sizes, kept.needed)
         (grad,) = results
-        is_plain = not _is_functorch() and ctx.watcher is None
-        with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
-            with contextlib.nullcontext() if ctx.watcher is None else ctx.watcher.policy():
-                found = formula(grad, call)
-        if ctx.watcher is not None and entry.backward:
+        is_plain = seer is None and not _is_functorch()
+        if is_plain and not torch.is_grad_enabled():
+            found = formula(grad, call)
+        else:
+            with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates it
+                with contextlib.nullcontext() if seer is None else seer.policy():
+                    found = formula(grad, call)
+        if seer is not None and entry.backward:
             if thread.why:
-                ctx.watcher.left(entry.backward, thread.why)
+                seer.left(entry.backward, thread.why)
             else:
-                ctx.watcher.took(entry.backward)
-        grads = {arg: found[arg] for arg in names if arg in needs and found.get(arg) is not None}
+                seer.took(entry.backward)
+        grads = {arg: one for arg, one in found.items() if arg in kept.needed and one is not None}
         if is_plain and torch.is_grad_enabled():
             once = _Once.apply(name, len(grads), *grads.values(), grad, *saved.values())
             grads = dict(zip(grads, once, strict=True))
-        return (None, *(grads.get(arg) for arg in names[: ctx.count]))
+        return (None, None, *[grads.get(arg) for arg in names[: len(ctx.needs_input_grad) - FIRST]])
 
     return type(
         f"layerzero_{name}",
@@ -273,44 +350,39 @@ def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
             )
 
 
-def _in_place(entry: OpEntry, op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **options: Any) -> Any:
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            raise lz.InvalidArgument(
-                f"layerzero::{entry.name} changes its arguments and has no gradient; call it under torch.no_grad(), or "
-                "pass .detach() of what requires gradients"
-            )
-        with _AutoDispatchBelowAutograd():
-            return op(*args, **options)
-
-    return kernel
-
-
-def _out_autograd(entry: OpEntry, op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **options: Any) -> Any:
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args, **options):
-            raise lz.InvalidArgument(
-                f"layerzero::{entry.name} with out= has no gradient, as in torch; leave out= out, or call it under "
-                "torch.no_grad()"
-            )
-        with _AutoDispatchBelowAutograd():
-            return op(*args, **options)
-
-    return kernel
-
-
-def _counted(entry: OpEntry, op: Any) -> Callable[..., Any]:
-    """Autograd finds out by a tensor's version whether it was changed after it was saved."""
+def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any]) -> None:
+    """What an op that writes into its arguments does at Autograd, where it is refused, and below: autograd finds out by
+    a tensor's version whether it was changed after it was saved."""
     names, _, _ = _arguments(op)
     written = [arg.name for arg in op._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    refused = (
+        f"layerzero::{entry.name} changes its arguments and has no gradient; call it under torch.no_grad(), or pass "
+        ".detach() of what requires gradients"
+        if entry.mutates
+        else f"layerzero::{entry.name} with out= has no gradient, as in torch; leave out= out, or call it under "
+        "torch.no_grad()"
+    )
 
-    def kernel(*args: Any, **options: Any) -> Any:
+    def count(args: Sequence[Any], options: Mapping[str, Any]) -> None:
         given = {**dict(zip(names, args, strict=False)), **options}
         increment_version([given[name] for name in written])
+
+    def differentiable(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if _is_grad_on() and _any_needs_grad(*args, **options):
+            raise lz.InvalidArgument(refused)
+        if keys.raw_repr() in PLAIN:
+            count(args, options)
+            return run(*args, **options)
+        with _AutoDispatchBelowAutograd():
+            return op(*args, **options)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        count(args, options)
         with _AutoDispatchBelowADInplaceOrView():
             return op(*args, **options)
 
-    return kernel
+    LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, counted, "ADInplaceOrView")
 
 
 def _arguments(op: Any) -> tuple[tuple[str, ...], dict[str, Any], frozenset[str]]:

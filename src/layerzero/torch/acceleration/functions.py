@@ -203,11 +203,12 @@ def _key_sets() -> dict[int, str]:
 
 
 KEY_SETS = _key_sets()
+_functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 def unfit(given: Sequence[Any], op: str) -> str | None:
     """Why the tensors of a call stay with torch; None where they do not. For calls that run now."""
-    if torch._C._functorch.maybe_current_level() is not None:
+    if _functorch_level() is not None:
         return "inside of a torch.func transform"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
@@ -225,7 +226,7 @@ def unfit(given: Sequence[Any], op: str) -> str | None:
         place = KEY_SETS.get(_dispatch_keys(one).raw_repr())
         if place is None:
             return f"a tensor that is not plain: {one.layout}, {one.device.type}"
-        needs_grad = needs_grad or one.requires_grad
+        needs_grad |= one.requires_grad
         if not one.numel():
             return "a tensor without elements"
         its = one.dtype

@@ -21,7 +21,7 @@ from layerzero.client.session import in_process
 from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
 from layerzero.torch.acceleration.tally import Tally
-from layerzero.torch.registration import watcher
+from layerzero.torch.registration import KERNELS, is_alone, watcher
 
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
 CHOSEN_TRACED = "compiled, where layers that got faster cannot be told from others"
@@ -103,10 +103,14 @@ class Takeover:
             session = lz.session()
         except lz.NotConnected as error:
             return f"{error.code}: {_first_line(error)}"
-        watching = watcher.set(_Backward(self.tally, layer, session, self.overlay))
+        watching = None
+        kernel = KERNELS.get(id(call))
+        if kernel is None or not is_alone(given):  # by torch's dispatcher, which costs more
+            kernel = call
+            watching = watcher.set(_Backward(self.tally, layer, session, self.overlay))
         thread.is_ours = True
         try:
-            found = call(*given)
+            found = kernel(*given)
         except lz.LayerZeroError as error:
             is_on_gpu = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
             if error.facts.get("is_earlier") or (is_on_gpu and not isinstance(error, _BEFORE)):
@@ -114,7 +118,8 @@ class Takeover:
             return f"{error.code}: {_first_line(error)}"
         finally:
             thread.is_ours = False
-            watcher.reset(watching)
+            if watching is not None:
+                watcher.reset(watching)
         self.tally.took(layer, op, session)
         return found
 

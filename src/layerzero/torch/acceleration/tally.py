@@ -44,13 +44,13 @@ class Tally:
         """A call of ours has ended well in this thread."""
         record = session.last_record
         kernel, path, was_moved = kernel_of(record)
-        key = Key(layer, op, "", kernel, path)
+        key = (layer, op, "", kernel, path)
         self._count(key)
         if was_moved:
             with self._lock:
-                self.moved[key] = self.moved.get(key, 0) + 1
+                self.moved[Key(*key)] = self.moved.get(Key(*key), 0) + 1
         if not kernel:  # on a GPU, where it is known later
-            self._unsettled[key] = session, record
+            self._unsettled[Key(*key)] = session, record
 
     def left(self, layer: str, op: str, why: str) -> None:
         self._count((layer, op, why, "", ""))
