@@ -4,7 +4,8 @@
 
 Needs torch in this interpreter (pip install 'layerzero-broker[torch]') and the environment torch (lz env build torch).
 All columns of a row are measured in turns in one run; quote the ratios. `added`: what torch's dispatcher and autograd
-add to the same call by lz.
+add to the same call by lz. `floor`: what they add at least to an op whose kernels are in Python: to one of
+Library.define with one kernel, and where gradients are needed with a torch.autograd.Function that keeps its input.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import finish, own_broker, parser
+from torch.library import Library
 
 import layerzero as lz
 import layerzero.torch as lzt
 
 ops = torch.ops.layerzero
+NOTHING = "an op that does nothing, no gradients"
 
 
 def in_turns(calls: Sequence[Callable[[], Any]], rounds: int, repeat: int) -> list[float]:
@@ -53,29 +56,78 @@ def stub() -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tens
     return ops.bench_stub.default, call
 
 
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input)
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+def empty_ops(library: Library) -> tuple[Any, Any]:
+    """Ops that do as little as an op can with kernels in Python: one without gradients, and one with them."""
+    library.define("empty(Tensor input) -> Tensor")
+    library.impl("empty", torch.empty_like, "CompositeExplicitAutograd")
+    library.define("kept(Tensor input) -> Tensor")
+    library.impl("kept", torch.empty_like, "CompositeExplicitAutograd")
+    library.impl("kept", Keeping.apply, "Autograd")
+    found = torch.ops.layerzero_bench
+    return found.empty.default, found.kept.default
+
+
 def main() -> None:
     args = parser(__doc__, "a tenth of the rounds").parse_args()
     load = os.getloadavg()[0]
-    rounds, repeat = (6, 10) if args.quick else (60, 20)
+    rounds, repeat = (20, 10) if args.quick else (200, 10)
     torch.set_num_threads(1)
     x = torch.randn(4, 512)
     leaf = torch.randn(4, 512, requires_grad=True)
     wide, weight = torch.randn(64, 512), torch.randn(512, 512)
     rows: list[tuple[str, ...]] = []
 
-    def row(name: str, native: Callable[[], Any], plain: Callable[[], Any], ours: Callable[[], Any]) -> None:
-        base, by_lz, by_op = in_turns((native, plain, ours), rounds, repeat)
+    def row(
+        name: str,
+        native: Callable[[], Any],
+        plain: Callable[[], Any],
+        ours: Callable[[], Any],
+        least: Callable[[], Any] | None = None,
+    ) -> None:
+        calls = (native, plain, ours) if least is None else (native, plain, ours, least)
+        base, by_lz, by_op, *floor = in_turns(calls, rounds, repeat)
         cells = (f"{base:.1f} us", f"{by_lz:.1f} us", f"{by_op:.1f} us", f"{by_op - by_lz:+.1f} us")
-        rows.append((name, *cells, f"{by_op / by_lz:.2f}", f"{by_op / base:.1f}"))
+        floors = f"{floor[0] - by_lz:+.1f} us" if floor else ""
+        rows.append((name, *cells, floors, f"{by_op / by_lz:.2f}", f"{by_op / base:.1f}"))
 
     op, call = stub()
+    library = Library("layerzero_bench", "DEF")
+    empty, kept = empty_ops(library)
+    buffer = torch.empty(4, 512)
     with torch.no_grad():
-        row("an op that does nothing, no gradients", lambda: torch.relu(x), lambda: call(x), lambda: op(x))
+        row(NOTHING, lambda: torch.relu(x), lambda: call(x), lambda: op(x), lambda: empty(x))
+        row(
+            "the same, out=",
+            lambda: torch.relu(x),
+            lambda: call(x),
+            lambda: ops.bench_stub.out(x, out=buffer),
+        )
+    with torch.inference_mode():
+        y = torch.randn(4, 512)
+        row(
+            "the same, inference mode and its tensors",
+            lambda: torch.relu(y),
+            lambda: call(y),
+            lambda: op(y),
+            lambda: empty(y),
+        )
     row(
-        "an op that does nothing, its input needs gradients",
+        "the same, its input needs gradients",
         lambda: torch.relu(leaf),
         lambda: call(x),
         lambda: op(leaf),
+        lambda: kept(leaf),
     )
     with own_broker():
         with torch.no_grad():
@@ -98,10 +150,10 @@ def main() -> None:
         "frameworks",
         "Ops of torch: what a call costs",
         {"here": {"torch": torch.__version__}},
-        ("call", "torch", "lz", "torch.ops.layerzero", "added", "over lz", "over torch"),
+        ("call", "torch", "lz", "torch.ops.layerzero", "added", "floor", "over lz", "over torch"),
         rows,
         (
-            "The first two rows have no worker: `lz` makes the result and returns. In the last it has no backward.",
+            "The first four rows have no worker: `lz` makes the result and returns. In the last it has no backward.",
             f"Load average of the machine at the start: {load:.1f}; of a busy one the ratios alone say something.",
         ),
         is_quick=args.quick,

@@ -5,7 +5,8 @@
 Needs torch in this interpreter (pip install 'layerzero-broker[torch]') and the environment torch (lz env build torch).
 All columns of a row are measured in turns in one run, the lowest of rounds. `empty mode`: the same call under a
 function mode of torch's that does nothing, without which no call of a program can be seen; `adds`: what accelerate
-takes beside that, for a call that is taken over beside our op's own call.
+takes beside that, for a call that is taken over beside our op's own call. `over torch`: all of it, of which `mode` is
+the floor. The op that does nothing makes its result and returns, without a worker.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from common import finish, own_broker, parser
 from torch.overrides import TorchFunctionMode
 
 import layerzero.torch as lzt
+from frameworks import stub
+from layerzero.torch.acceleration import functions
 
 ops = torch.ops.layerzero
 
@@ -57,6 +60,11 @@ def main() -> None:
     x, strided = torch.randn(4, 512), torch.randn(512, 4).t()
     numbers = torch.ones(4, 8, dtype=torch.int64)
     layer = torch.nn.GELU()
+    nothing, _ = stub()
+    taken: Any = functions.RULES
+    for function in (torch.neg, F.relu):
+        taken[function] = functions.Rule("silu", lambda x, inplace=False: (nothing, (x,)))
+    of_relu = torch.nn.ReLU()
     rows: list[tuple[str, ...]] = []
 
     def row(name: str, call: Callable[[], Any], ours: Callable[[], Any] | None = None) -> None:
@@ -65,21 +73,26 @@ def main() -> None:
         timed += [(plain, ours)] if ours is not None else []
         native, empty, here, *op = in_turns(timed, rounds, repeat)
         cells = [f"{time_us:.1f} us" for time_us in (native, empty, here)]
-        rows.append((name, *cells, f"{op[0]:.1f} us" if op else "", f"{here - (op[0] if op else empty):+.1f} us"))
+        adds, mode, all_of_it = here - (op[0] if op else empty), empty - native, here - native
+        beside = [f"{time_us:+.1f} us" for time_us in (adds, mode, all_of_it)]
+        rows.append((name, *cells, f"{op[0]:.1f} us" if op else "", *beside))
 
     with own_broker(), torch.no_grad():
         row("relu, which is none of ours", lambda: torch.relu(x))
         row("gelu of a strided tensor, left", lambda: F.gelu(strided))
-        row("the same in a module", lambda: layer(strided))
+        row("gelu of a strided tensor in a module, left", lambda: layer(strided))
         row("silu of a strided tensor, left", lambda: F.silu(strided))
         row("linear of integers, left", lambda: F.linear(numbers, numbers))
+        row("an op that does nothing in place of neg", lambda: torch.neg(x), lambda: nothing(x))
+        row("the same in place of F.relu, which is Python", lambda: F.relu(x), lambda: nothing(x))
+        row("the same in a module", lambda: of_relu(x), lambda: nothing(x))
         row("gelu 4 x 512, taken over", lambda: F.gelu(x), lambda: ops.gelu(x))
         row("silu 4 x 512, taken over", lambda: F.silu(x), lambda: ops.silu(x))
     finish(
         "torch_accelerate",
         "accelerate: what it adds to a call",
         {"here": {"torch": torch.__version__}},
-        ("call", "torch", "empty mode", "accelerate", "our op alone", "adds"),
+        ("call", "torch", "empty mode", "accelerate", "our op alone", "adds", "mode", "over torch"),
         rows,
         (f"Load average of the machine at the start: {load:.1f}; of a busy one the differences alone say something.",),
         is_quick=args.quick,

@@ -183,3 +183,35 @@ def test_gradients_and_transforms_are_somebodys_business() -> None:
     assert not is_alone((random(3).requires_grad_(),))
     with torch.no_grad():
         assert is_alone((random(3).requires_grad_(),))
+
+
+# --- accelerate, which asks is_alone -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [Heard, HeardFunctions])
+def test_modes_hear_of_accelerated_calls(make: Any) -> None:
+    with torch.no_grad(), make() as mode, lzt.accelerate() as handle:
+        F.silu(random(3, 4))
+    assert "layerzero.silu.default" in mode.names
+    assert handle.report.taken == 1
+
+
+def test_accelerated_results_can_be_changed_in_place() -> None:
+    """They lie in shared memory, of which autograd must not know, with gradients or without."""
+    x, w = random(3, 4), random(3, 4, seed=1).requires_grad_()
+    with lzt.accelerate() as handle:
+        y = F.silu(x)
+        assert not y.requires_grad
+        y.mul_(w).sum().backward()
+        torch.testing.assert_close(w.grad, F.silu(x))
+        (F.silu(w) * 2.0).sum().backward()
+        other = w.detach().clone().requires_grad_()
+    ((F.silu(other) * 2.0).sum() + (other * F.silu(x)).sum()).backward()
+    torch.testing.assert_close(w.grad, other.grad)
+    assert handle.report.left == 0
+
+
+def test_accelerated_calls_have_autocasts_dtype() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), lzt.accelerate() as handle:
+        assert F.linear(random(3, 4), random(5, 4)).dtype == torch.bfloat16
+    assert handle.report.taken == 1
