@@ -355,6 +355,8 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
     a tensor's version whether it was changed after it was saved."""
     names, _, _ = _arguments(op)
     written = [arg.name for arg in op._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    numbers = [names.index(name) for name in written if name in names]
+    keywords = [name for name in written if name not in names]
     refused = (
         f"layerzero::{entry.name} changes its arguments and has no gradient; call it under torch.no_grad(), or pass "
         ".detach() of what requires gradients"
@@ -364,8 +366,7 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
     )
 
     def count(args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        given = {**dict(zip(names, args, strict=False)), **options}
-        increment_version([given[name] for name in written])
+        increment_version([*[args[number] for number in numbers], *[options[name] for name in keywords]])
 
     def differentiable(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         if _is_grad_on() and _any_needs_grad(*args, **options):
