@@ -16,7 +16,7 @@ import layerzero as lz
 PLAIN = lz.env("plain")
 UNBUILT = lz.env("unbuilt", requires=["packaging==24.0"])
 
-LATE, LATER, LATEST = lz.env("late"), lz.env("later"), lz.env("latest")
+LATE, LATER, LATEST, TOGETHER = lz.env("late"), lz.env("later"), lz.env("latest"), lz.env("together")
 
 
 class Colour(enum.Enum):
@@ -124,6 +124,11 @@ def elsewhere(*args: Any) -> tuple[str, list[Any]]:
 
 @lz.isolated(LATE)
 def late() -> None: ...
+
+
+@lz.isolated(TOGETHER)
+def together(value: int) -> int:
+    return value
 
 
 @lz.isolated(LATER)

@@ -369,12 +369,26 @@ def test_a_running_broker_learns_of_what_is_built_later(store: Path) -> None:
             for env in (fn.LATE, fn.LATER, fn.LATEST):
                 assert own.backend(env.backend)["ops"] == ["function"]
                 lz.session().ask("reset", backend=env.backend)  # lz restart
-                assert not env.is_learned(lz.session().ask)
+                assert env.is_served(lz.session().ask)
             fn.later()
             for name in ("nobody", "../late", "plain.00000000", 3, None):
                 with pytest.raises(lz.InvalidArgument, match="no backend is called"):
                     lz.session().ask("learn", backend=name)
             assert fn.LATEST.backend in lz.session().ask("policy")["known"]["backends"]
+            lz.disconnect()
+    finally:
+        own.stop()
+
+
+def test_calls_that_find_out_together_are_all_served(store: Path) -> None:
+    """One of them has the broker learn of the environment; the others were refused before it had."""
+    own = Site(store)
+    try:
+        with own.environment():
+            own.start().connect()
+            fn.TOGETHER.build(quiet=True)
+            assert [*fn.together.map(range(4))] == [0, 1, 2, 3]
+            assert fn.together.submit(4).result() == 4
             lz.disconnect()
     finally:
         own.stop()

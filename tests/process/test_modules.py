@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +51,12 @@ def test_functions_are_called_by_name_without_a_file_of_the_programs() -> None:
     assert msgpack.packb.options(fallback=lambda *_: "here", timeout_s=5)(1) == b"\x01"
     with pytest.raises(lz.InvalidArgument, match="a function of its environment alone"):
         msgpack.packb.local(1)
+
+
+def test_a_module_can_be_copied_and_pickled() -> None:
+    for same in (copy.copy(msgpack), copy.deepcopy(msgpack), pickle.loads(pickle.dumps(msgpack))):  # noqa: S301
+        assert repr(same) == repr(msgpack)
+        assert same.packb(1) == b"\x01"
 
 
 def test_values_submodules_and_classes(site: Site) -> None:

@@ -19,6 +19,7 @@ from tests.process.harness import Site, in_threads, wait_ended, wait_until
 
 import layerzero as lz
 from layerzero.functions.calling import Exchange
+from layerzero.functions.streams import Stream
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
 
@@ -206,6 +207,33 @@ def test_threads_and_tasks_share_one() -> None:
         return list(await asyncio.gather(taken(numbers(5)), taken(numbers(7))))
 
     assert asyncio.run(both()) == [list(range(5)), list(range(7))]
+
+
+def test_one_that_another_thread_closes_before_an_item_is_asked_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The item's call comes to the worker after the release: that is the end, and nothing is lost."""
+    ask_for = Stream._next
+
+    def closed_meanwhile(self: Stream) -> Any:
+        call = ask_for(self)
+        self.close()
+        return call
+
+    stream = numbers(4)
+    monkeypatch.setattr(Stream, "_next", closed_meanwhile)
+    assert list(stream) == []
+    all_released()
+
+
+def test_an_item_that_is_there_is_not_lost_to_the_next_ones_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with numbers(3) as stream, monkeypatch.context() as patched:
+        patched.setattr(type(lz.session()), "submit", refused)
+        assert next(stream) == 0
+        patched.undo()
+        assert list(stream) == [1, 2]
+
+
+def refused(*_: Any) -> Any:
+    raise lz.Busy("too many calls are open")
 
 
 def test_a_killed_clients_generator_is_closed(site: Site, tmp_path: Path) -> None:

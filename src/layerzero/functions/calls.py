@@ -31,6 +31,7 @@ from layerzero.ipc.functions.frames import Frame, Reference
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
 MAX_REBUILDS = 3  # in one call
+UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
 # What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
 _FINAL = (RemoteError, InvalidArgument, NotConnected)
@@ -195,10 +196,11 @@ class Call:
         return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
 
     def _has_taught(self, error: LayerZeroError) -> bool:
-        """Whether the broker did not know the environment, and does now: nothing has begun."""
-        if self._is_taught or not isinstance(error, (InvalidArgument, NoBackend)):
+        """Whether the broker did not know the environment, and does now, by this call or another: nothing has begun."""
+        is_unknown = isinstance(error, NoBackend) or (isinstance(error, InvalidArgument) and UNKNOWN in error.facts)
+        if self._is_taught or not is_unknown:
             return False
-        self._is_taught = self.owner._env.is_learned(self._session.ask)
+        self._is_taught = self.owner._env.is_served(self._session.ask)
         self._sent = None
         return self._is_taught
 

@@ -68,13 +68,13 @@ class FunctionEnv:
         functions.build(self._declared, self._store, Quiet() if quiet else Lines(), force=force)
         return self
 
-    def is_learned(self, ask: Any) -> bool:
-        """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now,
-        and did not before. `ask`: of the session."""
+    def is_served(self, ask: Any) -> bool:
+        """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now.
+        `ask`: of the session."""
         if not self.is_built:
             return False
         try:
-            return ask("learn", backend=self.backend)["learned"] is True
+            return ask("learn", backend=self.backend)["serves"] is True
         except LayerZeroError:
             return False
 

@@ -62,6 +62,9 @@ class Module:
                 found = IsolatedClass(None, surface, where, options, code, "error")
         return self._lz_known.setdefault(name, found)
 
+    def __reduce__(self) -> Any:
+        return Module, (self._lz_code, self._lz_env, self._lz_options)
+
     def __repr__(self) -> str:
         return f"<lz.module {self._lz_code.label} in {self._lz_env.backend}>"
 

@@ -194,11 +194,12 @@ class Remote(Stay):
     def rebuild(self, lost: Hold) -> bool:
         """Construct it again, unless another thread has. False where that is not wanted. Raises as a call does."""
         with self._lock:
-            if self._again is None or self.is_closed:
+            again = self._again  # another thread's close() sets None
+            if again is None or self.is_closed:
                 return False
             if self._hold is lost:
                 lost.lose()
-                self._construct(*self._again)
+                self._construct(*again)
         return True
 
     def call(self, how: int, name: str, args: Any = ()) -> Use:

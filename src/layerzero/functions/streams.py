@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from dataclasses import replace
@@ -12,7 +13,7 @@ from layerzero.functions.calling import Arguments, ObjectLost
 from layerzero.functions.calls import Call, Options, Owner
 from layerzero.functions.held import Hold, Stay
 from layerzero.functions.use import Use
-from layerzero.ipc.errors import BackendError, RemoteError
+from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
 
@@ -71,13 +72,14 @@ class Stream:
         with self._lock:
             if self._stay.is_closed:
                 return []
-            call = self._ahead or self._next()
             try:
-                found = call.finish()
+                found = (self._ahead or self._next()).finish()
                 if not (isinstance(found, list) and len(found) <= 1):
                     text = f"{self._label}: its worker's answer is no item: {found!r:.100}"
                     raise BackendError(text, backend=self._owner._env.backend)
             except BaseException as exc:
+                if self._stay.is_closed and isinstance(exc, (ObjectLost, InvalidArgument)):
+                    return []  # another thread has closed it meanwhile
                 is_gone = isinstance(exc, (RemoteError, ObjectLost))
                 (self._stay.lose if is_gone else self._stay.drop)()
                 raise
@@ -86,8 +88,9 @@ class Stream:
             if not found:
                 self._stay.lose()
             elif not self._stay.is_closed:
-                self._ahead = self._next()
-                self._ahead.send()
+                with contextlib.suppress(LayerZeroError):  # the next one's error, which is raised in its turn
+                    self._ahead = self._next()
+                    self._ahead.send()
             return found
 
     def _next(self) -> _Next:

@@ -277,7 +277,7 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Look again for an environment of functions: one that was declared, or built, after this broker had looked.
-    `learned`: it can be used now, and could not before."""
+    `serves`: it can be used now, whoever's question this broker has learned of it by."""
     name = params.get("backend")
     if not isinstance(name, str):
         raise _unknown_backend(server, name)
@@ -288,13 +288,13 @@ def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         capability, missing, env = found
         server.handle(ev.BackendLearned(name, capability, missing, env))
         server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
-        return {"learned": missing is None}
+        return {"serves": missing is None}
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names
     if is_late and server.launcher.missing(name) is None:
         server.handle(ev.BackendReset(name, None))
-        return {"learned": True}
-    return {"learned": False}
+        return {"serves": True}
+    return {"serves": reason is None}
 
 
 def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def no_backend(
     refuses: first those that a repair makes eligible, last those that are refused for the same cause, as a count.
     `refused`: why descriptors of further backends cannot be used."""
     if spec.pinned and spec.pinned not in known:
-        return InvalidArgument(unknown_backend(spec.pinned, known, refused.get(spec.pinned, "")))
+        text = unknown_backend(spec.pinned, known, refused.get(spec.pinned, ""))
+        return InvalidArgument(text, unknown_backend=spec.pinned)
     if not ranked:
         return NoBackend(f"{spec.op}: no backend serves it; lz status shows those that there are")
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
