@@ -68,7 +68,7 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
         LIBRARY.impl(name, _in_place(entry, op), "Autograd")
         LIBRARY.impl(name, _counted(entry, op), "ADInplaceOrView")
         return
-    LIBRARY.impl(name, _differentiable(entry, op), "Autograd")
+    LIBRARY.impl(name, differentiable(entry, op), "Autograd")
     if entry.results > 1:
         return
     out = f"{name}.out"
@@ -147,7 +147,8 @@ def _out_fake(entry: OpEntry) -> Callable[..., Any]:
 # --- gradients ---------------------------------------------------------------------------------------------------
 
 
-def _differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
+def differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
+    """The op's kernel for Autograd: where gradients are wanted it builds the graph."""
     names, defaults, tensors = _arguments(op)
     function = _function(entry, op, names, defaults, tensors)
     apply = function.apply
@@ -159,7 +160,7 @@ def _differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
             if found is not None:
                 return found
         if forward_ad._current_level >= 0:
-            _refuse_tangents(entry.name, args)
+            _refuse_tangents(entry.label, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             if _is_functorch():
                 from torch._functorch.autograd_function import enable_single_level_autograd_function
@@ -181,7 +182,7 @@ def _function(
     entry: OpEntry, op: Any, names: Sequence[str], defaults: Mapping[str, Any], tensors: frozenset[str]
 ) -> type[torch.autograd.Function]:
     """What autograd knows of an op. Its first argument has those that are given by name only."""
-    formula, saves, name = entry.formula, entry.saves, entry.name
+    formula, saves, label = entry.formula, entry.saves, entry.label
 
     def forward(ctx: Any, options: Mapping[str, Any], *args: Any) -> Any:
         given = dict(zip(names, args, strict=False))  # the dispatcher leaves out what has its default
@@ -211,13 +212,13 @@ def _function(
     def backward(ctx: Any, *results: Tensor) -> tuple[Any, ...]:
         if formula is None:
             raise lz.InvalidArgument(
-                f"layerzero::{name} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
+                f"{label} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
                 "requires gradients"
             )
         needs = frozenset(arg for arg, is_needed in zip(names, ctx.needs_input_grad[1:], strict=False) if is_needed)
         saved = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         call = Call({**ctx.values, **saved}, ctx.sizes, needs)
-        (grad,) = results
+        grad = results[0] if len(results) == 1 else results
         is_plain = not _is_functorch() and ctx.watcher is None
         with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
             with contextlib.nullcontext() if ctx.watcher is None else ctx.watcher.policy():
@@ -229,12 +230,12 @@ def _function(
                 ctx.watcher.took(entry.backward)
         grads = {arg: found[arg] for arg in names if arg in needs and found.get(arg) is not None}
         if is_plain and torch.is_grad_enabled():
-            once = _Once.apply(name, len(grads), *grads.values(), grad, *saved.values())
+            once = _Once.apply(label, len(grads), *grads.values(), *results, *saved.values())
             grads = dict(zip(grads, once, strict=True))
         return (None, *(grads.get(arg) for arg in names[: ctx.count]))
 
     return type(
-        f"layerzero_{name}",
+        label.replace("::", "_"),
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
@@ -251,25 +252,24 @@ class _Once(torch.autograd.Function):
     """Gradients that refuse to be differentiated themselves. `tensors`: those, and what they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(ctx: Any, label: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.label = label
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise lz.InvalidArgument(
-            f"layerzero::{ctx.name} has no second derivative; call backward() or torch.autograd.grad() without "
+            f"{ctx.label} has no second derivative; call backward() or torch.autograd.grad() without "
             "create_graph, or use torch's own function where you differentiate twice"
         )
 
 
-def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+def _refuse_tangents(label: str, args: Sequence[Any]) -> None:
     """Without this a forward-mode derivative would be zero, and nobody told."""
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise lz.InvalidArgument(
-                f"layerzero::{name} has no forward-mode derivative; use torch.func.grad, vjp or jacrev in place of jvp "
-                "and jacfwd"
+                f"{label} has no forward-mode derivative; use torch.func.grad, vjp or jacrev in place of jvp and jacfwd"
             )
 
 
