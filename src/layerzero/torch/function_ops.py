@@ -209,7 +209,7 @@ class _FunctionOp:
             elif (type(value).__module__, type(value).__name__) == ("numpy", "ndarray"):
                 made = torch.from_numpy(value)
             else:
-                self._unlike(f"{where} is {type(value).__name__}, no array")
+                self._unlike(f"{where} is {type(value).__name__}, no array, such as numpy.asarray gives")
             fits = len(made.shape) == len(shape) and all(
                 size is None or size == has for size, has in zip(shape, made.shape, strict=True)
             )
