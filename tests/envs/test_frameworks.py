@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.frameworks import isolated_ops
 
 import layerzero as lz
 from layerzero.broker.configuration import settings
@@ -67,6 +68,7 @@ def test_the_long_tests_of_framework_applications(python: Path, file: str) -> No
 
 
 def run_on_a_broker(python: Path, *arguments: str) -> None:
+    isolated_ops.ENV.build(quiet=True)  # of test_torch_functions.py
     with tempfile.TemporaryDirectory(prefix="lz-") as runtime:
         lz.connect(runtime_dir=runtime)
         try:

@@ -178,6 +178,9 @@ def test_modules_of_two_numpys_by_name() -> None:
     assert old.transpose.last_report().uncopied_bytes == shared.nbytes
     assert np.allclose(new.linalg.norm(shared, axis=0), np.linalg.norm(shared, axis=0))
     assert (old.float_, new.pi) != (None, 0)
+    for module in (old, new):  # which give scalars of NumPy's
+        assert (module.mean(shared), type(module.mean(shared))) == (2.5, float)
+        assert module.argmax(shared) == 5
     with pytest.raises(AttributeError, match=r"`np\.float_` was removed"):
         new.float_  # noqa: B018
     with new.random.default_rng.options(keep=True)(7) as rng:

@@ -1,5 +1,6 @@
 """examples/minilm.py against transformers and torch in one process: same tokens, same vectors, also under fire. And
-examples/transformers_minilm.py, which is the other way round: their program, and one line of ours."""
+examples/transformers_minilm.py, which is the other way round: their program, and one line of ours. And
+examples/onnx_minilm.py: the same model as an object whose worker is killed."""
 
 from __future__ import annotations
 
@@ -136,6 +137,46 @@ def test_demo_shows_the_fallback_and_the_same_answers(site: Site) -> None:
     assert "Calls that had to move to another environment: 1" in lines
     assert lines[-2].startswith("Same answers: True.")
     assert lines[-1] == "False"
+
+
+SESSION = """
+import json, sys
+import numpy as np
+import layerzero as lz
+import onnx_minilm
+onnx_minilm.ONNX.build()
+lz.connect()
+texts = json.loads(open(sys.argv[2]).read())
+with onnx_minilm.Encoder(sys.argv[1]) as encoder:
+    vectors = [onnx_minilm.encode(encoder, texts, kill_after=n) for n in (-1, 5)]
+np.save(sys.argv[3], np.array(vectors), allow_pickle=False)
+"""
+
+
+def test_an_object_that_is_rebuilt_in_mid_stream_gives_those_of_transformers(
+    reference: Reference, tmp_path: Path
+) -> None:
+    """examples/onnx_minilm.py with the texts of the others, and as a newcomer runs it, on the same broker."""
+    (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
+    files = str(get_model_path()), str(tmp_path / "texts.json"), str(tmp_path / "vectors.npy")
+    example = ROOT / "examples" / "onnx_minilm.py"
+    site = Site(tmp_path / "store", manifest_dirs="")
+    said = []
+    try:
+        with site.environment():
+            environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{example.parent}"}
+            for argv in ([sys.executable, "-c", SESSION, *files], [sys.executable, str(example)]):
+                ran = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+                assert ran.returncode == 0, ran.stderr
+                said.append(ran.stdout)
+    finally:
+        site.stop()
+    assert [text.count("onnx_minilm.Encoder.vectors in example-onnx: ") for text in said] == [1, 0]
+    assert "after 32 of 65: __main__.Encoder.vectors in example-onnx: " in said[1]
+    assert "(65, 384) the same after the kill: True" in said[1]
+    whole, again = np.load(tmp_path / "vectors.npy", allow_pickle=False)
+    assert np.array_equal(whole, again)
+    assert np.sum(whole * reference.vectors, axis=1).min() >= 0.9999
 
 
 @pytest.mark.long

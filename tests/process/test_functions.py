@@ -79,7 +79,7 @@ def test_values_come_back_as_they_went() -> None:
         ({"x": [1, (2, {3})]}, "args[0]['x'][1][1]", "set"),
         ([fn.Box("a", (1, 2), [fn.Box("b", lambda: None)])], "args[0][0].inner[0].size", "function"),  # type: ignore[arg-type, list-item]
         ({(1, 2): 3}, "args[0]", "a key is tuple"),
-        (np.float32(1), "args[0]", "numpy.float32 cannot go to another environment; pass its .item()"),
+        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; pass its .item()"),
         (np.array(["a"]), "args[0]", "<U1"),
     ],
 )

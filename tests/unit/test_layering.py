@@ -42,6 +42,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/policy.py": {"broker", "rich"},
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/lift.py": {"broker", "rich"},
+    "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
     "client/session": {"workers"},  # in-process calls run providers as a worker does

@@ -127,6 +127,36 @@ class Isolated(Generic[P, R]):
         options = options_of(replace, self._options, **changes)
         return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream)
 
+    def as_torch_op(
+        self,
+        name: str,
+        schema: str | None = None,
+        *,
+        fake: Callable[..., Any] | None = None,
+        backward: Callable[..., Any] | None = None,
+        arrays: str | None = None,
+    ) -> Any:
+        """This function as an op of torch, `torch.ops.mylib.name` for the name "mylib::name": with gradients, in
+        torch.compile and torch.export. Returns the op. Imports torch.
+
+        schema: as torch writes it, "(Tensor x, float scale=1.0) -> Tensor"; of the annotations when left out. fake: of
+        the same arguments; returns empty tensors of the results' shapes and dtypes. backward: takes the gradients of
+        the results and then the arguments, and returns a gradient for each tensor argument, or None; an isolated
+        function, or one of torch's ops. arrays: "torch", "numpy": what the function takes and gives, by its
+        annotations when left out. Raises InvalidArgument.
+        """
+        try:
+            from layerzero.torch.function_ops import define
+        except ImportError as exc:
+            text = f"{self._label}.as_torch_op needs torch 2.13 or newer: pip install 'layerzero-broker[torch]' ({exc})"
+            raise InvalidArgument(text) from exc
+        if self._is_stream or self._options.keep:
+            raise InvalidArgument(
+                f"{self._label}: an op of torch has tensors as results; not of generators or keep=True"
+            )
+        is_remote = isinstance(backward, Isolated)
+        return define(self, self._label, name, schema, fake, backward, is_remote, arrays)
+
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> FunctionExplanation:
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
         cannot go there."""

@@ -111,7 +111,7 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
     if entry.mutates:
         _register_written(entry, name, op, kernel)
         return
-    LIBRARY.impl(name, _differentiable(entry, op, kernel), "Autograd", with_keyset=True)
+    LIBRARY.impl(name, differentiable(entry, op, kernel), "Autograd", with_keyset=True)
     if entry.results > 1:
         return
     out = f"{name}.out"
@@ -190,7 +190,10 @@ def _out_fake(entry: OpEntry) -> Callable[..., Any]:
 # each further way through the dispatcher costs as much as this whole kernel.
 
 
-def _differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+def differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The op's kernel for Autograd, which is given the keys: where gradients are wanted it builds the graph.
+
+    run: what the op does below autograd."""
     function = _function(entry, op)
     # Without what torch.autograd.Function.apply does for torch.func alone.
     apply = super(torch.autograd.Function, function).apply
@@ -202,7 +205,7 @@ def _differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callabl
             if found is not None:
                 return found
         if forward_ad._current_level >= 0:
-            _refuse_tangents(entry.name, args)
+            _refuse_tangents(entry.label, args)
         is_wanted = _is_grad_on() and _any_needs_grad(*args)
         if keys.raw_repr() in PLAIN:
             return apply(run, options, *args) if is_wanted else run(*args, **options)
@@ -244,7 +247,7 @@ FIRST = 2  # arguments of `apply` that are not those of the op
 
 def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
     """What autograd knows of an op. Its first arguments: what computes the result, and those given by name only."""
-    formula, name = entry.formula, entry.name
+    formula, label = entry.formula, entry.label
     names, defaults, tensors = _arguments(op)
 
     @functools.cache
@@ -282,7 +285,7 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
     def backward(ctx: Any, *results: Tensor) -> tuple[Any, ...]:
         if formula is None:
             raise lz.InvalidArgument(
-                f"layerzero::{name} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
+                f"{label} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
                 "requires gradients"
             )
         kept, options, shapes, others, seer = ctx.made
@@ -291,7 +294,7 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
         values |= {arg: value for (arg, _), value in zip(kept.others, others, strict=True)}
         sizes = {arg: shape for (arg, _), shape in zip(kept.tensors, shapes, strict=True) if shape is not None}
         call = Call(values, sizes, kept.needed)
-        (grad,) = results
+        grad = results[0] if len(results) == 1 else results
         is_plain = seer is None and not _is_functorch()
         if is_plain and not torch.is_grad_enabled():
             found = formula(grad, call)
@@ -306,12 +309,12 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
                 seer.took(entry.backward)
         grads = {arg: one for arg, one in found.items() if arg in kept.needed and one is not None}
         if is_plain and torch.is_grad_enabled():
-            once = _Once.apply(name, len(grads), *grads.values(), grad, *saved.values())
+            once = _Once.apply(label, len(grads), *grads.values(), *results, *saved.values())
             grads = dict(zip(grads, once, strict=True))
         return (None, None, *[grads.get(arg) for arg in names[: len(ctx.needs_input_grad) - FIRST]])
 
     return type(
-        f"layerzero_{name}",
+        label.replace("::", "_"),
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
@@ -328,25 +331,24 @@ class _Once(torch.autograd.Function):
     """Gradients that refuse to be differentiated themselves. `tensors`: those, and what they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(ctx: Any, label: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.label = label
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise lz.InvalidArgument(
-            f"layerzero::{ctx.name} has no second derivative; call backward() or torch.autograd.grad() without "
+            f"{ctx.label} has no second derivative; call backward() or torch.autograd.grad() without "
             "create_graph, or use torch's own function where you differentiate twice"
         )
 
 
-def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+def _refuse_tangents(label: str, args: Sequence[Any]) -> None:
     """Without this a forward-mode derivative would be zero, and nobody told."""
     for arg in args:
         if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise lz.InvalidArgument(
-                f"layerzero::{name} has no forward-mode derivative; use torch.func.grad, vjp or jacrev in place of jvp "
-                "and jacfwd"
+                f"{label} has no forward-mode derivative; use torch.func.grad, vjp or jacrev in place of jvp and jacfwd"
             )
 
 

@@ -31,7 +31,7 @@ class OpEntry:
     `with_gradients` names the op of this table that runs in place of this one where gradients are wanted:
     its second result is saved, too, as `also_saved`. `backward` names the op of this table that its formula calls
     where it can: accelerate reports these. `by_torch` computes calls that kernels do not, with torch's own
-    gradients; None is its answer to others."""
+    gradients; None is its answer to others. `library` names the namespace of torch.ops."""
 
     name: str
     arguments: str
@@ -48,6 +48,12 @@ class OpEntry:
     also_saved: str = ""
     backward: str = ""
     by_torch: Callable[..., Tensor | None] | None = None
+    library: str = "layerzero"
+
+    @property
+    def label(self) -> str:
+        """Its name, for people."""
+        return f"{self.library}::{self.name}"
 
     @property
     def schema(self) -> str:

@@ -1,8 +1,8 @@
 """Arguments and results of functions: values of the user's as trees of scalars and lists, and back.
 
-A scalar is itself. All else is a list that begins with its tag. Arrays and objects that stay in a worker are left to
-callbacks: the bytes of arrays lie beside the tree, objects go by reference. So do classes of enums and dataclasses;
-both sides have them and compare members and fields.
+A scalar is itself; one of NumPy crosses as Python's of the same value. All else is a list that begins with its tag.
+Arrays and objects that stay in a worker are left to callbacks: the bytes of arrays lie beside the tree, objects go by
+reference. So do classes of enums and dataclasses; both sides have them and compare members and fields.
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ class _Encoder:
             return self._dataclass(value, depth)
         node = self._asked(self._put, value)
         if node is None:
+            number = _number(value)
+            if number is not None:
+                return self.tree(number, depth + 1)
             hint = "; pass its .item()" if hasattr(value, "item") and hasattr(value, "dtype") else ""
             hint += f"; allowed: {ALLOWED}"
             hint += "; with keep=True a result stays there" if self._refer is None else ", and objects that are there"
@@ -159,6 +162,15 @@ class _Encoder:
         self._note(len(names))
         items = [self._step(f".{one}", getattr(value, one), depth) for one in names]
         return [DATACLASS, module, name, names, *items]
+
+
+def _number(value: Any) -> Any:
+    """The Python number or text that has exactly the value of a scalar of NumPy; None for what has none, such as a
+    complex number, a time, or a long double."""
+    if type(value).__module__ != "numpy" or getattr(getattr(value, "dtype", None), "kind", "") not in tuple("biufSU"):
+        return None
+    found = value.item()
+    return found if type(found) in _SCALARS else None
 
 
 def _wide(value: int) -> list[Any]:

@@ -1,9 +1,10 @@
-"""`layerzero` as users' modules find it in a worker: `lz.env` and `lz.isolated` do nothing there, `lz.Handle` is a name
-for annotations, what `lz.module` gives cannot be called, and nothing else is there."""
+"""`layerzero` as users' modules find it in a worker: `lz.env`, `lz.isolated` and `as_torch_op` do nothing there,
+`lz.Handle` is a name for annotations, what `lz.module` gives cannot be called, and nothing else is there."""
 
 from __future__ import annotations
 
 import sys
+from types import FunctionType
 from typing import Any, TypeVar
 
 from layerzero.ipc.errors import ConfigError
@@ -57,6 +58,8 @@ def isolated(*_: Any, **__: Any) -> Any:
 
 
 def _same(function: T) -> T:
+    if isinstance(function, FunctionType):
+        function.as_torch_op = lambda *_, **__: function  # type: ignore[attr-defined]  # a module's top may define ops
     return function
 
 

@@ -7,6 +7,7 @@ import enum
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,3 +162,14 @@ def test_objects_that_stay_go_by_reference_and_are_missed_with_their_place() -> 
         with pytest.raises(values.NotHeld) as missed:
             values.decode(tree, Array, resolve, "v", lost)
         assert (missed.value.message, missed.value.facts["reference"]) == (f"{place}: lost", [7, 8])
+
+
+def test_scalars_of_numpy_cross_as_numbers_of_the_same_value() -> None:
+    """Those that Python has no number for, or none of that value, do not; nor do times, whose unit would be lost."""
+    given = [np.float64(0.1), np.float32(0.1), np.int8(-3), np.uint64((1 << 64) - 1), np.bool_(True), np.str_("ä")]
+    found = crossed([*given, {"x": np.float16("inf")}])
+    expected = [0.1, float(np.float32(0.1)), -3, (1 << 64) - 1, True, "ä", {"x": float("inf")}]
+    assert (found, [type(one) for one in found]) == (expected, [type(one) for one in expected])
+    for other in (np.complex64(1), np.longdouble(1), np.datetime64(1, "ns"), np.void(b"x")):
+        with pytest.raises(InvalidArgument, match=r"v\[0\]: numpy\.\w+ cannot go"):
+            crossed([other])
