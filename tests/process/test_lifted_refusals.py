@@ -165,6 +165,28 @@ def test_policy_may_be_for_one_kernel(lifted_site: LiftedSites) -> None:
     close(lift(lambda: slow(x)), gelu(values))
 
 
+def test_what_was_refused_is_asked_for_again_when_leave_ends_also_by_calls_on_rings(
+    lifted_site: LiftedSites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that repeat do not look whether they may be lifted by now."""
+    site = policy_site(lifted_site, "backend_isolation: {one.silu: subprocess, '*': lifted}\n")
+    session = site.connect()
+    x, values = randn(32, 32)
+    assert refused(lambda: lz.silu(x)).startswith("NOT_ALLOWED: ")
+    close(lift(lambda: slow(x)), gelu(values))
+    asks, asked = session.ask, list[str]()
+
+    def ask(method: str, **params: Any) -> Any:
+        asked.append(method)
+        return asks(method, **params)
+
+    monkeypatch.setattr(session, "ask", ask)
+    wait_until(lambda: path_of(x, values) == "express")
+    assert "lift" not in asked
+    assert asks("lift_fault", numbers=[*range(1, 64)])["kernels"] == ["one.gelu"]
+    wait_until(lambda: (path_of(x, values), "lift" in asked)[1])
+
+
 # --- shapes that will come
 
 

@@ -7,14 +7,17 @@ from pathlib import Path
 
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.ranking import Engine
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.version import __version__
+
+MAX_FILE_BYTES = 64 << 20
 
 
 def read(path: Path, engine: Engine, env_ids: Mapping[str, str]) -> dispatch_table.DispatchTable:
     """Raises ConfigError for one that cannot be used here."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read(path, MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"the dispatch table {path} cannot be read: {exc}") from exc
     return dispatch_table.load(

@@ -77,6 +77,7 @@ class Lifts:
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
         self.store = store
         self.switches = Switches(store.folder.parent / "gpus" / "switches.json", state.engine)
+        self._handle = handle
         self._imports = state.engine.lifted = ImportedCalls(state, imported, store, self._what)
         self._outsiders = frozenset(outsiders)
         self._spared = Spared(state, handle, rest_s)
@@ -480,11 +481,14 @@ class Lifts:
             self.take_back()
 
     def take_back(self) -> None:
-        """All leave ends. Clients ask again."""
+        """All leave ends, then all leases: calls on rings, too, come by the way on which clients see that what was
+        refused may be asked for again."""
         for known in self._known.values():
             known.granted = known.granted_here = None
         self._ahead.clear()
         self._pages.bump_lift_epochs()
+        self._state.engine.epoch += 1
+        self._handle(ev.Tick())
 
     def facts(self) -> list[dict[str, Any]]:
         """For `lz status`: each call that somebody has asked for."""

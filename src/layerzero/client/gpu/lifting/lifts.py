@@ -164,8 +164,8 @@ class Lifts:
         if key is None:
             return False
         asked = self._asked.get(key)
-        if asked is not None and asked.is_ahead and self._held(key) is None:  # its leave has ended
-            del self._asked[key]
+        if asked is not None and asked.route is not call.route and self._held(key) is None:
+            self._asked.pop(key, None)  # it was held ahead, or its route is of old: the broker knows the call's own
             asked = None
         if asked is None:
             self._begin(key, call)
