@@ -32,6 +32,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
+ROOM_BYTES = 64 << 20  # the caches of append_kv may have four dimensions of 65
 FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 INDICES = {  # the dtypes of tensors that have their own
@@ -86,7 +87,7 @@ def on_random(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
 
 
 def on_repetition(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
-    bench = GpuBench(loaded)
+    bench = GpuBench(loaded, ROOM_BYTES)
     for case, _ in pairs(op, kernel) if kernel["deterministic"] else ():
         bound, outputs = bind(bench, loaded, op, kernel, case)
         runs = []
@@ -98,7 +99,7 @@ def on_repetition(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
 
 def on_replay(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
     for case, other in pairs(op, kernel) if kernel.get("is_cuda_graph_safe") else ():
-        bench = GpuBench(loaded)
+        bench = GpuBench(loaded, ROOM_BYTES)
         assert loaded.on_stream is not None
         try:
             bound, _ = bind(bench, loaded, op, kernel, case)
