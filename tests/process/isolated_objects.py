@@ -22,6 +22,11 @@ def live() -> int:
 
 
 @lz.isolated(PLAIN)
+def pid() -> int:
+    return os.getpid()
+
+
+@lz.isolated(PLAIN)
 def counts(*values: Any, **more: Any) -> list[int]:
     """Of objects, in lists and dicts, too."""
     found: list[int] = []
@@ -86,6 +91,8 @@ def numbers(end: int, path: str = "", pipe: str = "", fails: Any = None) -> Iter
             note(path, "closed")
         if fails == "closing":
             raise LookupError("it does not close")
+        while fails == "closing hangs":
+            signal.pause()
 
 
 def note(path: str, text: str) -> None:

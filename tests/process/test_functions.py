@@ -360,6 +360,7 @@ def test_a_running_broker_learns_of_what_is_built_later(store: Path) -> None:
                     function()
             fn.LATE.build(quiet=True)
             fn.LATER.build(quiet=True)
+            assert fn.later.explain().state == "the broker learns of it by the first call"
             fn.LATEST.build(quiet=True)
             assert fn.late.submit().result() is None
             assert fn.late.last_report().failures == ()

@@ -87,6 +87,7 @@ def test_what_no_graph_may_hold_is_not_captured(lifted_site: LiftedSites) -> Non
     lifted_site().start().connect()
     x, _ = randn(8, 16)
     assert refused(lambda: lz.layer_norm(x, 16)).startswith("NOT_CAPTURABLE: ")
+    assert stays(lz.explain("layer_norm", x, 16)) == ["NOT_CAPTURABLE"]
 
 
 def test_nothing_is_lifted_where_nobody_sees_machine_code(lifted_site: LiftedSites) -> None:
@@ -106,6 +107,13 @@ def test_a_refusal_that_may_pass_is_forgotten_and_the_others_are_kept(lifted_sit
     site.connect()
     assert refused(lambda: lz.silu(x)).startswith("NOT_DETERMINISTIC")
     assert site.events("lifted.refused") == []  # the store knew
+    assert stays(lz.explain("silu", x)) == ["NOT_DETERMINISTIC"]
+
+
+def stays(report: lz.SelectionReport) -> list[str]:
+    """Why kernels of these candidates stay in their workers."""
+    notes = [note for candidate in report.candidates for note in candidate.notes]
+    return [note.partition("(")[2].partition(")")[0] for note in notes if note.startswith("is not lifted (")]
 
 
 # --- policy

@@ -260,6 +260,25 @@ def test_a_killed_clients_generator_is_closed(site: Site, tmp_path: Path) -> Non
     all_released()
 
 
+def test_a_generator_that_does_not_close_ends_its_worker(site: Site) -> None:
+    """Its client has left and nobody waits for it: others would, for ever."""
+    code = (
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nfrom tests.process import isolated_objects as objects\n"
+        "lz.connect(runtime_dir=sys.argv[1])\none = objects.numbers(100, fails='closing hangs')\n"
+        "print(next(one), flush=True)\nimport time; time.sleep(600)"
+    )
+    other, before = site.python(code, stderr=subprocess.PIPE), objects.pid()
+    assert other.stdout is not None
+    assert other.stdout.readline() == "0\n"
+    other.kill()
+    other.communicate()
+    wait_ended(before)
+    assert list(numbers(2)) == [0, 1]
+    told = site.endpoints.worker_log(objects.PLAIN.backend).read_text()
+    assert "Timeout (0:00:05)!" in told
+    assert "isolated_objects.py" in told
+
+
 def ask(reference: Any) -> Any:
     """The answer to a frame that wants the next item."""
     session = lz.session()

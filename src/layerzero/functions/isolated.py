@@ -166,6 +166,8 @@ class Isolated(Generic[P, R]):
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
             state = str(told["detail"])
+        except InvalidArgument:
+            state = "the broker learns of it by the first call"
         except LayerZeroError as exc:
             state = exc.message.partition("\n")[0]
         if not self._env.is_built:

@@ -75,9 +75,8 @@ class Lifts:
         """`handle` takes what the core must hear. `imported`: backends that have no environment here. `outsiders`:
         those that did not come with LayerZero, and are not the operator's own. `rest_s`: as in the settings."""
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
-        self.store = store
+        self.store, self._handle = store, handle
         self.switches = Switches(store.folder.parent / "gpus" / "switches.json", state.engine)
-        self._handle = handle
         self._imports = state.engine.lifted = ImportedCalls(state, imported, store, self._what)
         self._outsiders = frozenset(outsiders)
         self._spared = Spared(state, handle, rest_s)
@@ -197,12 +196,10 @@ class Lifts:
         for verdict in self._state.engine.rank(spec, context, unavailable, time.monotonic()):
             if not verdict.is_accepted:
                 break
-            if not verdict.is_lifted_only or self._imported_for(spec, verdict, alignments) is not None:
+            imported = self._imports.find(verdict.kernel_id, verdict.backend, spec, alignments)
+            if not verdict.is_lifted_only or imported is not None:
                 return verdict
         return None
-
-    def _imported_for(self, spec: CallSpec, best: Verdict, alignments: Sequence[int]) -> ImportedCall | None:
-        return self._imports.find(best.kernel_id, best.backend, spec, alignments)
 
     def _is_alone(self, spec: CallSpec, context: SelectionContext) -> bool:
         """No worker can serve the call: who asks waits for a proof, as there is nothing else to do."""
@@ -233,14 +230,13 @@ class Lifts:
         if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):
             return refused(LiftReason.FAULTED, fault)
         is_doubtful = best.transforms or best.is_on_trial or best.is_last_resort
-        if is_doubtful or policy.shadow_rate or engine.policy.tune_budget:
-            return {"state": "later"}
-        return None
+        is_later = is_doubtful or policy.shadow_rate or engine.policy.tune_budget
+        return {"state": "later"} if is_later else None
 
     def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> Known:
         what = self._what(spec, best.kernel_id, best.backend)
         key = call_key(spec, alignments, what)
-        known, imported = self._known.get(key), self._imported_for(spec, best, alignments)
+        known, imported = self._known.get(key), self._imports.find(best.kernel_id, best.backend, spec, alignments)
         if known is None or known.imported != imported:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
@@ -250,6 +246,8 @@ class Lifts:
             known.imported, entry = imported, self.store.find(key)
             if entry is not None and entry.imported == ("" if imported is None else imported.file):
                 known.entry = entry
+                if entry.reason and imported is None:
+                    self._note_staying(known, entry.reason)
         return known
 
     def _what(self, spec: CallSpec, kernel_id: str, backend: str) -> dict[str, str]:
@@ -434,12 +432,15 @@ class Lifts:
         if known.imported is not None:
             self._imports.note_refused(known.imported, known.entry)
         elif reason not in PASSING:
-            engine = self._state.engine
-            engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)))
+            self._note_staying(known, reason.value)
         elif reason in BUSY and known.retries < MAX_RETRIES:
             known.retry_at_s = time.monotonic() + RETRY_S * 2**known.retries
             known.retries += 1
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
+
+    def _note_staying(self, known: Known, reason: str) -> None:
+        engine = self._state.engine
+        engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)), reason)
 
     # --- leave, and its end ------------------------------------------------------------------------------
 

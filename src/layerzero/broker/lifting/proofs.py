@@ -54,8 +54,20 @@ class Proofs:
             self._waiting.append(Asked(number, gpu, data))
             self._changed.notify()
             if not self._is_working:
-                self._is_working = True
-                threading.Thread(target=self._work, name="proof", daemon=True).start()
+                self._begin()
+
+    def _begin(self) -> None:
+        try:
+            threading.Thread(target=self._work, name="proof", daemon=True).start()
+        except RuntimeError as exc:  # the machine gives no more threads
+            while self._waiting:
+                self._tell(self._waiting.popleft(), Verdict(LiftReason.PROOF_IMPOSSIBLE, str(exc)))
+        else:
+            self._is_working = True
+
+    def _tell(self, asked: Asked, verdict: Verdict) -> None:
+        self._ended.append(Proved(asked.number, asked.data, verdict))
+        self._wake_up()
 
     def ended(self) -> Iterator[Proved]:
         while self._ended:
@@ -79,8 +91,7 @@ class Proofs:
                 self._end_prover()
                 verdict = Verdict(LiftReason.PROOF_IMPOSSIBLE, f"{type(exc).__name__}: {exc}")
             if not self._is_closed:
-                self._ended.append(Proved(asked.number, asked.data, verdict))
-                self._wake_up()
+                self._tell(asked, verdict)
 
     def _next(self) -> Asked | None:
         """None when this thread is to end."""

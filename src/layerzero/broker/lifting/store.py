@@ -211,6 +211,8 @@ class LiftStore:
             if count <= MAX_ENTRIES and total <= self._max_bytes:
                 self._held = count, total
                 return
+        for folder in (self._calls, self._code):
+            kept_files.remove_drafts(folder)
         calls, codes = kept_files.by_age(self._calls), kept_files.by_age(self._code)
         count, total = len(calls), sum(map(kept_files.size, (*calls, *codes)))
         if count > MAX_ENTRIES or total > self._max_bytes:

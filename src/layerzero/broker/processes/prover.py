@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 
 from layerzero.envs.probe.child import Ended, kill_group
@@ -27,6 +28,7 @@ class Prover:
         self.gpu = gpu
         self.tried = 0
         self.is_spent = False  # it has ended
+        self._reaping = threading.Lock()  # its number is its own until it is reaped
         # What is long lies in memory: no pipe is ever full.
         self._specimen, self._told = os.memfd_create("specimen"), os.memfd_create("told")
         try:
@@ -65,8 +67,10 @@ class Prover:
         return self._how_it_ended(self._end()) if is_first else None
 
     def kill(self) -> None:
-        """From any thread."""
-        kill_group(self._process.pid)
+        """From any thread, at any time."""
+        with self._reaping:
+            if self._process.returncode is None:
+                kill_group(self._process.pid)
 
     def close(self) -> None:
         """It has no more to do, and ends. Blocks until it has."""
@@ -76,11 +80,15 @@ class Prover:
         self._close_files()
 
     def _end(self) -> int:
-        """Its exit code."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+        """Its exit code. What it has started ends with it."""
+        if self._process.returncode is None:
+            fd, poll = os.pidfd_open(self._process.pid), select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll(1e3 * END_S)
+            os.close(fd)
         self.kill()
-        return self._process.wait()
+        with self._reaping:
+            return self._process.wait()
 
     def _close_files(self) -> None:
         os.close(self._specimen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,24 +31,24 @@ def price_of(
     spec: CallSpec,
     context: SelectionContext,
     policy: Policy,
-    staying: Set[tuple[str, str]],
+    staying: Mapping[tuple[str, str], str],
     switch_us: float | None = None,
 ) -> Price:
-    """`staying`: kernels and perf keys of calls that cannot be lifted. Where all are lifted, or none, the GPU's change
-    of processes is the same for each kernel. `switch_us`: of one change, None where it was not measured."""
+    """`staying`: by kernel and perf key, why such calls cannot be lifted. Where all are lifted, or none, the GPU's
+    change of processes is the same for each kernel. `switch_us`: of one change, None where it was not measured."""
     us, why = 0.0, list[str]()
     if spec.device and (plan_us := new_length_us(verdict.kernel, context)):
         us += plan_us
         why.append(f"plans each length anew: {plan_us:g} us more a call, since a decoder's lengths grow")
     if spec.device and staying:
         may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) != "subprocess"
-        if not may_be_lifted or (verdict.kernel_id, context.perf_key()) in staying:
+        reason = staying.get((verdict.kernel_id, context.perf_key())) if may_be_lifted else "NOT_ALLOWED"
+        if reason is not None:
             both_us = 2 * (SWITCH_US if switch_us is None else switch_us)
             whence = "by default, not measured here" if switch_us is None else "measured on this GPU"
             us += both_us
-            if both_us:
-                text = f"is not lifted: {both_us:g} us more, in which the GPU changes to its worker and back"
-                why.append(f"{text} ({whence})")
+            text = f"is not lifted ({reason}): {both_us:g} us more, in which the GPU changes to its worker and back"
+            why.append(f"{text} ({whence})")
     return Price(us, tuple(why))
 
 
@@ -63,7 +63,7 @@ def new_length_us(kernel: KernelCapability | None, context: SelectionContext) ->
 
 def with_price(verdict: Verdict, price: Price) -> Verdict:
     """The verdict, with a note of what is added."""
-    return replace(verdict, notes=(*verdict.notes, *price.why)) if price.us and verdict.is_accepted else verdict
+    return replace(verdict, notes=(*verdict.notes, *price.why)) if price.why and verdict.is_accepted else verdict
 
 
 def share(time_us: float, fastest_us: float, tie_us: float) -> float:

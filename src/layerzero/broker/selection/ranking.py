@@ -118,7 +118,7 @@ class Engine:
         self.table: Table | None = None
         self.lifted: LiftedKernels | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
-        self._staying: set[tuple[str, str]] = set()  # kernel and perf key of calls that cannot be lifted
+        self._staying: dict[tuple[str, str], str] = {}  # by kernel and perf key, why such calls cannot be lifted
         self.switches: dict[str, float] = {}  # by GPU: microseconds in which it changes to another process, if measured
         self.epoch = 0
         self.hits = self.misses = 0  # of the validity cache
@@ -182,10 +182,10 @@ class Engine:
         if not count & (count - 1):
             cell.generation += 1
 
-    def note_staying(self, kernel_id: str, cell: TimingBucket) -> None:
-        """Such calls of the kernel cannot be lifted: they stay in its worker."""
+    def note_staying(self, kernel_id: str, cell: TimingBucket, reason: str) -> None:
+        """Such calls of the kernel cannot be lifted, for this reason code: they stay in its worker."""
         if (kernel_id, cell.key) not in self._staying:
-            self._staying.add((kernel_id, cell.key))
+            self._staying[kernel_id, cell.key] = reason
             self.epoch += 1
 
     @property

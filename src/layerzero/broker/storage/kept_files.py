@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from pathlib import Path
 
 HASH_BYTES = 32
+DRAFT_S = 3600.0  # an older draft is of a process that has ended while it wrote
 
 
 class NotWhole(Exception):
@@ -33,7 +35,8 @@ def write(path: Path, data: bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        draft.unlink(missing_ok=True)  # of an earlier process with this number
+        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
         draft.replace(path)
     except OSError:
@@ -50,11 +53,21 @@ def touch(path: Path) -> None:
 
 def by_age(folder: Path) -> list[Path]:
     """Files that were written whole, the oldest first."""
+    return sorted((path for path in _all(folder) if not path.name.startswith(".")), key=age)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Those that nobody writes any more."""
+    for path in _all(folder):
+        if path.name.startswith(".") and time.time() - age(path) > DRAFT_S:
+            remove(path)
+
+
+def _all(folder: Path) -> list[Path]:
     try:
-        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        return [*folder.iterdir()]
     except OSError:
         return []
-    return sorted(found, key=age)
 
 
 def age(path: Path) -> float:
@@ -84,6 +97,7 @@ def remove(path: Path) -> int:
 def remove_all(folder: Path) -> int:
     """How many files there were."""
     count = 0
+    remove_drafts(folder)
     for path in by_age(folder):
         with contextlib.suppress(OSError):
             path.unlink()

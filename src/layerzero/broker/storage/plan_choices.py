@@ -91,6 +91,7 @@ class PlanChoices:
         except (OSError, ValueError) as exc:
             self.problem = f"choices of plans are not kept: {exc}"
             return str(exc)
+        kept_files.remove_drafts(self.folder)
         for path in kept_files.by_age(self.folder)[:-MAX_ENTRIES]:
             kept_files.remove(path)
         return ""

@@ -5,12 +5,14 @@ A function runs once for each frame. What its answer does not fit into is kept, 
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import os
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import GeneratorType, ModuleType
@@ -26,8 +28,9 @@ from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
-MAX_KEPT = 1024
+MAX_KEPT, MAX_KEPT_BYTES = 1024, 4 << 30  # answers, of all clients; the newest one is kept in any case
 KEPT_S = 600.0
+CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all together
 MAX_TEXT = 16_000  # of a message or a traceback
 MAX_NAME = 200  # of a type
 LIBRARIES = ("numpy", "torch")
@@ -54,6 +57,7 @@ class Functions:
         self._arrays, self._name = arrays, name
         self._modules, self._output = Modules(), Output()
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
+        self._kept_bytes = 0
         self._tokens = 0
         self._objects = Objects(name)
         self._code: tuple[list[Any], Code] | None = None  # of the last call
@@ -63,10 +67,14 @@ class Functions:
         return partial(self._bind, client)
 
     def forget(self, client: int) -> None:
-        """As provider.PerClient."""
+        """As provider.PerClient. What closes a generator or an object is the user's code, and nobody waits for it: it
+        ends this process where it takes too long, so that others are served."""
         for key in [key for key in self._kept if key[0] == client]:
-            del self._kept[key]
-        self._let_go([*self._objects.forget(client)])
+            self._unkeep(key)
+        several: list[Held | None] = [*self._objects.forget(client)]
+        if several:
+            with _ended_within(CLOSE_S):
+                self._let_go(several)
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -86,12 +94,23 @@ class Functions:
         now_s = time.monotonic()
         self._tokens += 1
         self._kept[client, self._tokens] = (now_s, made)
-        while len(self._kept) > MAX_KEPT or next(iter(self._kept.values()))[0] < now_s - KEPT_S:
-            self._kept.popitem(last=False)
+        self._kept_bytes += made.nbytes
+        while len(self._kept) > 1 and (
+            len(self._kept) > MAX_KEPT
+            or self._kept_bytes > MAX_KEPT_BYTES
+            or next(iter(self._kept.values()))[0] < now_s - KEPT_S
+        ):
+            self._unkeep(next(iter(self._kept)))
         notice = Frame([frames.KEPT, self._tokens, made.nbytes])
         if notice.nbytes > room:
             raise InvalidArgument(f"an answer has room for {room} bytes; allowed: at least {notice.nbytes}")
         return notice
+
+    def _unkeep(self, key: tuple[int, int]) -> Frame | None:
+        """The answer that was kept as this, if there is one."""
+        _, made = self._kept.pop(key, (0.0, None))
+        self._kept_bytes -= 0 if made is None else made.nbytes
+        return made
 
     def _serve(self, client: int, frame: memoryview, lent: list[memoryview | None]) -> Frame:
         try:
@@ -147,10 +166,11 @@ class Functions:
         return Frame([frames.RAISED, kind, message[:MAX_TEXT], text, self._output.take()])
 
     def _fetch(self, client: int, token: int) -> Frame:
-        kept = self._kept.pop((client, token), None)
-        if kept is None:
-            raise ProtocolError(f"no answer {token} is kept: it was fetched, or {KEPT_S:g} s are over")
-        return kept[1]
+        made = self._unkeep((client, token))
+        if made is None:
+            most = f"{KEPT_S:g} s, {MAX_KEPT:,} answers or {MAX_KEPT_BYTES >> 30} GiB of them"
+            raise ProtocolError(f"no answer {token} is kept: it was fetched, or more than {most} came after it")
+        return made
 
     def _load(self, code: Code) -> Frame:
         try:
@@ -177,7 +197,7 @@ class Functions:
             answer = [frames.FUNCTION, is_stream(found)]
         else:
             answer = [frames.VALUE, found]
-        return self._returned(answer, code.label)
+        return self._returned(answer, f"{code.label} is a value")
 
     def _run(self, client: int, call: list[Any], memories: Memories, stays: int = frames.NOTHING) -> Frame:
         """`stays`: what of the result does, as an object."""
@@ -220,7 +240,7 @@ class Functions:
         if stays == frames.ALL or (stays == frames.OWN and self._is_own(result, code)):
             node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
             return Frame([frames.RETURNED, node, self._output.take()])
-        return self._returned(result, label)
+        return self._returned(result, f"{label} has run")
 
     def _next(self, client: int, reference: Any) -> Frame:
         """An item in a list, or an empty one at the end. What has ended or raised is let go of."""
@@ -239,7 +259,7 @@ class Functions:
             self._objects.release(client, reference)
             return self._raised(exc, held.code.file)
         payload = Payload()
-        tree = [values.LIST, *(self._encoded(item, "item", held.code.label, payload) for item in items)]
+        tree = [values.LIST, *(self._encoded(item, "item", f"{held.code.label} has run", payload) for item in items)]
         return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
 
     def _let_go(self, several: list[Held | None]) -> None:
@@ -252,7 +272,10 @@ class Functions:
 
     def _is_own(self, result: Any, code: Code) -> bool:
         """Whether it is an object of the class that the called method is of."""
-        owner = self._modules.named_by(code.of(code.qualname.rpartition(".")[0]))
+        try:
+            owner = self._modules.named_by(code.of(code.qualname.rpartition(".")[0]))
+        except AttributeError:  # its module has no such name any more
+            return False
         return isinstance(owner, type) and isinstance(result, owner)
 
     def _arguments(
@@ -277,19 +300,30 @@ class Functions:
             raise ProtocolError("arguments are a list and a dict")
         return given, named
 
-    def _returned(self, result: Any, label: str) -> Frame:
+    def _returned(self, result: Any, what: str) -> Frame:
+        """`what`: begins the error where it cannot cross."""
         if result is None:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
         payload = Payload()
-        tree = self._encoded(result, "result", label, payload)
+        tree = self._encoded(result, "result", what, payload)
         return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
 
-    def _encoded(self, value: Any, root: str, label: str, payload: Payload) -> Any:
+    def _encoded(self, value: Any, root: str, what: str, payload: Payload) -> Any:
         try:
             return values.encode(value, lambda part: self._arrays.put(part, payload), root)
         except InvalidArgument as exc:
-            raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
+            raise InvalidArgument(f"{what}, and {exc.message}") from exc
+
+
+@contextlib.contextmanager
+def _ended_within(limit_s: float) -> Iterator[None]:
+    """This process ends where the block does not; its stacks are then in its log. It may hold the GIL."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _is_above(frame: str, file: str) -> bool:

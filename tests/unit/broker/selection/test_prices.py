@@ -69,16 +69,16 @@ def test_a_decoders_attention_is_not_planned_for_each_length(engine: Engine) -> 
 
 def test_what_is_planned_anew_and_not_lifted_pays_for_both(engine: Engine) -> None:
     spec = call(1, 700)
-    engine.note_staying("torch-cuda.attention.cudnn", engine.cell(engine.context(spec)))
+    engine.note_staying("torch-cuda.attention.cudnn", engine.cell(engine.context(spec)), "NOT_CAPTURABLE")
     cudnn = next(v for v in ranked(engine, spec) if v.kernel_id == "torch-cuda.attention.cudnn")
     assert any("plans each length anew: 937.5 us more" in note for note in cudnn.notes)
-    assert any("is not lifted: 300 us more" in note for note in cudnn.notes)
+    assert any("is not lifted (NOT_CAPTURABLE): 300 us more" in note for note in cudnn.notes)
 
 
 def test_change_of_processes_costs_what_was_measured(engine: Engine) -> None:
     """The note says whence the figure is."""
     spec = call(1, 700)
-    engine.note_staying("torch-cuda.attention.cudnn", engine.cell(engine.context(spec)))
+    engine.note_staying("torch-cuda.attention.cudnn", engine.cell(engine.context(spec)), "NOT_CAPTURABLE")
 
     def note() -> str:
         cudnn = next(v for v in ranked(engine, spec) if v.kernel_id == "torch-cuda.attention.cudnn")

@@ -400,11 +400,11 @@ def test_a_kernel_that_stays_in_its_worker_pays_for_the_way() -> None:
             one.note_time(kernel_id, cell, 15_000 + 5_000 * rank, 0.0, is_clean=True)
     assert [v.kernel_id for v in ranked(one, on_gpu()) if v.is_accepted] == kernels
     before = one.epoch
-    one.note_staying(first, cell)
+    one.note_staying(first, cell, "NOT_CAPTURABLE")
     assert one.epoch > before
     found = [v for v in ranked(one, on_gpu()) if v.is_accepted]
     assert [v.kernel_id for v in found] == [*others, first]
-    assert "is not lifted: 300 us more" in "; ".join(found[-1].notes)
+    assert "is not lifted (NOT_CAPTURABLE): 300 us more" in "; ".join(found[-1].notes)
     for kernel_id in others:
-        one.note_staying(kernel_id, cell)
+        one.note_staying(kernel_id, cell, "NOT_CAPTURABLE")
     assert [v.kernel_id for v in ranked(one, on_gpu()) if v.is_accepted] == kernels, "nobody is lifted: all pay"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,21 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert kept_files.remove(tmp_path / "new" / "file") == 4
     assert kept_files.remove_all(tmp_path / "new") == 0
     assert kept_files.age(tmp_path / "new" / "file") == 0.0
+
+
+def test_drafts_that_nobody_writes_any_more_are_removed(tmp_path: Path) -> None:
+    """A process that was killed while it wrote has left one; another may write now."""
+    old, new = tmp_path / ".a.1", tmp_path / ".b.2"
+    for path, age_s in ((old, 2 * kept_files.DRAFT_S), (new, 1.0)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age_s,) * 2)
+    kept_files.remove_drafts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".b.2"]
+    kept_files.remove_drafts(tmp_path / "nowhere")
+
+
+def test_nobody_has_a_draft_written_elsewhere(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    (tmp_path / f".file.{os.getpid()}").symlink_to(target)
+    kept_files.write(tmp_path / "file", b"data")
+    assert ((tmp_path / "file").read_bytes(), target.exists()) == (b"data", False)

@@ -51,6 +51,17 @@ def test_an_answer_that_is_kept_is_for_its_client_alone(served: Functions) -> No
     assert send(served, 1, [frames.FETCH, token])[0] == frames.REFUSED
 
 
+def test_answers_that_nobody_fetches_are_bounded(served: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes, the oldest first; the newest is kept whatever its size."""
+    monkeypatch.setattr(serving, "MAX_KEPT_BYTES", 12_000)
+    tokens = [call_of(served, 1) for _ in range(3)]
+    told = send(served, 1, [frames.FETCH, tokens[0]])
+    assert (told[0], "it was fetched, or more than" in told[2]) == (frames.REFUSED, True)
+    assert [send(served, 1, [frames.FETCH, token], 8192)[0] for token in tokens[1:]] == [frames.RETURNED] * 2
+    monkeypatch.setattr(serving, "MAX_KEPT_BYTES", 10)
+    assert send(served, 1, [frames.FETCH, call_of(served, 1)], 8192)[0] == frames.RETURNED
+
+
 def test_what_is_kept_for_a_client_goes_with_it(served: Functions) -> None:
     """And nothing that is another one's."""
     gone, kept = call_of(served, 1), call_of(served, 2)
@@ -76,3 +87,10 @@ def test_an_object_is_its_clients_alone_and_goes_with_it(served: Functions) -> N
     assert send(served, 1, [frames.USE, [nonce, number], 4, "upper", *nothing])[0] == frames.REFUSED
     served.forget(1)
     assert send(served, 1, [frames.USE, [nonce, number], *use])[0] == frames.GONE
+
+
+def test_a_value_that_cannot_cross_has_not_run(served: Functions) -> None:
+    served._modules.named_by.return_value = {1}  # type: ignore[attr-defined]
+    told = send(served, 1, [frames.NAME, CODE, 30])
+    assert told[0] == frames.REFUSED
+    assert told[2].startswith("shop.total is a value, and result[1]: set cannot go to another environment")

@@ -32,7 +32,6 @@ from layerzero.client.gpu.lifting.scratch import ScratchRooms
 from layerzero.client.gpu.lifting.sites import Asked, Caller, Given, Leave, Site, lent_by_torch
 from layerzero.client.gpu.results import layout_of
 from layerzero.client.gpu.session_view import Placed, SessionView
-from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.streams import PER_THREAD, stream_key
 from layerzero.ipc.errors import (
     BackendError,
@@ -44,14 +43,16 @@ from layerzero.ipc.errors import (
     LayerZeroError,
     NotConnected,
 )
-from layerzero.ipc.lifting.form import Copy, Fill, alignment_class
+from layerzero.ipc.lifting.form import alignment_class
 from layerzero.ipc.vocabulary.ops import OPS
 
 MAX_KNOWN = 4096
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
 NO_LEAVE = "no leave yet: its environment is being probed, it has failed of late, or calls are sampled"
+KINDS = ("torch", "cupy")  # of arrays
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
+ARRAYS_UNSUPPORTED = "ARRAYS_UNSUPPORTED"
 
 
 class Lifts:
@@ -151,11 +152,12 @@ class Lifts:
         Raises what launching ends in. Needs the GPU's context to be current.
         """
         results = call.route.plan.results
-        if self._is_unknown or self._is_closing or call.like.kind not in ("torch", "cupy"):
+        if self._is_unknown or self._is_closing or any(not spec.numel for spec in results):
             return False
-        if any(not spec.numel for spec in results) or any(
-            array is not None and array.needs_copy for array in call.arrays
-        ):
+        if call.like.kind not in KINDS:
+            call.route.not_lifted = f"{ARRAYS_UNSUPPORTED}: {call.like.kind}; allowed: {', '.join(KINDS)}"
+            return False
+        if any(array is not None and array.needs_copy for array in call.arrays):
             return False
         if self._compiled is not None and call.like.kind not in self._learned:
             learn(self._compiled, call.like)
@@ -455,9 +457,7 @@ class Lifts:
 
     def fail(self, site: Site, number: int, step: int) -> NoReturn:
         """Raises what the driver's error at a step is to the caller; for the C."""
-        at = site.loaded.lifted.steps[step]
-        entry = f"fill_{8 * at.itemsize}" if isinstance(at, Fill) else "copy" if isinstance(at, Copy) else "launch"
-        exc = site.driver.error_of(abi.LAUNCH_ENTRIES[entry], number)
+        exc = site.error_at(step, number)
         raise self._failure(site, exc, is_captured=False) from exc
 
     def _failure(self, site: Site, exc: CudaError, *, is_captured: bool) -> BackendError:

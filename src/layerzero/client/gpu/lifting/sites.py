@@ -20,9 +20,10 @@ from layerzero.client.gpu.lifting.scratch import ScratchRooms
 from layerzero.client.gpu.results import layout_of
 from layerzero.client.gpu.session_view import Placed
 from layerzero.client.planning.plans import Plan, plan_out
+from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.driver import Driver
-from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.lifting.form import Lifted
+from layerzero.ipc.errors import CudaError, ProtocolError
+from layerzero.ipc.lifting.form import Copy, Fill, Lifted
 from layerzero.ipc.lifting.program import SCRATCH_STEP
 from layerzero.ipc.transport import messages
 from layerzero.ipc.vocabulary.ops import OPS
@@ -214,6 +215,12 @@ class Site:
         """Raises CudaError. Needs the GPU's context to be current."""
         count = len(self.loaded.lifted.inputs)
         self.loaded.call.launch(memory[:count], memory[count:], scratch, stream)
+
+    def error_at(self, step: int, number: int) -> CudaError:
+        """The driver's error of this number, at a step."""
+        at = self.loaded.lifted.steps[step]
+        entry = f"fill_{8 * at.itemsize}" if isinstance(at, Fill) else "copy" if isinstance(at, Copy) else "launch"
+        return self.driver.error_of(abi.LAUNCH_ENTRIES[entry], number)
 
     def record(self, start_ns: int, end_ns: int) -> tuple[Any, ...]:
         """What a report is made of (client/connection/record.py)."""
