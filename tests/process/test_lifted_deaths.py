@@ -141,6 +141,16 @@ def test_what_a_killed_client_launched_last_is_isolated(lifted_site: LiftedSites
     close(lz.silu(y), silu(more))
     lift(lambda: lz.matmul(x, x))
     lift(lambda: lz.silu(x))  # the same kernel, of another call
+    lz.disconnect()
+    site = lifted_site().start()  # another broker knows of it
+    site.connect()
+    assert refused(lambda: lz.silu(y)).startswith("FAULTED")
+    told = lz_command(site, "cache", "list").stdout
+    assert "one.silu: a process that had just launched it ended without a word" in told
+    assert lz_command(site, "cache", "forgive").stdout == "forgiven: 1\n"
+    lz.disconnect()
+    site.connect()
+    lift(lambda: lz.silu(y))
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ class Known:
     granted_here: CallSpec | None = None  # and to run its provider in its own process
     was_here: bool = False  # some client has had that
     codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
-    suspect_until_s: float = 0.0
     retry_at_s: float = math.inf  # when a refusal that a busy machine may be to blame for is forgotten
     retries: int = 0
     imported: ImportedCall | None = None  # what is tried for it, where its backend has no worker

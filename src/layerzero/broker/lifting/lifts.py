@@ -28,7 +28,7 @@ from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.shown import Shown
 from layerzero.broker.lifting.spared import Spared
-from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.lifting.store import SUSPICION, Entry, LiftStore
 from layerzero.broker.lifting.switches import Switches
 from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.selection.signature import CallSpec, Verdict
@@ -46,13 +46,11 @@ from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
 from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
 
-SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
 _LIFTED = ("lifted", "auto")  # values of backend_isolation
 _WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED, Reason.LIFTED_ONLY)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 RETRY_S, MAX_RETRIES = 30.0, 4  # when what came too late is tried again, doubling; how often
-_SUSPECT = "a process that had just launched it ended without a word"
 
 
 class Lifts:
@@ -158,8 +156,8 @@ class Lifts:
         return {"calls": answers}
 
     def _answer(self, client: Client, known: Known, spec: CallSpec, *, with_form: bool = False) -> dict[str, Any]:
-        if known.suspect_until_s > time.monotonic():
-            return refused(LiftReason.FAULTED, _SUSPECT)
+        if self.store.is_suspect(known.key):
+            return refused(LiftReason.FAULTED, SUSPICION)
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
@@ -183,8 +181,8 @@ class Lifts:
         if refusal is not None or held is None:
             return {**(refusal or {"state": "later"}), "here": True, "backend": best.backend}
         known = self._find(spec, best, alignments)
-        if known.suspect_until_s > time.monotonic():
-            return {**refused(LiftReason.FAULTED, _SUSPECT), "here": True, "backend": best.backend}
+        if self.store.is_suspect(known.key):
+            return {**refused(LiftReason.FAULTED, SUSPICION), "here": True, "backend": best.backend}
         known.granted_here, known.was_here = spec, True
         here.note_grant(route, best.kernel_id, time.monotonic())
         return here.leave(known.number, self._state.engine.kernel(best.kernel_id), best.backend, held.page.lift_epoch)
@@ -337,8 +335,8 @@ class Lifts:
         """To be called while its pages are here. One that closes its session clears what it launched last."""
         launched = self._pages.last_lifted(client)
         for known in self._known.values() if launched else ():
-            if known.number in launched:
-                known.suspect_until_s = time.monotonic() + SUSPECT_S
+            if known.number in launched and not self.store.fault_of(known.what):
+                self.store.note_suspect(known.key, known.what)
                 log("lifted.suspect", kernel=known.kernel_id, number=known.number, client=client)
 
     # --- what workers and proofs say ---------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Lifted calls on disk, so that the next process needs no worker for them, and why others cannot be lifted.
 
 `calls/KEY` is an entry, `code/SHA256` machine code that entries share, `faulted/HASH` a kernel that a process lost its
-GPU with, as it was installed then. They are written whole or not at all, belong to their user alone, and are read with
+GPU with, as it was installed then, `suspects/KEY` a call that a process had launched last when it ended without a
+word. They are written whole or not at all, belong to their user alone, and are read with
 a check of their own hash: what does not hold is removed and counts as not there.
 """
 
@@ -24,6 +25,8 @@ from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MAX_BYTES = 4 << 30
 MAX_ENTRIES = 4096
+SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
+SUSPICION = "a process that had just launched it ended without a word"
 _FORMAT = 1
 
 
@@ -55,6 +58,7 @@ class LiftStore:
         self.folder = folder
         self.problem = ""
         self._calls, self._code, self._faulted = folder / "calls", folder / "code", folder / "faulted"
+        self._suspects = folder / "suspects"
         self._max_bytes = max_bytes
         self._held: tuple[int, int] | None = None  # calls and bytes, at most: as they were counted, and what came since
 
@@ -137,17 +141,31 @@ class LiftStore:
         except (ValueError, KeyError):
             return "its note cannot be read"
 
+    def note_suspect(self, key: str, what: Mapping[str, str]) -> None:
+        """The call of this key is not to be launched by clients for a while, whoever the broker is then."""
+        for path in kept_files.by_age(self._suspects):
+            if not _is_fresh(path):
+                kept_files.remove(path)
+        self._write(self._suspects / key, json.dumps({**what, "fault": SUSPICION}).encode())
+
+    def is_suspect(self, key: str) -> bool:
+        return _is_fresh(self._suspects / key)
+
     def faults(self) -> list[dict[str, str]]:
-        """All that was noted, each with its `fault`."""
+        """All that was noted, suspicions, too, each with its `fault`."""
         found = []
-        for path in kept_files.by_age(self._faulted):
+        fresh = filter(_is_fresh, kept_files.by_age(self._suspects))
+        for path in (*kept_files.by_age(self._faulted), *fresh):
             with contextlib.suppress(OSError, ValueError):
                 found.append(json.loads(path.read_bytes()))
         return found
 
     def forgive(self) -> int:
-        """Forget all faults. Returns how many there were."""
-        return kept_files.remove_all(self._faulted)
+        """Forget all faults and suspicions. Returns how many there were."""
+        count = len(self.faults())
+        kept_files.remove_all(self._faulted)
+        kept_files.remove_all(self._suspects)
+        return count
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """All that hold, the last used last."""
@@ -223,6 +241,11 @@ class LiftStore:
                     total -= kept_files.remove(path)
                     count -= is_call
         self._held = count, total
+
+
+def _is_fresh(path: Path) -> bool:
+    """A suspicion that lasts yet. The clock may have been set back since."""
+    return abs(time.time() - kept_files.age(path)) < SUSPECT_S
 
 
 def _name_of(what: Mapping[str, str]) -> str:

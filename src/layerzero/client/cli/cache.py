@@ -139,7 +139,7 @@ def clear(
 
 @cache_app.command("forgive")
 def forgive(as_json: Json = False) -> None:
-    """Let kernels be lifted again that a process lost its GPU with."""
+    """Let kernels be lifted again that a process lost its GPU with, or had launched last when it was killed."""
     from layerzero.client.cli.output import out, print_json
 
     count = _store().forgive()

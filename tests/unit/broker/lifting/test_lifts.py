@@ -4,6 +4,7 @@ fakes, all else is the broker's."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from layerzero.broker.core.leases import SETTLED_CALLS
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.lifting import answers
 from layerzero.broker.lifting import lifts as lifts_module
+from layerzero.broker.lifting import store as store_module
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.proofs import Proved
 from layerzero.broker.lifting.store import LiftStore
@@ -470,16 +472,15 @@ def test_a_policy_that_changes_has_all_ask_again(rig: Rig) -> None:
     assert rig.bumps == bumps + 1
 
 
-def test_what_a_client_launched_last_is_suspect_when_it_ends_without_a_word(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_client_launched_last_is_suspect_when_it_ends_without_a_word(rig: Rig) -> None:
     rig.last = {lifted(rig), 999}
     rig.lifts.on_client_left(7)
     assert rig.ask()["reason"] == "FAULTED"
-    assert rig.store.faults() == []
-    now_s = lifts_module.time.monotonic() + lifts_module.SUSPECT_S
-    monkeypatch.setattr(lifts_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    assert [fault["kernel"] for fault in rig.store.faults()] == ["alpha.silu"]
+    (suspicion,) = (rig.store.folder / "suspects").iterdir()
+    os.utime(suspicion, (time.time() - store_module.SUSPECT_S,) * 2)
     assert rig.ask()["state"] == "ready"
+    assert rig.store.faults() == []
 
 
 def test_a_kernel_that_has_cost_a_client_its_gpu_is_refused_for_all_calls_until_it_is_forgiven(rig: Rig) -> None:
