@@ -18,9 +18,11 @@ from tests.unit.client.gpu.lifting.rig import ORDINARY, Rig, close, randn, silu,
 
 from layerzero.client.connection.call import Request
 from layerzero.client.gpu.lifting import faults, lifts
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.planning import plans
 from layerzero.ipc.errors import BackendError, Busy
 from layerzero.ipc.lifting.form import Copy, Fill, Lifted, digest
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 # --- launching
 
@@ -541,3 +543,12 @@ def test_calls_leave_nothing_behind(rig: Rig, is_compiled: bool) -> None:
     assert memory_now == memory
     assert blocks_now - blocks < 300
     close(result, 3 * values)
+
+
+def test_arrays_whose_stream_is_their_librarys_are_not_lifted_and_the_route_says_so(rig: Rig) -> None:
+    rig.offer_silu()
+    x = GpuArray(0, TensorSpec.contiguous("float32", (8,)))
+    assert rig.silu(x) is ORDINARY
+    (route,) = rig.broker.routes.values()
+    assert route.not_lifted == "ARRAYS_UNSUPPORTED: own; allowed: torch, cupy"
+    assert rig.broker.count() == 0
