@@ -8,12 +8,14 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
 from tests.process.harness import Site, wait_until
 from tests.process.invariants import check_settled
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, refused, rows
 from tests.process.test_cli import lz as lz_command
+from tests.soft_gpu import soft_cupy
 
 import layerzero as lz
 from layerzero.ipc.lifting.form import alignment_class
@@ -32,6 +34,7 @@ __all__ = ["kernels", "lifted_site", "lifted_store", "soft"]
         ("strikes", "PROOF_FAULTED", "returned 700"),
         ("exits", "PROOF_FAULTED", "ended with exit code 3"),
         ("aborts", "PROOF_FAULTED", "ended with SIGABRT"),
+        ("meets", "PROOF_DIFFERS", "out is not what the library gave, on two streams at once"),
         ("hangs", "PROOF_LATE", "did not end within 10 s"),
     ],
 )
@@ -64,6 +67,15 @@ def test_a_kernel_that_must_not_be_lifted_stays_in_its_worker(
     close(lz.matmul(y, y), more @ more)
     check_settled(site)
     assert (site.backend("one")["restarts"], site.backend("one")["failed"]) == (0, 0)
+
+
+def test_an_op_in_place_is_tried_on_two_streams_too(lifted_site: LiftedSites) -> None:
+    lifted_site(wrong={"append": "meets"}).start().connect()
+    new = [randn(3, 2, 4)[0] for _ in range(2)]
+    caches = [soft_cupy.asarray(np.zeros((2, 4, 2, 4), np.float32)) for _ in range(2)]
+    slots = soft_cupy.asarray(np.array([2, 7, -1]))
+    told = refused(lambda: lz.append_kv(*new, *caches, slots))
+    assert told.startswith("PROOF_DIFFERS: k_cache is not what the library gave, on two streams at once")
 
 
 def test_what_stays_in_its_worker_has_the_switch_measured(lifted_site: LiftedSites) -> None:

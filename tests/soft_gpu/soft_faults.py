@@ -1,4 +1,4 @@
-"""Variants of the kernel silu<float> that must not be lifted, by what they do."""
+"""Variants of the kernels silu<float> and append<float> that must not be lifted, by what they do."""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ is_proof = "layerzero.workers.prove" in sys.orig_argv
 LIBRARYS = "layerzero.workers" in sys.orig_argv  # in workers the library is there, and with it what it fills
 _ONE = TensorSpec.contiguous("float32", (1,))
 _launches = 0
+_running, _changed = 0, threading.Condition()
 
 
 def _nudge(out: Any, by: Any) -> None:
     """A change that no probe minds."""
     out *= np.asarray(1 + by, np.float32)
+
+
+def _meets_another() -> bool:
+    """Whether another launch is under way at the same time. Waits for one."""
+    global _running
+    with _changed:
+        _running += 1
+        _changed.notify_all()
+        met = _changed.wait_for(lambda: _running > 1, 0.1)
+    with _changed:
+        _running -= 1
+    return met
 
 
 def _write_beside(address: int, offset: int) -> None:
@@ -30,7 +43,7 @@ def _write_beside(address: int, offset: int) -> None:
         soft_gpu.array_at(address + offset, _ONE)[...] = 1
 
 
-def kernels(make: Callable[..., Any], silu: Callable[..., None]) -> dict[str, Any]:
+def kernels(make: Callable[..., Any], silu: Callable[..., None], append: Callable[..., None]) -> dict[str, Any]:
     def stateful(grid: Any, out: Any, x: Any) -> None:
         """Each launch is another than the one before."""
         global _launches
@@ -77,5 +90,15 @@ def kernels(make: Callable[..., Any], silu: Callable[..., None]) -> dict[str, An
             soft_gpu.driver.is_lost = True
         silu(grid, out, x)
 
-    found = (stateful, table, random, strays, strays_before, hangs, exits, aborts, strikes)
-    return {f"silu<float>/{kernel.__name__}": make("TT", kernel) for kernel in found}
+    def meets(grid: Any, out: Any, x: Any) -> None:
+        """Has memory of its own for one launch at a time."""
+        silu(grid, out, x)
+        _nudge(out, 1e-6 if is_proof and _meets_another() else 0)
+
+    def append_meets(grid: Any, keys: Any, values: Any, k_cache: Any, v_cache: Any, slots: Any) -> None:
+        append(grid, keys, values, k_cache, v_cache, slots)
+        _nudge(k_cache, 1e-6 if is_proof and _meets_another() else 0)
+
+    found = (stateful, table, random, strays, strays_before, hangs, exits, aborts, strikes, meets)
+    made = {f"silu<float>/{kernel.__name__}": make("TT", kernel) for kernel in found}
+    return {**made, "append<float>/meets": make("TTTTT", append_meets)}

@@ -281,7 +281,7 @@ class _Kernels:
 def install(driver: SoftDriver = soft_gpu.driver) -> _Kernels:
     """Let the driver have kernels. Returns what it has loaded from now on."""
     kernels = _Kernels(driver)
-    KERNELS.update(soft_faults.kernels(SoftKernel, silu_of))
+    KERNELS.update(soft_faults.kernels(SoftKernel, silu_of, _append_of))
     for name in (
         *("load_module", "unload_module", "function", "set_function_attribute", "launch_kernel", "fill", "error_of"),
     ):

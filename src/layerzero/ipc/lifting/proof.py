@@ -59,9 +59,11 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Set:
-    """Outputs and scratch for launches of one stream. `outputs` that are inputs as well are those."""
+    """What launches of one stream work on. `inputs` are shared, but for those that they write to: these are among the
+    `outputs`."""
 
     stream: int
+    inputs: Sequence[_Piece | None]
     outputs: Sequence[_Piece]
     scratch: Sequence[_Piece]
 
@@ -72,6 +74,7 @@ def prove(context: Context, specimen: Specimen) -> Verdict:
     if not specimen.trials:
         return Verdict(LiftReason.PROOF_IMPOSSIBLE, "the worker has not run it")
     aliases = lifted.aliases()
+    written = set(aliases.values())
     sizes = [0 if spec is None else spec.span_bytes for spec in lifted.inputs]
     results = [spec.span_bytes for spec in lifted.outputs]
     with context:
@@ -92,22 +95,23 @@ def prove(context: Context, specimen: Specimen) -> Verdict:
                 stack.callback(made.free)
                 return made
 
-            inputs = [
-                None if spec is None else piece(nbytes, alignment)
-                for spec, nbytes, alignment in zip(lifted.inputs, sizes, lifted.alignments, strict=False)
-            ]
+            def an_input(n: int) -> _Piece | None:
+                return None if lifted.inputs[n] is None else piece(sizes[n], lifted.alignments[n])
 
-            def output(n: int) -> _Piece:
-                own = inputs[aliases[n]] if n in aliases else None
-                return own or piece(results[n], lifted.alignments[len(inputs) + n])
+            shared = [None if n in written else an_input(n) for n in range(len(sizes))]
 
-            sets = [
-                _Set(
-                    stream, [output(n) for n in range(len(results))], [piece(n, ALIGNMENTS[-1]) for n in lifted.scratch]
-                )
-                for stream in (one, other)
-            ]
-            return _Proof(driver, specimen, call, inputs, sets).run()
+            def a_set(stream: int) -> _Set:
+                inputs = [an_input(n) if n in written else shared[n] for n in range(len(sizes))]
+
+                def output(n: int) -> _Piece:
+                    own = inputs[aliases[n]] if n in aliases else None
+                    return own or piece(results[n], lifted.alignments[len(inputs) + n])
+
+                outputs = [output(n) for n in range(len(results))]
+                return _Set(stream, inputs, outputs, [piece(nbytes, ALIGNMENTS[-1]) for nbytes in lifted.scratch])
+
+            sets = [a_set(one), a_set(other)]
+            return _Proof(driver, specimen, call, sets).run()
 
 
 @contextmanager
@@ -129,10 +133,9 @@ class _Proof:
         driver: Driver,
         specimen: Specimen,
         call: LoadedCall,
-        inputs: Sequence[_Piece | None],
         sets: Sequence[_Set],
     ) -> None:
-        self._driver, self._specimen, self._call, self._inputs, self._sets = driver, specimen, call, inputs, sets
+        self._driver, self._specimen, self._call, self._sets = driver, specimen, call, sets
         self._lifted: Lifted = specimen.lifted
         self._aliased = set(self._lifted.aliases().values())
         self._patterns: list[bytes] = []  # of the inputs, for the present seed
@@ -144,28 +147,35 @@ class _Proof:
             for filling in PATTERNS:
                 self._fill_inputs()
                 verdict = self._try(self._sets[:1], wanted, filling, rounds=2)
-                if verdict.reason is None and filling == PATTERNS[-1] and not self._aliased:
+                if verdict.reason is None and filling == PATTERNS[-1]:
                     verdict = self._try(self._sets, wanted, filling, rounds=ROUNDS)
                 if verdict.reason is not None:
                     return Verdict(verdict.reason, f"{verdict.detail} (seed {seed}, scratch of {filling:#04x})")
         return Verdict()
 
     def _fill_inputs(self) -> None:
-        for data, piece in zip(self._patterns, self._inputs, strict=True):
-            if piece is not None and piece.nbytes:
-                write(self._driver, piece.address, piece.nbytes, data, self._sets[0].stream)
+        for n, piece in self._inputs_of(self._sets):
+            if piece.nbytes:
+                write(self._driver, piece.address, piece.nbytes, self._patterns[n], self._sets[0].stream)
+
+    def _inputs_of(self, sets: Sequence[_Set]) -> Iterator[tuple[int, _Piece]]:
+        """Each piece once, and which input it is."""
+        for one in sets:
+            for n, piece in enumerate(one.inputs):
+                if piece is not None and (one is sets[0] or n in self._aliased):
+                    yield n, piece
 
     def _try(self, sets: Sequence[_Set], wanted: Sequence[str], filling: int, *, rounds: int) -> Verdict:
         driver, stream = self._driver, sets[0].stream
         for one in sets:
             for piece in one.outputs:
-                if piece not in self._inputs:
+                if piece not in one.inputs:
                     write(driver, piece.address, piece.nbytes, UNWRITTEN, one.stream)
             for piece in one.scratch:
                 write(driver, piece.address, piece.nbytes, bytes([filling]), one.stream)
-        addresses = [0 if piece is None else piece.address for piece in self._inputs]
         for _ in range(rounds):
             for one in sets:
+                addresses = [0 if piece is None else piece.address for piece in one.inputs]
                 outputs, scratch = ([piece.address for piece in pieces] for pieces in (one.outputs, one.scratch))
                 self._call.launch(addresses, outputs, scratch, one.stream, padding=filling)
         for one in sets:
@@ -179,10 +189,9 @@ class _Proof:
             for piece in (*one.outputs, *one.scratch):
                 if not piece.is_intact(stream):
                     return Verdict(LiftReason.PROOF_STRAYS, "bytes beside an output or scratch were written")
-        for n, (data, read) in enumerate(zip(self._patterns, self._inputs, strict=True)):
-            if read is None or (read.is_intact(stream) and (n in self._aliased or self._is_as_filled(read, data))):
-                continue
-            return Verdict(LiftReason.PROOF_STRAYS, "bytes of an input, or beside one, were written")
+        for n, piece in self._inputs_of(sets):
+            if not piece.is_intact(stream) or not (n in self._aliased or self._is_as_filled(piece, self._patterns[n])):
+                return Verdict(LiftReason.PROOF_STRAYS, "bytes of an input, or beside one, were written")
         return Verdict()
 
     def _is_as_filled(self, piece: _Piece, data: bytes) -> bool:
