@@ -9,7 +9,9 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import ALIGNMENTS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-from layerzero.workers.certify.claims import Claims, admits
+from layerzero.workers.certify.cases import cases
+from layerzero.workers.certify.claims import Claims, admits, dtypes
+from layerzero.workers.certify.problems import PROBLEMS
 from layerzero.workers.provider import Call
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -37,6 +39,21 @@ def kinds(op: str, kernel: Claims) -> Iterator[Kind]:
         seen.add(name)
         alignments = tuple(0 if spec is None else alignment for spec in (*inputs, *outputs))
         yield Kind(f"{kernel_id}: {name}", Call(op, kernel_id, inputs, outputs, attrs), alignments)
+
+
+def certified(op: str, kernel: Claims) -> Iterator[Kind]:
+    """A call for each class of shapes that a kernel is certified in, dtypes taken together; of those that compute
+    something, since the others are not launched."""
+    seen: set[str] = set()
+    problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
+    for dtype in dtypes(op, kernel):
+        for case in cases(op, kernel, problems, dtype):
+            if case.shape_class in seen or not all(spec.numel for spec in case.outputs):
+                continue
+            seen.add(case.shape_class)
+            call = Call(op, kernel["kernel_id"], case.inputs, case.outputs, dict(case.attrs))
+            alignments = tuple(0 if spec is None else _WELL for spec in (*case.inputs, *case.outputs))
+            yield Kind(f"{kernel['kernel_id']}: {case.shape_class}", call, alignments)
 
 
 _Made = tuple[str, tuple[TensorSpec | None, ...], tuple[TensorSpec, ...], dict[str, object], int]

@@ -1,9 +1,11 @@
 """Kernels of one backend lifted, and launched where its library is not. Two processes, by the first argument:
 
-    lift PROVIDER DESCRIPTOR FOLDER   lifts a call of every kind and writes a specimen of each to FOLDER
-    launch FILE...                    launches specimens by the driver alone
+    lift PROVIDER DESCRIPTOR FOLDER      lifts a call of every kind and writes a specimen of each to FOLDER
+    certified PROVIDER DESCRIPTOR FOLDER the same, of every class that a deterministic kernel is certified in
+    launch FILE...                       launches specimens by the driver alone
+    prove FILE...                        tries them as the broker has it done
 
-Both print a JSON object for each kind, in a line of its own. They import no library but the backend's.
+All print a JSON object for each kind, in a line of its own. They import no library but the backend's.
 """
 
 from __future__ import annotations
@@ -14,20 +16,23 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.lifting_calls import kinds
+from tests.gpu.lifting_calls import Kind, certified, kinds
 
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.lifting.form import Kernel
 from layerzero.ipc.lifting.launch import LoadedCall
+from layerzero.ipc.lifting.proof import prove_bytes
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, read_digest, write
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers import boot
+from layerzero.workers.certify.claims import Claims
 from layerzero.workers.gpu.lifting import modules
 from layerzero.workers.gpu.lifting.lifter import Lifter, Request
 from layerzero.workers.gpu.lifting.refusal import CannotLift
@@ -37,7 +42,7 @@ PATTERNS = (0x00, 0xA5)  # of scratch and of parameters that nobody wrote
 ROUNDS = 50
 
 
-def lift(provider: str, descriptor: Path, folder: Path) -> None:
+def lift(provider: str, descriptor: Path, folder: Path, calls: Callable[..., Iterator[Kind]]) -> None:
     watched = modules.watch()
     loaded = boot.import_provider(provider).load()
     say(kind="", cupti=watched.problem or "seen", versions=dict(loaded.versions))
@@ -47,16 +52,14 @@ def lift(provider: str, descriptor: Path, folder: Path) -> None:
     lifter = Lifter(loaded.on_stream, watched, loaded.versions)
     for op, kernels in json.loads(descriptor.read_text(encoding="utf-8"))["ops"].items():
         for kernel in kernels:
-            if not kernel.get("is_cuda_graph_safe"):
-                continue
-            for kind in kinds(op, kernel):
+            for kind in calls(op, kernel):
                 request = Request.of(kind.call, loaded.kernels[kind.call.kernel_id], kind.alignments, SEEDS)
                 start_s = time.perf_counter()
                 said: dict[str, Any] = {"kind": kind.name}
                 try:
                     specimen = lifter.lift(request, context, lambda free: free())
                     said |= described(specimen)
-                    path = folder / re.sub(r"\W+", "_", kind.name)
+                    path = folder / re.sub(r"[^\w.+-]+", "_", kind.name)
                     path.write_bytes(specimen.pack())
                     said["file"] = str(path)
                 except CannotLift as exc:
@@ -66,6 +69,14 @@ def lift(provider: str, descriptor: Path, folder: Path) -> None:
                     traceback.print_exc()
                 said["lift_ms"] = round((time.perf_counter() - start_s) * 1e3, 1)
                 say(**said)
+
+
+def graph_safe(op: str, kernel: Claims) -> Iterator[Kind]:
+    return kinds(op, kernel) if kernel.get("is_cuda_graph_safe") else iter(())
+
+
+def deterministic(op: str, kernel: Claims) -> Iterator[Kind]:
+    return certified(op, kernel) if kernel.get("deterministic") else iter(())
 
 
 def described(specimen: Specimen) -> dict[str, Any]:
@@ -80,6 +91,15 @@ def described(specimen: Specimen) -> dict[str, Any]:
         "patches": sum(len(step.patches) for step in launches),
         "padding": sum(span.nbytes for step in launches for span in step.padding),
     }
+
+
+def prove(files: list[str]) -> None:
+    driver = cuda.load()
+    context = Context(driver, driver.gpus()[0].uuid)
+    for file in files:
+        verdict = prove_bytes(context, Path(file).read_bytes())
+        said = "proved" if verdict.reason is None else f"{verdict.reason.value}: {verdict.detail}"
+        say(file=file, verdict=said)
 
 
 def launch(files: list[str]) -> None:
@@ -155,9 +175,10 @@ def say(**said: Any) -> None:
 if __name__ == "__main__":
     _answer = os.fdopen(os.dup(1), "w")
     boot.point_stdout_at_stderr()  # libraries print there
-    if sys.argv[1] == "lift":
-        lift(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    what, *rest = sys.argv[1:]
+    if what in ("lift", "certified"):
+        lift(rest[0], Path(rest[1]), Path(rest[2]), graph_safe if what == "lift" else deterministic)
     else:
-        launch(sys.argv[2:])
+        {"launch": launch, "prove": prove}[what](rest)
     _answer.flush()
     os._exit(0)
