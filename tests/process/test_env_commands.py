@@ -13,6 +13,8 @@ import pytest
 from tests.process.harness import BACKENDS, ROOT, Site
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
+
 Sites = Callable[..., Site]
 
 
@@ -180,3 +182,37 @@ def test_a_lock_of_the_installed_package_is_not_rewritten_in_silence(site: Site,
         f"{package / 'envs' / 'locks' / 'mlx.cpu.txt'} is of the installed package, whose next installation replaces it"
     )
     assert text in said.stderr
+
+
+# --- lz ops
+
+
+def test_ops_shows_what_is_certified_and_what_is_not_tried(site: Site) -> None:
+    """What a backend claims serves nobody before its probe has said so; the table must tell the two apart."""
+    site.add_backend("odd", provider=CARELESS)
+    said = {row["backend"]: row for row in data(lz(site, "ops", "silu", "--json"))["ops"]["silu"]}
+    assert (said["alpha"]["state"], said["alpha"]["certified"]) == ("not probed", {})
+    assert lz(site, "env", "probe", "alpha", "odd").returncode == DONE
+    said = {row["backend"]: row for row in data(lz(site, "ops", "silu", "--json"))["ops"]["silu"]}
+    assert said["alpha"]["state"] == "certified"
+    assert "plain/small/dense" in said["alpha"]["certified"]["float32"]
+    assert said["odd"]["state"] == "certified"
+    assert "plain/small/strided" in said["odd"]["refused"]["float32"]
+    assert "plain/small/strided" not in said["odd"]["certified"]["float32"]
+    assert said["cupy"]["state"] == "other variant"
+    assert "cu13" in said["cupy"]["cause"]
+
+
+def test_ops_of_all_ops_fits_a_terminal(site: Site) -> None:
+    """Every public op has its line, and no line is wider than 80 columns."""
+    shown = lz(site, "ops", COLUMNS="80")
+    assert shown.returncode == DONE, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines[1:] if line[1:2] != " "} == set(PUBLIC_OPS)
+
+
+def test_ops_names_the_op_that_was_meant(site: Site) -> None:
+    """As every command does with a name that it does not know."""
+    wrong = lz(site, "ops", "sliu")
+    assert (wrong.returncode, "no op is called 'sliu'; did you mean 'silu'?" in wrong.stderr) == (USAGE, True)

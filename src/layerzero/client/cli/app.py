@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.lift import lift_app
+from layerzero.client.cli.ops import ops
 from layerzero.client.cli.options import (
     JSON,
     All,
@@ -75,6 +76,7 @@ bench_app = typer.Typer(help="Try what is promised under load and faults.", no_a
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
+app.command()(ops)
 
 
 @app.callback()

@@ -1,0 +1,57 @@
+"""What `lz ops` shows: the kernels that are claimed, and what this machine's probes have certified of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from layerzero.capabilities.certificate import ProbeRecord
+from layerzero.envs.build.build import find
+from layerzero.envs.cli.rows import row_of
+from layerzero.envs.descriptors import read_all
+from layerzero.envs.manifest import EnvManifest, VariantName
+from layerzero.envs.probe.probe import cached_probe
+
+_HERE = ("host", "built")  # states of environments that calls may run in
+
+
+class _Here(NamedTuple):
+    """An environment on this machine: its state as `lz env list` has it, why it is so, and its last verdict."""
+
+    state: str
+    cause: str
+    record: ProbeRecord | None
+
+
+def kernel_rows(manifests: Mapping[str, EnvManifest], variant: VariantName, store: Path) -> Iterator[dict[str, Any]]:
+    """A row for each kernel of each descriptor. `state`: certified (for some class), refused (probed, for none), not
+    probed, or why it is not run here: not built, other variant, outdated, changed, unavailable, refused."""
+    for name, capability in read_all(manifests)[0].items():
+        here = _here(manifests[name], variant, store)
+        for op, kernels in capability.ops.items():
+            for kernel in kernels:
+                yield {"op": op, "kernel_id": kernel.kernel_id, "backend": name, **_verdict(kernel.kernel_id, here)}
+
+
+def _here(manifest: EnvManifest, variant: VariantName, store: Path) -> _Here:
+    row = row_of(manifest, variant, store, None)
+    state, cause = row["state"], row.get("cause", "")
+    if state not in _HERE:
+        return _Here(state, cause, None)
+    record = cached_probe(find(manifest, variant=variant, store=store), manifest)
+    return _Here(state if record is not None else "not probed", cause, record)
+
+
+def _verdict(kernel_id: str, here: _Here) -> dict[str, Any]:
+    if here.record is None:
+        return {"state": here.state, "cause": here.cause, "certified": {}, "refused": {}}
+    certified = {
+        dtype: sorted(classes) for dtype, classes in here.record.certified.get(kernel_id, {}).items() if classes
+    }
+    refused: dict[str, list[str]] = {}
+    for one in here.record.failures:
+        if one["kernel_id"] == kernel_id:
+            refused.setdefault(one["dtype"], []).append(one["shape_class"])
+    state = "certified" if certified else "refused"
+    return {"state": state, "cause": here.cause, "certified": certified, "refused": refused}
