@@ -6,8 +6,10 @@ import gc
 import os
 import random
 import signal
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -82,6 +84,9 @@ def kinds() -> dict[str, np.ndarray]:
         "strided in an arena": wide[::2],
         "behind others": numbers(9)[1:],
         "broadcast": np.broadcast_to(numbers(1), (8,)),
+        "of 78 KiB": numbers(20_000),
+        "of 2.3 MiB": numbers(600, 1000),
+        "of two and more MiB, strided": numbers(600, 2000)[:, ::2],
     }
 
 
@@ -162,6 +167,44 @@ def test_many_calls_take_no_more_memory(connected: Site) -> None:
     assert pool.stats()["slots"] == slots
     assert len(gc.get_objects()) < count + 200
     assert known() < 20
+
+
+def test_inputs_of_some_mebibytes_are_copied_on_the_compiled_path(connected: Site) -> None:
+    few, more = (
+        np.zeros((nbytes // 4,), np.float32) for nbytes in (repeats.MAX_COPIED_BYTES, repeats.MAX_COPIED_BYTES + 64)
+    )
+    settle(few)
+    assert known() == 1
+    assert [(c.arg, c.nbytes) for c in lz.last_report().copies] == [("x", few.nbytes)]  # type: ignore[union-attr]
+    settle(more)
+    assert known() == 1
+
+
+def test_what_changes_while_inputs_are_copied_is_seen(connected: Site) -> None:
+    """Others run meanwhile: here they call, too, and change the policy. Who is left out serves nobody."""
+    arrays = [np.random.default_rng(n).standard_normal(300_000).astype(np.float32) for n in range(3)]
+    wanted, over = [silu(x) for x in arrays], threading.Event()
+    settle(arrays[0])
+
+    def repeat(n: int) -> int:
+        count = 0
+        while not over.is_set() or count < 30:
+            np.testing.assert_allclose(lz.silu(arrays[n]), wanted[n], rtol=1e-6)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(repeat, n) for n in range(3)]
+        try:
+            for n in range(20):
+                name = ("alpha", "beta")[n % 2]
+                lz.configure(locks={"silu": f"{name}.silu"})
+                lz.silu(arrays[0])
+                assert lz.last_report().backend == name  # type: ignore[union-attr]
+        finally:
+            over.set()
+            lz.configure(locks=None)
+        assert all(future.result() >= 30 for future in futures)
 
 
 def test_arenas_that_have_closed_are_not_kept(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
    A Block is what a result's array lies on; when the last array is gone, its slot waits in the session's Slabs for the next
    result of its size. After _call_key.h, whose helpers it uses, and with PACKAGE defined. */
 
-enum { ALIGNMENT = 64, CLASSES = 11, SMALL = 7, KEPT = 64, KEPT_LARGE = 8 };
-/* Bytes, ipc/shm/memory.py; sizes: 64 bytes to 64 KiB, of which those up to 4 KiB are small; slots of each that wait. */
+enum { ALIGNMENT = 64, CLASSES = 17, KEPT = 64, KEPT_BYTES = 4 << 20 };
+/* Bytes, ipc/shm/memory.py; sizes: 64 bytes to 4 MiB; slots of each that wait at most, and bytes of them. */
 
 typedef struct {
     PyObject *memory; /* the pool's view: its slot is free when that is gone */
@@ -123,7 +123,9 @@ static void Block_dealloc(Block *self) {
     int size_class = self->size_class;
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
-    if (slot.memory && home && size_class < CLASSES && home->counts[size_class] < (size_class < SMALL ? KEPT : KEPT_LARGE))
+    int may_wait = size_class < CLASSES && home && home->counts[size_class] < KEPT &&
+                   (home->counts[size_class] + 1) * ((int64_t)ALIGNMENT << size_class) <= KEPT_BYTES;
+    if (slot.memory && may_wait)
         home->slots[size_class][home->counts[size_class]++] = slot;
     else
         Py_XDECREF(slot.memory);

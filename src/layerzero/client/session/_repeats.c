@@ -18,6 +18,7 @@
 enum { REF_BYTES = 24 };                               /* ipc/transport/wire.py */
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
 enum { FRESH = 2 };
+enum { LONG_COPY_BYTES = 256 << 10 };                  /* of an input */
 static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
@@ -156,20 +157,25 @@ static Verdict identify(Repeats *self, Call *call) {
     return call->key ? PLAIN : FAILED;
 }
 
+/* Whether its route has the lease that the site is of. */
+static Verdict is_current(Repeats *self, Call *call) {
+    const CallSiteFields *its = &call->site->its;
+    PyObject *lease = PyObject_GetAttr(its->route, s_lease);
+    int needs_digest = has(its->route, s_needs_digest), is_elsewhere = is_none(its->route, s_here);
+    int is_its = lease == its->lease && !needs_digest && is_elsewhere;
+    Py_XDECREF(lease);
+    if (PyErr_Occurred()) return FAILED;
+    if (!is_its && PyDict_DelItem(self->its.known, call->key) < 0) PyErr_Clear(); /* another thread did */
+    return is_its ? PLAIN : OTHERS;
+}
+
 static Verdict find(Repeats *self, Call *call) {
     Verdict verdict = identify(self, call);
     if (verdict != PLAIN) return verdict;
     call->site = (CallSite *)PyDict_GetItemWithError(self->its.known, call->key);
     if (!call->site) return PyErr_Occurred() ? FAILED : UNKNOWN;
     Py_INCREF((PyObject *)call->site);
-    const CallSiteFields *its = &call->site->its;
-    PyObject *lease = PyObject_GetAttr(its->route, s_lease);
-    int needs_digest = has(its->route, s_needs_digest), is_elsewhere = is_none(its->route, s_here);
-    int is_current = lease == its->lease && !needs_digest && is_elsewhere;
-    Py_XDECREF(lease);
-    if (PyErr_Occurred()) return FAILED;
-    if (!is_current && PyDict_DelItem(self->its.known, call->key) < 0) PyErr_Clear(); /* another thread did */
-    return is_current ? PLAIN : OTHERS;
+    return is_current(self, call);
 }
 
 /* --- its references, and inputs that are copied */
@@ -184,6 +190,17 @@ static Verdict take_memory(Repeats *self, uint64_t nbytes, PyObject **kept, Ref 
     if (!fits(arena, (uint64_t)*at, nbytes)) return OTHERS;
     *ref = ref_in(arena, (uint64_t)*at, nbytes);
     return PLAIN;
+}
+
+/* Others may run Python meanwhile, where that takes long. */
+static void copy_bytes(char *to, const void *from, uint64_t nbytes) {
+    if (nbytes < LONG_COPY_BYTES) {
+        memcpy(to, from, nbytes);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(to, from, nbytes);
+    Py_END_ALLOW_THREADS
 }
 
 /* References of everything, and inputs that lie in no arena into a block of their own. */
@@ -216,7 +233,7 @@ static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbyte
             refs[n] = ref_in(call->places[n], address, size);
         } else {
             if (used > site->copied_bytes || size > site->copied_bytes - used) return OTHERS;
-            memcpy(copies + used, (const void *)address, size);
+            copy_bytes(copies + used, (const void *)address, size);
             refs[n] = (Ref){copied.arena, 0, copied.offset + used, size};
             used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         }
@@ -266,6 +283,11 @@ static Verdict carry(Repeats *self, Call *call) {
     receipt->its.site = kept[0], receipt->its.request = kept[1], receipt->its.start_ns = kept[2];
     receipt->its.key = kept[3], receipt->its.args = kept[4], receipt->its.out = kept[5];
     Verdict verdict = write_call(self, call, body, &nbytes);
+    if (verdict == PLAIN && site->copied_bytes >= LONG_COPY_BYTES) { /* others may have run meanwhile */
+        verdict = is_current(self, call);
+        is_linked = is_none(site->its.link, s_lost);
+        if (verdict == PLAIN && is_linked <= 0) verdict = is_linked < 0 ? FAILED : OTHERS;
+    }
     if (verdict != PLAIN) return verdict;
     if (load64(page + EPOCH) != site->epoch) return OTHERS;
     return put(line, receipt, site->number, body, nbytes, site->timeout_ns) ? PLAIN : OTHERS;

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from layerzero.client.session.session import Session
 
 MAX_KNOWN = 1024
-MAX_COPIED_BYTES = 64 << 10  # of the inputs of a call; calls with more of them go the longer way
+MAX_COPIED_BYTES = 8 << 20  # of the inputs of a call; with more of them, how long the longer way is does not matter
 NOTHING, PLACED, FRESH = 0, 1, 2  # results
 COPIED = 2  # of an input: there is nothing of it in an arena
 LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA)
