@@ -202,6 +202,31 @@ def test_probe_that_crashes_harms_nobody(new_site: Make) -> None:
     assert report().backend == "crashy"
 
 
+def test_what_cannot_run_here_is_called_as_if_nobody_had_asked(new_site: Make) -> None:
+    """On a lane, also with lengths that were not seen before, and each report says why it is not here."""
+    site = new_site()
+    load = "def load() -> Loaded:\n"
+    missing = f"{load}    if 'LZ_TOY_NAME' not in os.environ:\n        raise ImportError('no library here')\n"
+    own(site, "absent", (BACKENDS / "toy.py").read_text().replace(load, missing))
+    assert settle("absent").path == "broker"
+
+    def note_of(x: np.ndarray, path: str) -> str:
+        def called() -> bool:
+            assert np.allclose(lz.silu(x), expected(x))
+            return report().path == path
+
+        wait_until(called)
+        assert (report().backend, len(report().attempts)) == ("absent", 1)
+        return report().notes[-1]
+
+    why = "absent does not run in this process: "
+    assert note_of(X, "express").startswith(why)
+    assert "no library here" in note_of(X, "express")
+    others = [np.linspace(-1, 1, 4 * n, dtype=np.float32).reshape(n, 4) for n in range(33, 64)]
+    for x in others:
+        assert why in note_of(x, "express")
+
+
 def test_library_that_does_not_fit_is_moved_out_for_good(new_site: Make) -> None:
     """A missing symbol at the first use in this process: every other call would find it missing, too."""
     site = new_site()

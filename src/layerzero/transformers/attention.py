@@ -89,11 +89,19 @@ def _serve(
     batch = max(query.shape[0], key.shape[0])  # queries that are learned have a batch of one
     if query.shape[0] != batch:
         query = query.expand(batch, -1, -1, -1)
+    options = {"is_causal": bool(causal), "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if _is_dense(query, key, value):
+        out = running.call("attention", query, key, value, mask, **options)
+        return out.transpose(1, 2).contiguous()
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    is_grouped = q.shape[2] != k.shape[2]
-    return running.call(
-        "attention", q, k, v, mask, is_causal=bool(causal), scale=scaling, enable_gqa=is_grouped, layout="BSHD"
-    )
+    return running.call("attention", q, k, v, mask, **options, layout="BSHD")
+
+
+def _is_dense(*tensors: Tensor) -> bool:
+    """Whether all lie so as they are given, as a cache's keys do: a CPU would copy their transposes by elements."""
+    if torch.compiler.is_compiling() or tensors[0].device.type != "cpu":
+        return False
+    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _eager_reason(file: ModelingFile, kwargs: dict[str, Any]) -> str | None:

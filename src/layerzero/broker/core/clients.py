@@ -181,6 +181,8 @@ class ClientLifecycle:
         grant = route.grant
         if grant is None:
             return
+        if event.stays_out:
+            client.stays_out.add(backend)
         if event.error is not None:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
             self.effects.emit(act.Note("client.kernel_failed", {**facts, "client": client.number}))

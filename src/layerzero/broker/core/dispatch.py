@@ -116,7 +116,13 @@ class Dispatch:
             error: LayerZeroError = AdaptationRequired(
                 f"{verdict.kernel_id} needs {', '.join(verdict.transforms)}", transforms=list(verdict.transforms)
             )
-        elif verdict.may_run_here and call.may_run_here and not call.attempts and kernel is not None and not in_doubt:
+        elif (
+            call.may_run_here
+            and call.client.may_run(verdict)
+            and not call.attempts
+            and kernel is not None
+            and not in_doubt
+        ):
             now_s = self.effects.now_s
             call.route.grant = RunGrant(verdict.kernel_id, now_s, now_s + IN_PROCESS_LEASE_S)
             error = RunInProcess(

@@ -373,13 +373,14 @@ class PolicyChanged:
 
 @record
 class RanInClient:
-    """A kernel that policy wants in the client's process ran there."""
+    """A kernel that policy wants in the client's process ran there, or its backend never will: `stays_out`."""
 
     identity: bytes
     route: int
     kernel_id: str
     kernel_ns: int
     error: LayerZeroError | None = None
+    stays_out: bool = False
 
 
 @record

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import SETTLED_CALLS, Leases
 from layerzero.broker.core.limits import Limits
-from layerzero.broker.core.model import Call, Kind, Route, Worker
+from layerzero.broker.core.model import Call, Client, Kind, Route, Worker
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.worker_fsm import WorkerState
@@ -61,7 +61,7 @@ class LeasePolicy:
         signature = route.signature
         self.revoke_outdated()
         plan = self.signatures.plans.get((signature.key, call.kernel_id))
-        if plan is None or plan not in worker.plans or not self._is_settled(signature, call.kernel_id):
+        if plan is None or plan not in worker.plans or not self._is_settled(call.client, signature, call.kernel_id):
             return
         if route.decided_for is None or route.decided_for[:2] != (call.kernel_id, worker.generation):
             return  # its client was told of another server
@@ -85,13 +85,13 @@ class LeasePolicy:
         kind.count += 1
         return kind
 
-    def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
+    def _is_settled(self, client: Client, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""
         best = next(iter(self.signatures.order(signature)), None)
         return (
             best is not None
             and best.kernel_id == kernel_id
-            and not (best.transforms or best.is_on_trial or best.is_last_resort or best.may_run_here)
+            and not (best.transforms or best.is_on_trial or best.is_last_resort or client.may_run(best))
             and not self.quarantine.asks_for_digests(signature.key)
             and self.engine.policy.tune_budget == 0
             and self.engine.policy_for(signature.spec).shadow_rate == 0
@@ -121,7 +121,7 @@ class LeasePolicy:
         stale = [
             lane
             for lane in self.leases.lanes.values()
-            if any(not self._is_settled(r.signature, lane.kernels[r.number]) for r in lane.routes.values())
+            if any(not self._is_settled(lane.client, r.signature, lane.kernels[r.number]) for r in lane.routes.values())
         ]
         self.effects.emit(*self.leases.revoke(stale))
         self.watch_at_s = math.inf

@@ -12,7 +12,7 @@ from layerzero.broker.core.blame import NOBODY, Blame
 from layerzero.broker.core.call_fsm import CallState
 from layerzero.broker.core.fair_queue import FairQueue
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.selection.signature import Signature
+from layerzero.broker.selection.signature import Signature, Verdict
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.attempts import FailedAttempt
@@ -128,6 +128,11 @@ class Client:
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
     bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
+    stays_out: set[str] = field(default_factory=set)  # backends that cannot run in its process, on the CPU
+
+    def may_run(self, verdict: Verdict) -> bool:
+        """Whether a kernel is for its own process: policy wants it there, and nothing is known that keeps it out."""
+        return verdict.may_run_here and verdict.backend not in self.stays_out
 
     def has_compared(self, event: ShadowCompared) -> bool:
         """Whether it can have: the broker has seen its call answered by the kernel, and one like it by the

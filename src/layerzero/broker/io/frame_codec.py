@@ -82,7 +82,7 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
         error = from_wire(ran.error) if ran.error else None
         if ran.kernel_ns < 0:
             raise ProtocolError(f"a run of {ran.kernel_ns} ns")
-        return ev.RanInClient(identity, route, ran.kernel_id, ran.kernel_ns, error)
+        return ev.RanInClient(identity, route, ran.kernel_id, ran.kernel_ns, error, ran.stays_out)
     if kind == Kind.REQUEST:
         return Asked(seq, messages.decode(body, messages.Request))
     raise ProtocolError(f"a client does not send kind {kind} with {len(body)} bytes")

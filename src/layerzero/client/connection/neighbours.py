@@ -50,6 +50,7 @@ class Neighbours:
             values = lease.neighbours.values(specs)
             if lease.neighbours.apply((*base.plan.inputs, *base.plan.outputs), values) == specs:
                 route.near = base
-                route.lease = replace(lease, values=pack_values(values), neighbours=None, note=NOTE)
+                note = f"{NOTE}; {lease.note}" if lease.note else NOTE
+                route.lease = replace(lease, values=pack_values(values), neighbours=None, note=note)
                 return True
         return False

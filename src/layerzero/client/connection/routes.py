@@ -41,6 +41,7 @@ class Routes:
         self._on_decision = on_decision
         self._lock = threading.RLock()
         self._neighbours = Neighbours()
+        self._out: dict[str, str] = {}  # backends that cannot run in this process, which policy wanted, and why
         self._known: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._numbers = itertools.count(1)
@@ -140,8 +141,14 @@ class Routes:
                 self._checked.clear()
             self._checked.add(policy.text)
 
-    def stay_out(self, backend: str) -> None:
+    def why_out(self, backend: str) -> str:
+        """For reports: why a backend does not run in this process, which policy wanted."""
+        why = self._out.get(backend)
+        return f"{backend} does not run in this process: {why}" if why else ""
+
+    def stay_out(self, backend: str, why: str) -> None:
         """No route's calls run on this backend in this process any more."""
+        self._out[backend] = why
         for route in list(self._known.values()):
             if route.here is not None and route.here.decision.backend == backend:
                 route.here = None
@@ -166,7 +173,8 @@ class Routes:
             if lease.neighbours:
                 near = Neighbourhood.from_wire(lease.neighbours, (*route.plan.inputs, *route.plan.outputs))
             told = replace(decision, lane=EXPRESS)
-            route.lease = Lease(lease.lane, lease.plan, lease.epoch, told, route.number, neighbours=near)
+            note = self.why_out(decision.backend)
+            route.lease = Lease(lease.lane, lease.plan, lease.epoch, told, route.number, neighbours=near, note=note)
             route.near = None  # the broker has its kernel by its own number
             if near is not None:
                 self._neighbours.note(route)

@@ -124,6 +124,11 @@ class Lane:
         """Never again in this process: it failed in a way that other calls would share."""
         self._backends[backend, gpu] = Backend(None, Refusal(why, True))
 
+    def stays_out(self, backend: str) -> bool:
+        """Whether it is known that it will never run here, on the CPU."""
+        found = self._backends.get((backend, ""))
+        return found is not None and found.loaded is None and found.refusal.is_final
+
     def refusals(self) -> dict[str, str]:
         """Backends, and single kernels, that policy wants here and that stay out for good, with the reason."""
         backends = list(self._backends.items())

@@ -54,6 +54,10 @@ class Local:
         if isinstance(runner, Refusal):
             route.worker_until_s = time.monotonic() + (RETRY_HERE_S if runner.is_final else lease_s)
             route.stays_out = f"{backend} does not run in this process: {runner.why}"
+            if self._lane.stays_out(backend):
+                self._routes.stay_out(backend, runner.why)
+                failed = BackendError(runner.why).to_wire()
+                self._tell(route, messages.RanHere(kernel_id=kernel_id, error=failed, stays_out=True))
             return
         decision = messages.Decision(
             kernel_id=kernel_id,
@@ -137,9 +141,11 @@ class Local:
         route.here, route.worker_until_s = None, time.monotonic() + RETRY_HERE_S
         route.stays_out = f"{backend} does not run in this process for {RETRY_HERE_S:g} s: a call failed here"
         if is_abi_failure(exc):
-            self._lane.refuse(backend, f"a call of {kernel_id} failed here: {error.message}")
-            self._routes.stay_out(backend)
-        self._tell(route, messages.RanHere(kernel_id=kernel_id, error=error.to_wire()))
+            why = f"a call of {kernel_id} failed here: {error.message}"
+            self._lane.refuse(backend, why)
+            self._routes.stay_out(backend, why)
+        told = messages.RanHere(kernel_id=kernel_id, error=error.to_wire(), stays_out=self._lane.stays_out(backend))
+        self._tell(route, told)
         return Attempt(backend, kernel_id, error.code, error.message, phase=IN_PROCESS, worker_pid=os.getpid())
 
     def _tell(self, route: Route, ran: messages.RanHere) -> None:

@@ -308,7 +308,7 @@ class Session:
         header = pending.header
         assert header is not None
         attempts: list[Any] = []
-        note = submitted.route.stays_out
+        waits = ""
         if header.kind == _FAILED:
             error, outcome = error_of(pending.body)
             if isinstance(error, AdaptationRequired):
@@ -336,11 +336,12 @@ class Session:
         if header.flags & wire.HAS_OUTCOME:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
-            note = "; ".join(filter(None, (waited(outcome), note)))
+            waits = waited(outcome)
         result = submitted.result(body)
         decision = submitted.decision or submitted.route.decisions[header.aux]
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)
+        note = "; ".join(filter(None, (waits, submitted.route.stays_out or self.routes.why_out(decision.backend))))
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
         self.last.record = (
             plan,

@@ -400,12 +400,14 @@ class Route(Message):
 
 @named_record
 class RanHere(Message):
-    """Body of RAN_HERE: `kernel_ns` of a kernel that ran in the client's process, or the error it ended in."""
+    """Body of RAN_HERE: `kernel_ns` of a kernel that ran in the client's process, or the error it ended in.
+    `stays_out`: its backend will never run there."""
 
     kind: ClassVar[str] = "ran_here"
     kernel_id: str
     kernel_ns: int = 0
     error: dict[str, Any] = field(default_factory=dict)
+    stays_out: bool = False
 
 
 @named_record

@@ -51,7 +51,7 @@ class Neighbourhood:
             for spec, places in zip(base, self.places, strict=True)
         )
         for one, its in zip(found, base, strict=True):
-            if one is not None and its is not None and one.is_contiguous != its.is_contiguous:
+            if one is not its and one is not None and its is not None and one.is_contiguous != its.is_contiguous:
                 return None  # a slice that has become all of its memory
         return found
 
@@ -86,7 +86,10 @@ class Neighbourhood:
 
 
 def _resized(spec: TensorSpec, places: Sequence[int], values: Sequence[int]) -> TensorSpec:
-    """The tensor with other extents: dense in the order of its dimensions where it was, else with the same strides."""
+    """The tensor with other extents: dense in the order of its dimensions where it was, else with the same strides. The
+    very same where it has no symbol."""
+    if max(places, default=CONSTANT) == CONSTANT:
+        return spec
     shape = tuple(
         extent if symbol == CONSTANT else values[symbol] for extent, symbol in zip(spec.shape, places, strict=True)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,23 @@ Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None whe
 
 # Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
 _WRITES_STRIDED = frozenset({"attention", "attention_varlen", "paged_attention", "rope", "softmax"})
+
+
+def host_view(torch: Any) -> Callable[[Block], Any]:
+    """A function that gives the memory of blocks on the CPU as tensors, without a copy."""
+    with warnings.catch_warnings():  # torch says once in a process that memory cannot be written: that of inputs is so
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        torch.frombuffer(bytes(1), dtype=torch.uint8)
+
+    def view(block: Block) -> Any:
+        spec = block.spec
+        dtype = getattr(torch, spec.dtype)
+        if spec.numel == 0:
+            return torch.empty(spec.shape, dtype=dtype)
+        flat = torch.frombuffer(block.host, dtype=torch.uint8, count=spec.span_bytes).view(dtype)
+        return flat.as_strided(spec.shape, spec.strides)
+
+    return view
 
 
 def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:

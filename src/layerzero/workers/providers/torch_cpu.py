@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.workers.provider import Block, Call, Loaded
+from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_attention import FlashAttention
 from layerzero.workers.providers._torch_norms import NormGradients
-from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths
+from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
 
 
 def load() -> Loaded:
@@ -19,16 +18,7 @@ def load() -> Loaded:
 
     torch.set_grad_enabled(False)
 
-    def view(block: Block) -> Any:
-        """The block's memory as a tensor, without a copy."""
-        spec = block.spec
-        dtype = getattr(torch, spec.dtype)
-        if spec.numel == 0:
-            return torch.empty(spec.shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-            flat = torch.frombuffer(block.host, dtype=torch.uint8, count=spec.span_bytes).view(dtype)
-        return flat.as_strided(spec.shape, spec.strides)
+    view = host_view(torch)
 
     def attention(views: Sequence[Any], call: Call) -> Run:
         q, k, v, mask = views

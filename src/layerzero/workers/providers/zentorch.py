@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.providers._torch_ops import host_view
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
@@ -41,16 +41,7 @@ class _Zentorch:
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.ops = torch.ops.zentorch
-
-    def view(self, block: Block) -> Any:
-        """The block's memory as a tensor, without a copy."""
-        torch, spec = self.torch, block.spec
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-            flat = torch.frombuffer(
-                block.host, dtype=getattr(torch, spec.dtype), count=spec.span_bytes // spec.itemsize
-            )
-        return flat.as_strided(spec.shape, spec.strides)
+        self.view = host_view(torch)
 
     def views(self, blocks: Sequence[Block | None]) -> list[Any]:
         return [None if block is None else self.view(block) for block in blocks]
