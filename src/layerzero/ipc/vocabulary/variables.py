@@ -73,6 +73,12 @@ OTHERS = (
         "free; 0: not at all (docs/dispatch.md)",
         "client, workers",
     ),
+    Variable(
+        "KEPT_MIB",
+        "1024",
+        "MiB of copies that are kept of inputs outside of shared memory that come again; 0: none (docs/dispatch.md)",
+        "client",
+    ),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
     Variable(
