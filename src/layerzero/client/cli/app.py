@@ -400,6 +400,9 @@ def matrix(
 ) -> None:
     """Try which backends can share an environment and a process: resolver, files, imports, results. Prints the fewest
     environments that serve all of them. Conflicts are results: the exit code is 0."""
+    from layerzero.envs.versions import declaration
+
+    folders = declaration.folders(store, manifests or ())
     if bisect is not None or test is not None:
         if bisect is None or test is None or sets or html:
             raise typer.BadParameter("--bisect and --test need each other, and go without --set and --html")
@@ -410,7 +413,7 @@ def matrix(
             backends or (),
             test=test,
             store=store,
-            folders=manifests or (),
+            folders=folders,
             timeout_s=timeout,
             as_json=as_json,
         )
@@ -422,7 +425,7 @@ def matrix(
         sets=sets or (),
         html=html,
         store=store,
-        folders=manifests or (),
+        folders=folders,
         jobs=jobs,
         timeout_s=timeout,
         fresh=fresh,
