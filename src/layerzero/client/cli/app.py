@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from layerzero.client.cli.cache import cache_app
+from layerzero.client.cli.compare import compare
 from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.ops import ops
 from layerzero.client.cli.options import (
@@ -77,6 +78,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
 app.command()(ops)
+app.command()(compare)
 
 
 @app.callback()
