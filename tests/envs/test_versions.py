@@ -69,6 +69,16 @@ def test_calls_name_them_and_a_running_broker_knows_them(built: dict[str, Any], 
     np.testing.assert_allclose(old, new, rtol=1e-5, atol=1e-7)
 
 
+def test_policies_name_them_at_once_in_a_broker_that_ran_before(built: dict[str, Any], x: Any) -> None:
+    """It reads its policy when the file changes, and callers' wishes with the names that it knew then."""
+    with lz.prefer(OLD):
+        lz.softmax(x, dim=-1)
+        assert (report := lz.last_report()) is not None
+        assert report.backend == OLD
+    report_of_both = lz.compare("softmax", x, dim=-1, backends=["onnxruntime", "onnxruntime@1.16"], budget_s=0.2)
+    assert report_of_both.is_equal, report_of_both
+
+
 def test_calls_that_name_none_are_served_by_the_default(built: dict[str, Any], x: Any) -> None:
     lz.softmax(x, dim=-1)
     assert (report := lz.last_report()) is not None

@@ -291,7 +291,8 @@ def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
             raise _unknown_backend(server, name)
         capability, missing, env = found
         server.handle(ev.BackendLearned(name, capability, missing, env))
-        server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        server.handle(ev.PolicyChanged(policy))
         return {"serves": missing is None}
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names

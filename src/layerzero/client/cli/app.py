@@ -12,6 +12,7 @@ import platformdirs
 import typer
 from typer.core import TyperGroup
 
+from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.compare import compare
 from layerzero.client.cli.lift import lift_app
@@ -79,6 +80,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
 app.command()(ops)
 app.command()(compare)
+app.command("bisect")(cli_bisect.bisect)
 
 
 @app.callback()
@@ -408,9 +410,7 @@ def matrix(
     if bisect is not None or test is not None:
         if bisect is None or test is None or sets or html:
             raise typer.BadParameter("--bisect and --test need each other, and go without --set and --html")
-        from layerzero.client.cli import bisect as cli_bisect
-
-        cli_bisect.bisect(
+        cli_bisect.of_matrix(
             bisect,
             backends or (),
             test=test,

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from layerzero.envs.build import interpreters
+from layerzero.envs.build.installers import Uv
 from layerzero.envs.build.lock import lock as write_lock
 from layerzero.envs.build.lock import read_lock
 from layerzero.envs.manifest import EnvManifest, VariantName
@@ -33,12 +34,13 @@ def declare(
     variant: VariantName = "cpu",
     beside: Sequence[str] = (),
     python: str | None = None,
+    tool: Uv | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> EnvManifest:
     """Choose the newest release that satisfies `wanted`, lock it, and write its manifest. `found`: all manifests, of
     which one is its template. `beside`: requirements in the place of the template's of the same names, or further ones.
     `python`: "3.11", None for the first that has a release and a lock: the template's own, then the others that are
-    here. Raises ConfigError, and EnvError with what the resolver says."""
+    here. `tool`: uv with flags of its own. Raises ConfigError, and EnvError with what the resolver says."""
     base = template(wanted, found)
     own = base.variant_for(variant)
     if own not in base.variants:
@@ -48,11 +50,11 @@ def declare(
     for minor in _pythons(base, python):
         try:
             say(f"{base.name}@{wanted.version}: looking for a release for Python {minor}")
-            release = newest(main, wanted, minor)
+            release = newest(main, wanted, minor, tool)
             asked = requirements(base.variants[own].requirements, main, release, beside)
             declared = Declared(base.name, Version(release).public, minor, own, asked)
             say(f"{declared.name}: resolving {', '.join(asked)}")
-            return _locked(declared, base, store)
+            return _locked(declared, base, store, tool)
         except EnvError as exc:
             refusals.append(exc)
     first, here = refusals[0], ", ".join(interpreters.available())
@@ -85,13 +87,13 @@ def main_requirement(base: EnvManifest, variant: VariantName) -> Requirement:
     return next((one for one in asked if canonicalize_name(one.name) == name), asked[0])
 
 
-def newest(main: Requirement, wanted: Wanted, minor: str) -> str:
+def newest(main: Requirement, wanted: Wanted, minor: str, tool: Uv | None = None) -> str:
     """The newest release of that series that has a wheel for this Python here, with its local label ("2.4.1+cpu").
     Raises EnvError."""
     where = f"{main.name} {wanted.version}"
     python = interpreters.find(minor, f"{wanted.backend}@{wanted.version}")
     text = f"{main.name}>={wanted.version},<{above(wanted.version)}"
-    answer = resolve(the_uv(), [text], python, with_dependencies=False)
+    answer = resolve(tool or the_uv(), [text], python, with_dependencies=False)
     if isinstance(answer, Refused):
         raise EnvError(
             f"no release of {where} has a wheel for Python {minor}: {answer.summary}",
@@ -138,13 +140,13 @@ def _minor(text: str) -> int:
     return int(text.partition(".")[2])
 
 
-def _locked(declared: Declared, base: EnvManifest, store: Path) -> EnvManifest:
+def _locked(declared: Declared, base: EnvManifest, store: Path, tool: Uv | None) -> EnvManifest:
     """Write it and its lock; what was not there before goes again where that does not resolve."""
     path = declaration.folder(store) / f"{declared.name}.toml"
     was_there = path.is_file()
     manifest = declaration.write(declared, base, store)
     try:
-        write_lock(manifest, declared.variant)
+        write_lock(manifest, declared.variant, installer=tool)
         read_lock(manifest, declared.variant)
     except EnvError:
         if not was_there:
