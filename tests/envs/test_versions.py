@@ -87,10 +87,12 @@ def test_calls_that_name_none_are_served_by_the_default(built: dict[str, Any], x
     assert [reason.code for reason in refused.reasons] == ["VERSION_NOT_NAMED"]
 
 
-def test_status_and_list_name_it_with_its_own_state(built: dict[str, Any], site: Site) -> None:
+def test_status_and_list_name_it_with_its_own_state(built: dict[str, Any], site: Site, x: Any) -> None:
     rows = {row["name"]: row for row in data(command(site, "env", "list", "--json"))["environments"]}
     assert (rows[OLD]["state"], rows[OLD]["python"], rows["onnxruntime"]["state"]) == ("built", "3.11", "built")
     assert rows[OLD]["id"] != rows["onnxruntime"]["id"]
+    for name in (OLD, "onnxruntime"):
+        lz.softmax(x, dim=-1, backend=name)  # what a worker has loaded it has said
     row = site.backend(OLD)
     assert row["versions"]["onnxruntime"] == "1.16.3"
     assert site.backend("onnxruntime")["versions"]["onnxruntime"] == "1.18.1"
