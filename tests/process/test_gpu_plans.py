@@ -29,6 +29,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> SoftGraphs:
     made = SoftGraphs()
     monkeypatch.setitem(LIBRARIES, "cupy", made)  # type: ignore[arg-type]
     monkeypatch.setattr(graph_plan, "WAIT_S", 0.0)  # nothing more is lifted by waiting
+    monkeypatch.setattr(graph_plan, "WAIT_RUNS", 16)
     return made
 
 

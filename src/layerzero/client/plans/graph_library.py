@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from layerzero.ipc.cuda.driver import Driver
 
 
 class Graph(Protocol):
-    """A CUDA graph. `nodes`: how many; `nbytes`: of the memory that was taken for it when it was captured."""
+    """A CUDA graph. `nodes`: how many, 0 where the driver does not tell; `nbytes`: of the memory that was taken for it
+    when it was captured."""
 
     nodes: int
     nbytes: int
@@ -176,11 +178,11 @@ class TorchGraphs:
     def strict(self) -> Iterator[None]:
         cuda = sys.modules["torch"].cuda
         before = cuda.get_sync_debug_mode()
-        cuda.set_sync_debug_mode("error")
+        _set_sync_mode(cuda, "error")
         try:
             yield
         finally:
-            cuda.set_sync_debug_mode(before)
+            _set_sync_mode(cuda, before)
 
     def capture(
         self, work: Callable[[], Any], device: int, driver: Driver, beside: Graph | None, *, is_timed: bool
@@ -201,6 +203,12 @@ class TorchGraphs:
 
     def fence(self, device: int) -> Fence:
         return TorchFence(device)
+
+
+def _set_sync_mode(cuda: Any, mode: Any) -> None:
+    with warnings.catch_warnings():  # that it does not see all that waits: the capture does
+        warnings.simplefilter("ignore")
+        cuda.set_sync_debug_mode(mode)
 
 
 def _span(array: Any) -> int:

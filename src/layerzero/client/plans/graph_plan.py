@@ -21,10 +21,11 @@ from layerzero.client.plans.verifying import largest_difference
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument
 
-WAIT_RUNS, WAIT_S = 32, 3.0  # for calls to be lifted; then those that are not are captured in slots of their workers
+WAIT_RUNS, WAIT_S = 256, 3.0  # for calls to be lifted; then those that are not are captured in slots of their workers
 MAX_FAILED = 3  # captures in a row
 SAME_RUNS = 8  # with arguments in the same memory; then a graph is captured that works on it
 FIRST_LOOK, MAX_LOOK = 256, 65536  # replays until it is seen whether more calls are lifted
+LOOK_RUNS = 8  # as calls, one after the other: the broker lifts what it has evidence for
 UNSETTLED, SAMPLED, LOOKING = "its calls are not settled", "calls are sampled", "it was seen whether more is lifted"
 LOST = "the connection to the broker is lost"
 NO_LEAVE = "the leave to launch kernels in this process has ended"
@@ -55,6 +56,7 @@ class GraphPlan:
         self._fence: Fence | None = None
         self._made: _Made | None = None  # works on memory of its own
         self._direct: _Made | None = None  # works on the caller's
+        self._last: Graph | None = None  # that was replayed
         self._epoch: int | None = None
         self._is_rehearsed = False
         self._failed = 0
@@ -75,6 +77,10 @@ class GraphPlan:
     def graph(self) -> Graph | None:
         """That of the last capture; None before, and while it may not be launched."""
         return None if self._made is None else self._made.graph
+
+    def time_us(self) -> float | None:
+        """The GPU's time of the last replay, if times were asked for and it is over."""
+        return None if self._last is None else self._last.time_us()
 
     @property
     def is_direct(self) -> bool:
@@ -119,8 +125,9 @@ class GraphPlan:
             return NO_LEAVE
         if not all(one.is_here for one in self.served.values()):
             self._to_look -= 1
-            if self._to_look <= 0:
-                self._to_look = self._look = min(2 * self._look, MAX_LOOK)
+            if self._to_look < 0:
+                if self._to_look <= -LOOK_RUNS:
+                    self._to_look = self._look = min(2 * self._look, MAX_LOOK)
                 return LOOKING
         return ""
 
@@ -135,6 +142,7 @@ class GraphPlan:
             self.session.gpus.glance(self.session.gpus.gpu(self.device), library.stream(self.device), READ_OFTEN)
         direct = self._direct_for(inputs)
         self._fence.enter()
+        self._last = made.graph if direct is None else direct.graph
         if direct is not None:
             direct.graph.replay()
             value = self._result(direct, inputs, inputs)
@@ -200,7 +208,7 @@ class GraphPlan:
         return list({value.number: value for value in self.program.outputs()}.values())
 
     def _drop(self) -> None:
-        self._made = self._direct = None
+        self._made = self._direct = self._last = None
         self._wait()
 
     def _wait(self) -> None:

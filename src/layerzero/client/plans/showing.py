@@ -45,11 +45,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Of a plan on a GPU. `nodes`: of its CUDA graph, 0 while there is none; `calls`: how many lz calls are "lifted",
-    "in_process" or in a "worker"; `not_lifted`: a line for each of these; `difference`: of the first replay from its
-    calls, relative to the largest number; `is_direct`: there is one that works on the caller's own memory, too;
-    `time_us`: the GPU's time of the last replay, if asked for."""
+    """Of a plan on a GPU. `is_captured`: it has a CUDA graph; `nodes` of it, 0 where that is not known; `calls`: how
+    many lz calls are "lifted", "in_process" or in a "worker"; `not_lifted`: a line for each of these; `difference`: of
+    the first replay from its calls, relative to the largest number; `is_direct`: there is a graph that works on the
+    caller's own memory, too; `time_us`: the GPU's time of the last replay, if asked for."""
 
+    is_captured: bool
     nodes: int
     nbytes: int
     captures: int
@@ -65,18 +66,29 @@ class GraphFacts:
         names = {step.number: f"{step.name} at {step.where}" for step in plan.program.steps}
         away = {n: one for n, one in plan.served.items() if not one.is_here}
         told = tuple(f"{names[n]}: {one.why or 'not known yet whether it may be lifted'}" for n, one in away.items())
-        time_us = None if plan.graph is None else plan.graph.time_us()
+        time_us = plan.time_us()
         calls = Counter(one.path for one in plan.served.values())
-        return cls(nodes, plan.nbytes, plan.captures, calls, told, plan.difference, plan.is_direct, time_us)
+        return cls(
+            plan.graph is not None,
+            nodes,
+            plan.nbytes,
+            plan.captures,
+            calls,
+            told,
+            plan.difference,
+            plan.is_direct,
+            time_us,
+        )
 
     def lines(self, calls: int, own_steps: int) -> list[str]:
         what = f"{counted(calls, 'lz call')} and {counted(own_steps, 'step')} of own code"
         ways = {"lifted": "lifted", "in_process": "in this process", "worker": "in their worker"}
         shares = ", ".join(f"{self.calls[path]} {way}" for path, way in ways.items() if self.calls.get(path))
-        head = f"in one CUDA graph of {counted(self.nodes, 'node')}" if self.nodes else "one by one until they settle"
+        of = f" of {counted(self.nodes, 'node')}" if self.nodes else ""
+        head = f"in one CUDA graph{of}" if self.is_captured else "one by one until they settle"
         found = [f"{what} {head}" + (f": {shares}" if shares else "")]
         found += [f"  not lifted: {line}" for line in self.not_lifted[:4]]
-        if self.nodes:
+        if self.is_captured:
             also = ", another works on the caller's own memory" if self.is_direct else ""
             found.append(f"memory: {self.nbytes} bytes, captured {counted(self.captures, 'time')}{also}")
         if self.difference is not None:
@@ -212,7 +224,7 @@ def timing_rows(variant: Variant) -> list[Timing]:
 
 def _graph_timings(plan: GraphPlan) -> list[Timing]:
     """The graph as a whole, and by what each of its steps is done."""
-    us = None if plan.graph is None else plan.graph.time_us()
+    us = plan.time_us()
     rows = [] if plan.graph is None else [Timing(-1, "CUDA graph", "", "graph", "", us or 0.0, 0)]
     for step in plan.program.steps:
         served = plan.served.get(step.number)
