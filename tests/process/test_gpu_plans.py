@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> SoftGraphs:
 
 
 @pytest.fixture
-def lifting(connected: Site, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Lifting:
+def lifting(connected: Site, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lifting]:
     lz.disconnect()  # what it has asked so far was answered by the broker
-    return Lifting(connected.connect(), monkeypatch)
+    yield Lifting(connected.connect(), monkeypatch)
+    finish()  # a graph of the driver's goes when its replays are over; one of the tests', at once
 
 
 def captured(plan: lz.ExecutionPlan, *args: Any) -> lz.ExecutionPlan:
