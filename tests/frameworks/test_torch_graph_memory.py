@@ -25,9 +25,9 @@ def test_copies_have_the_strides_of_their_tensors(name: str) -> None:
     """The guards of a plan hold for them, and for its results."""
     graphs, x = TorchGraphs(), ARRAYS[name]()
     static, other = graphs.static(x), graphs.static(x)
-    graphs.fill([static], [x])
-    graphs.fill([other, static], [x, x])
-    (own,) = graphs.own([x])
+    graphs.filler([static])([x])
+    graphs.filler([other, static])([x, x])
+    (own,) = graphs.copier([x])()
     for made in (static, other, own):
         assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
         assert torch.equal(made, x)
@@ -36,7 +36,7 @@ def test_copies_have_the_strides_of_their_tensors(name: str) -> None:
 
 def test_results_that_share_memory_share_it_again() -> None:
     y, other = torch.randn(6, 5), torch.randn(4)
-    whole, part, turned, alone = TorchGraphs().own([y, y[1:3], y.T, other])
+    whole, part, turned, alone = TorchGraphs().copier([y, y[1:3], y.T, other])()
     for made, given in ((whole, y), (part, y[1:3]), (turned, y.T), (alone, other)):
         assert torch.equal(made, given)
     assert part.data_ptr() == whole.data_ptr() + 5 * 4

@@ -54,13 +54,16 @@ class SoftGraphs:
     def static(self, array: Any) -> Any:
         return soft_cupy.empty(array.shape, array.dtype)
 
-    def fill(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            into, values = target._view(), source._view()
-            driver.put(soft_cupy.current().ptr, lambda into=into, values=values: into.__setitem__(..., values))
+    def filler(self, targets: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        def fill(sources: Sequence[Any]) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                into, values = target._view(), source._view()
+                driver.put(soft_cupy.current().ptr, lambda into=into, values=values: into.__setitem__(..., values))
 
-    def own(self, arrays: Sequence[Any]) -> list[Any]:
-        return [soft_cupy.ascontiguousarray(array) for array in arrays]
+        return fill
+
+    def copier(self, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
+        return lambda: [soft_cupy.ascontiguousarray(array) for array in arrays]
 
     def view(self, base: Any, like: Any, of: Any) -> Any:
         offset = like.data.ptr - of.data.ptr

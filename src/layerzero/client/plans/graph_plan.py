@@ -7,7 +7,7 @@ then they are in slots of their workers. While there is no graph that may be lau
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,20 @@ NO_LEAVE = "the leave to launch kernels in this process has ended"
 
 class _Made:
     """A graph and what it works on. `inputs`: memory for the arguments, empty where it works on the caller's own, which
-    is at `addresses` then; `outputs`: the arrays of the function's result by value."""
+    is at `addresses` then; `outputs`: the arrays of the function's result by value. `fill` copies arguments there,
+    `copies` makes what is new of the result."""
 
-    def __init__(self, graph: Graph, inputs: list[Any], outputs: dict[int, Any], addresses: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: list[Any],
+        outputs: dict[int, Any],
+        addresses: tuple[int, ...],
+        fill: Callable[[Sequence[Any]], None],
+        copies: Callable[[], list[Any]],
+    ) -> None:
         self.graph, self.inputs, self.outputs, self.addresses = graph, inputs, outputs, addresses
+        self.fill, self.copies = fill, copies
 
 
 class GraphPlan:
@@ -72,6 +82,13 @@ class GraphPlan:
         ]
         homes = program.homes
         self._new = [value for value in self._of_result() if homes[value.storage.number] not in (ARGUMENT, FIXED)]
+        self._numbers = [value.number for value in self._new]
+        values = program.recording.values
+        numbers = [*program.recording.inputs, *(program.recording.inputs[place] for place in self._written)]
+        self._argument_bytes = sum(_nbytes_of(values[number]) for number in numbers)
+        self._result_bytes = sum(map(_nbytes_of, self._new))
+        self._is_all_here = False  # all calls of the graph are launched by this process
+        self.failure = ""  # of the last capture
 
     @property
     def graph(self) -> Graph | None:
@@ -123,7 +140,7 @@ class GraphPlan:
             return UNSETTLED
         if self._epoch != self._page_epoch():
             return NO_LEAVE
-        if not all(one.is_here for one in self.served.values()):
+        if not self._is_all_here:
             self._to_look -= 1
             if self._to_look < 0:
                 if self._to_look <= -LOOK_RUNS:
@@ -138,7 +155,7 @@ class GraphPlan:
         library, made = self._library, self._made
         assert made is not None
         assert self._fence is not None
-        if not all(one.is_here for one in self.served.values()):
+        if not self._is_all_here:
             self.session.gpus.glance(self.session.gpus.gpu(self.device), library.stream(self.device), READ_OFTEN)
         direct = self._direct_for(inputs)
         self._fence.enter()
@@ -148,14 +165,13 @@ class GraphPlan:
             value = self._result(direct, inputs, inputs)
             self.copied_bytes = 0
         else:
-            library.fill(made.inputs, inputs)
+            made.fill(inputs)
             made.graph.replay()
             value = self._result(made, inputs, made.inputs)
             for place in self._written:
-                library.fill([inputs[place]], [made.inputs[place]])
-            numbers = [*self.program.recording.inputs, *(self.program.recording.inputs[n] for n in self._written)]
-            self.copied_bytes = sum(_nbytes_of(self.program.recording.values[n]) for n in numbers)
-        self.copied_bytes += sum(map(_nbytes_of, self._new))
+                library.filler([inputs[place]])([made.inputs[place]])
+            self.copied_bytes = self._argument_bytes
+        self.copied_bytes += self._result_bytes
         self._fence.leave()
         return value
 
@@ -168,7 +184,7 @@ class GraphPlan:
             return self._direct
         self._same = self._same + 1 if addresses == self._last_at else 0
         self._last_at = addresses
-        if self._same < SAME_RUNS or not inputs or not all(one.is_here for one in self.served.values()):
+        if self._same < SAME_RUNS or not inputs or not self._is_all_here:
             return None
         self._same = 0
         if self._direct is not None:  # they come and go: copies it is, unless these last longer
@@ -184,8 +200,7 @@ class GraphPlan:
     def _result(self, made: _Made, inputs: Sequence[Any], used: Sequence[Any]) -> Any:
         """The function's result in memory of its own; arguments that it returns are the caller's."""
         homes, recording = self.program.homes, self.program.recording
-        numbers = [value.number for value in self._new]
-        copies = dict(zip(numbers, self._library.own([made.outputs[number] for number in numbers]), strict=True))
+        copies = dict(zip(self._numbers, made.copies(), strict=True))
 
         def give(leaf: Any) -> Any:
             if not isinstance(leaf, Use):
@@ -193,8 +208,7 @@ class GraphPlan:
             value = self.program.value(leaf)
             home = homes[value.storage.number]
             if home == FIXED:
-                is_new = value.storage.number in self.program.fresh_constants
-                return self._library.own([value.obj])[0] if is_new else value.obj
+                return self._constant(value)
             if home == ARGUMENT:
                 place = value.storage.made_by
                 if value.number == recording.inputs[place]:
@@ -236,8 +250,12 @@ class GraphPlan:
         value = self.program.value(leaf)
         if value.number in outputs:
             return outputs[value.number]
+        return self._constant(value)
+
+    def _constant(self, value: Value) -> Any:
+        """The array itself; a new one of what the function makes anew at each run."""
         is_new = value.storage.number in self.program.fresh_constants
-        return self._library.own([value.obj])[0] if is_new else value.obj
+        return self._library.copier([value.obj])()[0] if is_new else value.obj
 
     def _settle(self, inputs: Sequence[Any], epoch: int, value: Any) -> None:
         """Capture the graph, if it is time to, or go on with the one that there is."""
@@ -275,11 +293,12 @@ class GraphPlan:
         try:
             self._made = self._capture(own, (), None)
         except NotCapturable as exc:
-            self._failed += 1
+            self._failed, self.failure = self._failed + 1, str(exc)
             if self._failed >= MAX_FAILED:
                 self.problem = str(exc)
             return
-        self._failed, self.served = 0, dict(self._steps.served)
+        self._failed, self.failure, self.served = 0, "", dict(self._steps.served)
+        self._is_all_here = all(one.is_here for one in self.served.values())
         self._epoch, self._has_leave = epoch, True
         if not self.program.recording.writes_outside:
             self._check(inputs, expected)
@@ -298,7 +317,9 @@ class GraphPlan:
         self.captures += 1
         wanted = {value.number for value in self._of_result()}
         kept = {n: array for n, array in outputs.items() if n in wanted}
-        return _Made(graph, [] if addresses else inputs, kept, addresses)
+        fill = self._library.filler([] if addresses else inputs)
+        copies = self._library.copier([kept[number] for number in self._numbers])
+        return _Made(graph, [] if addresses else inputs, kept, addresses, fill, copies)
 
     def _check(self, inputs: Sequence[Any], expected: Any) -> None:
         """See that the graph gives what its calls gave."""

@@ -48,7 +48,8 @@ class GraphFacts:
     """Of a plan on a GPU. `is_captured`: it has a CUDA graph; `nodes` of it, 0 where that is not known; `calls`: how
     many lz calls are "lifted", "in_process" or in a "worker"; `not_lifted`: a line for each of these; `difference`: of
     the first replay from its calls, relative to the largest number; `is_direct`: there is a graph that works on the
-    caller's own memory, too; `time_us`: the GPU's time of the last replay, if asked for."""
+    caller's own memory, too; `failure`: of the last capture; `time_us`: the GPU's time of the last replay, if asked
+    for."""
 
     is_captured: bool
     nodes: int
@@ -58,6 +59,7 @@ class GraphFacts:
     not_lifted: tuple[str, ...]
     difference: float | None
     is_direct: bool
+    failure: str
     time_us: float | None
 
     @classmethod
@@ -77,6 +79,7 @@ class GraphFacts:
             told,
             plan.difference,
             plan.is_direct,
+            plan.failure,
             time_us,
         )
 
@@ -88,6 +91,8 @@ class GraphFacts:
         head = f"in one CUDA graph{of}" if self.is_captured else "one by one until they settle"
         found = [f"{what} {head}" + (f": {shares}" if shares else "")]
         found += [f"  not lifted: {line}" for line in self.not_lifted[:4]]
+        if self.failure:
+            found.append(f"the last capture failed, and is tried again: {self.failure}")
         if self.is_captured:
             also = ", another works on the caller's own memory" if self.is_direct else ""
             found.append(f"memory: {self.nbytes} bytes, captured {counted(self.captures, 'time')}{also}")
