@@ -26,7 +26,7 @@ class SoftFence:
     def __init__(self) -> None:
         self._event, self._stream = driver.create_event(), None
 
-    def enter(self) -> None:
+    def enter(self, arrays: Sequence[Any]) -> None:
         stream = soft_cupy.current().ptr
         if self._stream not in (None, stream):
             driver.wait_event(stream, self._event)

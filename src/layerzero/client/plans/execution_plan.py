@@ -361,6 +361,8 @@ def plan(
     memory that was laid out once, and lz calls that follow each other on one worker cross as one message. A function
     that looks at numbers of its arrays, or does something else at each run, is run as ever; `explain()` says why.
 
+    On a GPU, of torch's tensors, the steps are one CUDA graph.
+
     What the function does beside its arrays (printing, counting, lists that it fills) happens only while it is
     recorded, and twice in a run that cannot be recorded to its end. Arrays that it has of its own, such as weights, may
     be changed in place, and are seen; after they were replaced by other arrays, or numbers that it reads beside its

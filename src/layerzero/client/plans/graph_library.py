@@ -69,8 +69,9 @@ class GraphLibrary(Protocol):
 class Fence(Protocol):
     """Of one plan. Its runs share memory, and a stream knows nothing of the other's."""
 
-    def enter(self) -> None:
-        """The current stream waits for the run before, if that went to another one."""
+    def enter(self, arrays: Sequence[Any]) -> None:
+        """The current stream waits for the run before, if that went to another one. `arrays`: what the run works on,
+        which is not used for anything else before the stream is through."""
 
     def leave(self) -> None:
         """The run is enqueued."""
@@ -111,13 +112,15 @@ class TorchFence:
         self._cuda, self._device, self._stream, self._handle = sys.modules["torch"].cuda, device, None, -1
         self._event = self._cuda.Event()
 
-    def enter(self) -> None:
+    def enter(self, arrays: Sequence[Any]) -> None:
         handle = _stream(self._device)
         if handle == self._handle:
             return
         stream = self._cuda.current_stream(self._device)
         if self._stream is not None:
             stream.wait_event(self._event)
+        for array in arrays:
+            array.record_stream(stream)
         self._stream, self._handle = stream, handle
 
     def leave(self) -> None:

@@ -158,7 +158,7 @@ class GraphPlan:
         if not self._is_all_here:
             self.session.gpus.glance(self.session.gpus.gpu(self.device), library.stream(self.device), READ_OFTEN)
         direct = self._direct_for(inputs)
-        self._fence.enter()
+        self._fence.enter(made.inputs)
         self._last = made.graph if direct is None else direct.graph
         if direct is not None:
             direct.graph.replay()
