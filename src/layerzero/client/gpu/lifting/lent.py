@@ -10,6 +10,14 @@ from collections import deque
 from layerzero.client.gpu.device import Gpu
 from layerzero.ipc.errors import CudaError
 
+DESCRIBED = "dlpack"  # kind of arrays that show no stream, as JAX's: they are described at each call, and lent
+KINDS = ("torch", "cupy", DESCRIBED)  # of arrays that calls are lifted for
+
+
+def unsupported(kind: str) -> str:
+    """Why calls with arrays of another kind are not lifted."""
+    return f"ARRAYS_UNSUPPORTED: {kind}; allowed: {', '.join(KINDS)}"
+
 
 class Lent:
     """Of one connection. Threads may share it."""

@@ -26,7 +26,7 @@ from layerzero.client.gpu.lifting.faults import Faults
 from layerzero.client.gpu.lifting.growth import Growth
 from layerzero.client.gpu.lifting.here import LOOK_S, RETRY_S, Here, HereSite
 from layerzero.client.gpu.lifting.keys import Key, addresses_of, described_key, key_of
-from layerzero.client.gpu.lifting.lent import Lent
+from layerzero.client.gpu.lifting.lent import DESCRIBED, KINDS, Lent, unsupported
 from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, load_form, relaxed
 from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
@@ -51,10 +51,7 @@ MAX_KNOWN = 4096
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
 NO_LEAVE = "no leave yet: its environment is being probed, it has failed of late, or calls are sampled"
-DESCRIBED = "dlpack"  # kind of arrays that show no stream, as JAX's: they are described each time, and lent
-KINDS = ("torch", "cupy", DESCRIBED)
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
-ARRAYS_UNSUPPORTED = "ARRAYS_UNSUPPORTED"
 
 
 class Lifts:
@@ -96,21 +93,14 @@ class Lifts:
             return MISS
         try:
             key = self._key(request)
-            found = self.known.get(key) if key is not None else None
+            if key is None or key not in self.known:
+                return MISS
         except (TypeError, RuntimeError):  # what cannot be hashed, a tensor without memory: what checks it names it
             return MISS
-        if key is None or found is None:
-            return MISS
-        if isinstance(found, int):
-            if found > 1:
-                self.known[key] = found - 1
-            else:
-                self.count_down(key)
+        found = self._usable(key)
+        if found is None:
             return MISS
         site, gpu, caller = found, found.gpu, found.asked.caller
-        if gpu.order.page.lift_epoch != site.epoch:
-            self.renew(key, site)
-            return MISS
         stream = caller.stream()
         self._calls.glance(gpu, stream, READ_EVERY)
         *inputs, out_at = addresses_of(request)
@@ -131,6 +121,17 @@ class Lifts:
 
     def _key(self, request: Request) -> Key | None:
         return key_of(request) if self._compiled is None else self._compiled.key(request)
+
+    def _usable(self, key: Key) -> Site | HereSite | None:
+        """The call that may be launched now; of another one it is counted that it was made."""
+        found = self.known.get(key)
+        if isinstance(found, int):
+            self.known[key] = found - 1
+            if found <= 1:
+                self.count_down(key)
+        elif found is not None and found.gpu.order.page.lift_epoch != found.epoch:
+            self.renew(key, found)
+        return self._held(key)
 
     def count_down(self, key: Key) -> None:
         """There may be more evidence by now for a call that was not lifted."""
@@ -158,7 +159,7 @@ class Lifts:
         if self._is_unknown or self._is_closing or any(not spec.numel for spec in results):
             return False
         if call.like.kind not in KINDS:
-            call.route.not_lifted = f"{ARRAYS_UNSUPPORTED}: {call.like.kind}; allowed: {', '.join(KINDS)}"
+            call.route.not_lifted = unsupported(call.like.kind)
             return False
         if any(array is not None and array.needs_copy for array in call.arrays):
             return False
@@ -169,6 +170,8 @@ class Lifts:
         key = described_key(call.request, call.arrays) if is_described else self._key(call.request)
         if key is None:
             return False
+        if is_described:
+            self._usable(key)  # else counted by `run`, which does not know such calls
         asked = self._asked.get(key)
         if asked is not None and asked.route is not call.route and self._held(key) is None:
             self._asked.pop(key, None)  # it was held ahead, or its route is of old: the broker knows the call's own

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
-from tests.unit.client.gpu.lifting.rig import PATIENCE_S, Rig, randn, silu, synchronize
+from tests.unit.client.gpu.lifting.rig import ORDINARY, PATIENCE_S, Rig, randn, silu, synchronize
 
 from layerzero.client.arrays.dlpack import GpuExport, read_dlpack
 from layerzero.client.arrays.recognition import describe
@@ -85,3 +85,23 @@ def test_what_is_lent_goes_with_the_session(rig: Rig) -> None:
     rig.lifts.close()
     gc.collect()
     assert owner() is None
+
+
+def test_a_call_that_had_too_little_evidence_is_asked_for_again(rig: Rig) -> None:
+    """Nobody else counts such calls: they are known only once they are described."""
+    answers = [{"state": "later"}] * 3
+    rig.offer_silu()
+    ready = rig.broker.answers["silu"]
+    rig.broker.answers["silu"] = lambda *asked: answers.pop() if answers else ready(*asked)
+    _, values = randn(7, 3)
+    same(rig.settle(lambda: rig.silu(Streamless(values))), silu(values))
+    assert rig.broker.count() == 4
+
+
+def test_leave_that_ended_is_asked_for_anew(rig: Rig) -> None:
+    rig.offer_silu()
+    _, values = randn(8, 3)
+    rig.settle(lambda: rig.silu(Streamless(values)))
+    rig.bump()
+    assert rig.silu(Streamless(values)) is ORDINARY
+    same(rig.settle(lambda: rig.silu(Streamless(values))), silu(values))
