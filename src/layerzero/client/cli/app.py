@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli.cache import cache_app
+from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.compare import compare
 from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.ops import ops
@@ -78,6 +79,8 @@ bench_app = typer.Typer(help="Try what is promised under load and faults.", no_a
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
+app.add_typer(capsule_app, name="capsule")
+app.command()(replay)
 app.command()(ops)
 app.command()(compare)
 app.command("bisect")(cli_bisect.bisect)
