@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from tests.envs.harness import STORE
 from tests.process.harness import ROOT, Site
 
+import layerzero as lz
+from layerzero.broker.configuration import settings
+from layerzero.envs import manifest
+from layerzero.envs.build import build
 from layerzero.envs.build.installers import find_uv
 
 EXAMPLES = ROOT / "examples"
@@ -48,3 +53,25 @@ def test_a_projects_tests_run_in_three_versions_of_a_dependency() -> None:
     answer = run(STORE, sys.executable, "-m", "pytest", *plugin, "--lz-matrix", "-q", str(EXAMPLES / "abi-matrix"))
     assert answer.returncode == 0, answer.stdout
     assert "6 passed" in answer.stdout
+
+
+@pytest.mark.long  # a minute of g++
+@pytest.mark.timeout(900)
+def test_a_compiled_extension_is_an_op_under_torch_compile(tmp_path: Path) -> None:
+    """The program has the frameworks of tests/frameworks; the broker is this interpreter's."""
+    found = manifest.load(ROOT / "tests/frameworks/frameworks.toml")
+    python = build.ensure(found, store=settings.load().store).python
+    lz.env("example-extension", requires=["torch==2.13.0", "ninja"], python="3.11").build(quiet=True)
+    with tempfile.TemporaryDirectory(prefix="lz-") as runtime:
+        lz.connect(runtime_dir=runtime)
+        try:
+            inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LAYERZERO_STORE") if name in os.environ}
+            environ = {**inherited, "PYTHONPATH": str(ROOT / "src"), "LAYERZERO_RUNTIME_DIR": runtime}
+            environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+            argv = [str(python), str(EXAMPLES / "torch_extension.py")]
+            answer = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+        finally:
+            lz.disconnect()
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "compiled for torch 2.13" in answer.stdout
+    assert float(answer.stdout.partition("largest difference ")[2].split()[0]) < 1e-12
