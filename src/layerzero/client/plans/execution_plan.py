@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from layerzero.client.connection import overlay
@@ -18,7 +18,8 @@ from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.keeping import KeptChoice
 from layerzero.client.plans.layout import NOBODY
-from layerzero.client.plans.passes import FIXED, Program, prepare
+from layerzero.client.plans.passes import Program
+from layerzero.client.plans.preparing import FUSED_BY, alternatives, check_passes
 from layerzero.client.plans.recording import Recording, Step, is_array, record
 from layerzero.client.plans.showing import (
     PlanExplanation,
@@ -50,21 +51,37 @@ class Variant:
         self.recordings = 0
         self.runs = self.replays = 0
         self.recording: Recording | None = None
-        self.program: Program | None = None
+        self.programs: list[Program] = []  # with all fusions, and without some
+        self.unfused = ""  # why it was recorded anew, and has no fusions
         self.frozen: FrozenPlan | None = None
         self.choices: Choices | None = None
         self.kept: KeptChoice | None = None
-        self.checked: set[str] = set()  # candidates whose chains were compared with calls
-        self.workers: dict[str, Mapping[int, str]] = {}  # of candidates: which ones their plan is laid out for
+        self.checked: set[tuple[str, int]] = set()  # candidates whose chains were compared with calls
+        self.workers: dict[tuple[str, int], Mapping[int, str]] = {}  # of candidates: which ones it is laid out for
         self.lock = threading.Lock()
+
+    @property
+    def program(self) -> Program | None:
+        """That of the chosen candidate."""
+        return None if self.choices is None else self.programs[self.choices.chosen.program]
 
 
 class ExecutionPlan:
     """A function that runs as a plan where it can. Made by lz.plan."""
 
-    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool, keep_choice: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        warmup: int,
+        *,
+        bake_constants: bool,
+        fixed_weights: bool,
+        keep_choice: bool,
+        passes: frozenset[str],
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
+        self._passes, self._has_fixed_weights = passes, fixed_weights
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
@@ -207,18 +224,23 @@ class ExecutionPlan:
     ) -> None:
         """Lay the plan out, and see that it gives what the function gave."""
         assert variant.recording is not None
-        variant.program = prepare(variant.recording, made)
-        variant.recording = None
-        made.let_go({number for number, home in variant.program.homes.items() if home == FIXED})
-        variant.choices = Choices(variant.program)
+        passes = self._passes - set(FUSED_BY.values()) if variant.unfused else self._passes
+        first, variant.recording = variant.recording, None
+        variant.programs = alternatives(session, first, made, passes, has_fixed_weights=self._has_fixed_weights)
+        program = variant.programs[0]
+        if variant.unfused:
+            program.done.append(f"no fusions: {variant.unfused}")
+        variant.choices = Choices(variant.programs)
         if self._keeps:
-            variant.kept = KeptChoice(self._function, variant.program, variant.label)
+            variant.kept = KeptChoice(self._function, program, variant.label)
             variant.kept.look(session, variant.choices)
-        variant.frozen = FrozenPlan(session, variant.program, variant.choices.chosen.wish)
+        variant.frozen = FrozenPlan(session, program, variant.choices.chosen.wish)
         variant.phase = FROZEN
         if made.writes_outside:
-            variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
-            variant.checked |= {one.backend for one in variant.choices.candidates}
+            for one in variant.programs:
+                one.done.append("not checked against the function: it writes to arrays of its caller's")
+            numbers = range(len(variant.programs))
+            variant.checked |= {(one.backend, n) for one in variant.choices.candidates for n in numbers}
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
 
@@ -230,8 +252,9 @@ class ExecutionPlan:
         assert variant.choices is not None
         wish = variant.choices.chosen.wish
         is_its = frozen is not None and frozen.session is session and frozen.link is session.link
+        is_its = is_its and frozen is not None and frozen.program is variant.program
         if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
-            workers = variant.workers.get(variant.choices.chosen.backend, NOBODY)
+            workers = variant.workers.get(variant.choices.chosen.key, NOBODY)
             frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers)
         return frozen
 
@@ -242,10 +265,11 @@ class ExecutionPlan:
         variant.replays += 1
         choices = variant.choices
         assert choices is not None
-        chosen = choices.chosen.backend
+        chosen = choices.chosen.key
         if not choices.is_done and (chosen in variant.checked or (variant.checked and not frozen.is_linked)):
+            had_backend = choices.has_backend
             choices.note(frozen, time.perf_counter_ns() - start_ns)
-            if choices.is_done and variant.kept is not None:
+            if choices.has_backend and not had_backend and variant.kept is not None:
                 variant.kept.tell(session, choices)
         elif chosen not in variant.checked and frozen.is_linked and self._is_laid_out(variant, frozen):
             variant.checked.add(chosen)
@@ -262,7 +286,7 @@ class ExecutionPlan:
     def _is_laid_out(variant: Variant, frozen: FrozenPlan) -> bool:
         """Whether it is for the workers that serve it; else the next one will be."""
         assert variant.choices is not None
-        chosen = variant.choices.chosen.backend
+        chosen = variant.choices.chosen.key
         if chosen in variant.workers:
             return True
         variant.workers[chosen] = frozen.served()
@@ -277,14 +301,27 @@ class ExecutionPlan:
         try:
             largest_difference(expected, variant.frozen.run(inputs))
         except InvalidArgument as exc:
-            variant.phase, variant.problem = CALLS, f"the plan gave something else than {what}: {exc.message}"
+            problem = f"the plan gave something else than {what}: {exc.message}"
+            if variant.programs[0].fused and not variant.unfused:  # once more without them
+                variant.unfused, variant.phase, variant.recordings = problem, WARM, 0
+                variant.choices, variant.kept, variant.programs = None, None, []
+                variant.checked.clear()
+                variant.workers.clear()
+            else:
+                variant.phase, variant.problem = CALLS, problem
             variant.frozen = None
         except LayerZeroError:
             variant.frozen = None  # a call failed, and it was not the caller's: the next run has a plan of its own
 
 
 def plan(
-    function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False, keep_choice: bool = True
+    function: Callable[..., Any],
+    *,
+    warmup: int = 1,
+    bake_constants: bool = False,
+    fixed_weights: bool = False,
+    keep_choice: bool = True,
+    passes: Iterable[str] | None = None,
 ) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
@@ -302,8 +339,13 @@ def plan(
     warmup: how many runs must agree with the first one; at least 1.
     bake_constants: arrays that the function makes anew at each run, and not of its arguments (a mask by numpy.tril,
     say), are kept as they were when it was recorded; without it such a function is run as ever.
+    fixed_weights: the caller's word that arrays which the function has of its own are not changed: they may be folded,
+    and weights of several projections laid side by side; after changes call `reset`. Without it, only arrays that are
+    read-only down to their memory count as such.
     keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
     process need not time it; False times it in this process.
+    passes: names of the passes that may change the program, of "constants", "identities", "common", "attention",
+    "projections", "gating" and "unused" (docs/plans.md); None: all of them.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -312,7 +354,14 @@ def plan(
         raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
-    return ExecutionPlan(function, warmup, bake_constants, keep_choice)
+    return ExecutionPlan(
+        function,
+        warmup,
+        bake_constants=bake_constants,
+        fixed_weights=fixed_weights,
+        keep_choice=keep_choice,
+        passes=check_passes(passes),
+    )
 
 
 def _arrays_of(given: Any) -> list[Any]:

@@ -141,7 +141,8 @@ def timing_rows(variant: Variant) -> list[Timing]:
     for segment in variant.frozen.segments:
         segment.read_times()
     by_number = {step.number: step for step in variant.program.steps}
-    runs = sorted(variant.frozen.timings.values(), key=lambda run: run.number)
+    places = {step.number: place for place, step in enumerate(variant.program.steps)}
+    runs = sorted(variant.frozen.timings.values(), key=lambda run: places[run.number])
     found = []
     for run in runs:
         step = by_number[run.number]
