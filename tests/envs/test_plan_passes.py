@@ -3,6 +3,7 @@ it gives the same, and it pays."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +28,11 @@ def weights(installation: Site) -> Arrays:
 
 
 def split(x: Any, w: Any) -> Any:
-    return lz.linear(x, w).reshape(B, S, H, D).transpose(0, 2, 1, 3)
+    return lz.linear(x, w).reshape(-1, S, H, D).transpose(0, 2, 1, 3)
 
 
 def joined(y: Any) -> Any:
-    return y.transpose(0, 2, 1, 3).reshape(B, S, H * D)
+    return y.transpose(0, 2, 1, 3).reshape(-1, S, H * D)
 
 
 def by_lz(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -135,13 +136,14 @@ def test_what_only_looks_like_attention_stays(weights: Arrays, function: Callabl
     assert "lz.attention" not in passes_of(plan)
 
 
-def test_projections_of_one_array_are_one_where_weights_are_fixed(weights: Arrays) -> None:
+@pytest.mark.parametrize("batch", [B, 1])
+def test_projections_of_one_array_are_one_where_weights_are_fixed(weights: Arrays, batch: int) -> None:
     """Their results are parts of one array; weights that may change are not laid side by side, and it is said."""
 
     def block(x: Any) -> Any:
         return lz.linear(joined(by_lz(*(split(x, weights[n]) for n in "qkv"), MASK)), weights["o"])
 
-    x = numbers(1, B, S, H * D)
+    x = numbers(1, batch, S, H * D)
     loose, fixed = lz.plan(block, keep_choice=False), lz.plan(block, fixed_weights=True, keep_choice=False)
     for plan in (loose, fixed):
         for _ in range(3):
@@ -150,10 +152,9 @@ def test_projections_of_one_array_are_one_where_weights_are_fixed(weights: Array
     assert "projection fusion: 1, off by" in passes_of(fixed)
     assert steps_of(fixed).count("linear") == 2
     run(fixed, x)
-    choice = fixed.explain().choice
-    assert "fusions: " in choice
+    assert re.search(r"fusions: .*\(all \d", fixed.explain().choice)  # timed: so all of it has crossed in chains
     for seed in range(5):
-        x = numbers(seed, B, S, H * D)
+        x = numbers(seed, batch, S, H * D)
         np.testing.assert_allclose(fixed(x), block(x), rtol=1e-3, atol=1e-4)
     weights["q"] *= 2  # the caller's word was that this does not happen
     fixed.reset()

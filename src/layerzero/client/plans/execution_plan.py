@@ -15,12 +15,15 @@ from layerzero.client.connection import overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
+from layerzero.client.plans.debugging import compared
+from layerzero.client.plans.diagnostics import Diagnostics, PlanEvent, to_json
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.keeping import KeptChoice
 from layerzero.client.plans.layout import NOBODY
 from layerzero.client.plans.passes import Program
+from layerzero.client.plans.picturing import as_html, as_text
 from layerzero.client.plans.preparing import FUSED_BY, alternatives, check_passes
-from layerzero.client.plans.recording import Recording, Step, is_array, record
+from layerzero.client.plans.recording import Recording, is_array, record
 from layerzero.client.plans.showing import (
     PlanExplanation,
     SlotRow,
@@ -49,7 +52,8 @@ class Variant:
         self.label = label
         self.phase, self.problem = COLD, ""
         self.recordings = 0
-        self.runs = self.replays = 0
+        self.runs = self.replays = self.fallbacks = 0
+        self.replayed_ns = 0
         self.recording: Recording | None = None
         self.programs: list[Program] = []  # with all fusions, and without some
         self.unfused = ""  # why it was recorded anew, and has no fusions
@@ -78,10 +82,11 @@ class ExecutionPlan:
         fixed_weights: bool,
         keep_choice: bool,
         passes: frozenset[str],
+        diagnostics: Diagnostics,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
-        self._passes, self._has_fixed_weights = passes, fixed_weights
+        self._passes, self._has_fixed_weights, self._diagnostics = passes, fixed_weights, diagnostics
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
@@ -127,20 +132,38 @@ class ExecutionPlan:
         """How each step of the last plan was run the last time; empty before it is frozen."""
         return timing_rows(self._seen())
 
-    def show(self) -> str:
-        """The last plan as a Mermaid flow chart."""
-        return mermaid(self._seen())
+    def show(self, form: str = "mermaid") -> str:
+        """The last plan as a picture: a Mermaid flow chart, a table for terminals ("text"), or a page that needs no
+        other file ("html"). Raises InvalidArgument for other forms."""
+        if form == "mermaid":
+            return mermaid(self._seen())
+        if form not in ("text", "html"):
+            raise InvalidArgument(f"form is {form!r}; allowed: mermaid, text, html")
+        return (as_text if form == "text" else as_html)(self._seen(), self.counters())
+
+    def diagnostics(self, category: str | None = None) -> list[PlanEvent]:
+        """The last events of a category, or of all, as far as `diagnostics=` asked for them; the oldest first. Raises
+        InvalidArgument for a category that there is not."""
+        return self._diagnostics.events(category)
+
+    def diagnostics_json(self, category: str | None = None) -> str:
+        """As `diagnostics`, one JSON object a line."""
+        return to_json(self._diagnostics.events(category))
 
     def counters(self) -> dict[str, Any]:
-        """Runs, replays, and why other runs were none; how many choices over whole plans were "reused" from disk,
-        "kept" there, or found there and "ignored"."""
+        """Runs, replays and their average time in us, why other runs were none, steps that left their chain
+        ("fallbacks"), the bytes of the largest plan; how many choices over whole plans were "reused" from disk, "kept"
+        there, or found there and "ignored"."""
         with self._lock:
             variants = list(self._variants.values())
+            replays = sum(v.replays for v in variants)
             return {
                 "runs": sum(v.runs for v in variants),
-                "replays": sum(v.replays for v in variants),
+                "replays": replays,
+                "average_us": sum(v.replayed_ns for v in variants) / 1e3 / replays if replays else 0.0,
                 "plans": len(variants),
                 "misses": dict(self._misses),
+                "fallbacks": sum(v.fallbacks for v in variants),
                 "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
                 "peak_bytes": max((v.frozen.memory.nbytes for v in variants if v.frozen), default=0),
             }
@@ -158,14 +181,29 @@ class ExecutionPlan:
         expected = self._function(*args, **kwargs)
         return largest_difference(expected, self(*args, **kwargs))
 
-    def debug(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Step, tuple[Any, ...]]]:
+    def debug(self, *args: Any, compare: str | None = None, **kwargs: Any) -> Iterator[tuple[Any, ...]]:
         """Run the frozen plan of such arguments step by step, each as a call of its own: an iterator of steps and
-        their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan."""
+        their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan.
+
+        compare: a backend; each step's tuple has a Comparison behind the results, with what that backend made of the
+        same arguments. The function cannot have an argument of that name here.
+        """
+        if compare is not None and not isinstance(compare, str):
+            raise InvalidArgument(f"compare is {compare!r:.80}; allowed: the name of a backend")
         variant = self._variant(args, kwargs, [])
         if variant.phase != FROZEN:
             raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
+        inputs = _arrays_of((args, kwargs))
         with variant.lock:
-            yield from self._frozen(default_session.session(), variant).debug(_arrays_of((args, kwargs)))
+            frozen = self._frozen(default_session.session(), variant)
+            if compare is not None:
+                yield from compared(frozen, inputs, compare)
+            else:
+                yield from ((step, results) for step, results, _ in frozen.debug(inputs))
+
+    def _tell(self, variant: Variant, category: str, message: str, **facts: Any) -> None:
+        variant.fallbacks += category == "fallback"
+        self._diagnostics.tell(category, variant.label, message, **facts)
 
     def _miss(self, why: str) -> None:
         with self._lock:
@@ -211,8 +249,10 @@ class ExecutionPlan:
             problem = difference(variant.recording, made, bakes_constants=self._bakes)
         variant.recordings += 1
         variant.phase = WARM
+        self._tell(variant, "phase", "recorded", steps=len(made.steps), problem=problem)
         if problem:
             variant.phase, variant.problem, variant.recording = CALLS, problem, None
+            self._tell(variant, "phase", f"its calls go one by one: {problem}", phase=CALLS)
         elif variant.recording is None:
             variant.recording = made
         elif variant.recordings > self._warmup:
@@ -234,8 +274,13 @@ class ExecutionPlan:
         if self._keeps:
             variant.kept = KeptChoice(self._function, program, variant.label)
             variant.kept.look(session, variant.choices)
-        variant.frozen = FrozenPlan(session, program, variant.choices.chosen.wish)
         variant.phase = FROZEN
+        frozen = self._frozen(session, variant)
+        self._tell(variant, "phase", "laid out", phase=FROZEN, steps=len(program.steps), fused=program.fused)
+        for line in program.done:
+            self._tell(variant, "passes", line)
+        layout = frozen.layout
+        self._tell(variant, "memory", "slots", peak_bytes=layout.peak_bytes, sum_bytes=layout.sum_bytes)
         if made.writes_outside:
             for one in variant.programs:
                 one.done.append("not checked against the function: it writes to arrays of its caller's")
@@ -244,8 +289,7 @@ class ExecutionPlan:
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
 
-    @staticmethod
-    def _frozen(session: Session, variant: Variant) -> FrozenPlan:
+    def _frozen(self, session: Session, variant: Variant) -> FrozenPlan:
         """Of this very connection and the chosen candidate, and with memory that nobody else may write to."""
         frozen = variant.frozen
         assert variant.program is not None
@@ -255,20 +299,27 @@ class ExecutionPlan:
         is_its = is_its and frozen is not None and frozen.program is variant.program
         if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
             workers = variant.workers.get(variant.choices.chosen.key, NOBODY)
-            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers)
+            tell = functools.partial(self._tell, variant)
+            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers, tell)
         return frozen
 
     def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
         frozen = self._frozen(session, variant)
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
+        elapsed_ns = time.perf_counter_ns() - start_ns
         variant.replays += 1
+        variant.replayed_ns += elapsed_ns
+        if self._diagnostics.is_on("runs"):
+            self._tell(variant, "runs", "replayed", us=elapsed_ns / 1e3, copied_bytes=frozen.copied_bytes)
         choices = variant.choices
         assert choices is not None
         chosen = choices.chosen.key
-        if not choices.is_done and (chosen in variant.checked or (variant.checked and not frozen.is_linked)):
+        if not choices.is_done and (chosen in variant.checked or not frozen.is_linked):
             had_backend = choices.has_backend
-            choices.note(frozen, time.perf_counter_ns() - start_ns)
+            choices.note(frozen, elapsed_ns)
+            if choices.is_done:
+                self._tell(variant, "choice", str(choices), backend=choices.backend)
             if choices.has_backend and not had_backend and variant.kept is not None:
                 variant.kept.tell(session, choices)
         elif chosen not in variant.checked and frozen.is_linked and self._is_laid_out(variant, frozen):
@@ -302,6 +353,7 @@ class ExecutionPlan:
             largest_difference(expected, variant.frozen.run(inputs))
         except InvalidArgument as exc:
             problem = f"the plan gave something else than {what}: {exc.message}"
+            self._tell(variant, "fallback", problem)
             if variant.programs[0].fused and not variant.unfused:  # once more without them
                 variant.unfused, variant.phase, variant.recordings = problem, WARM, 0
                 variant.choices, variant.kept, variant.programs = None, None, []
@@ -322,6 +374,7 @@ def plan(
     fixed_weights: bool = False,
     keep_choice: bool = True,
     passes: Iterable[str] | None = None,
+    diagnostics: str | Mapping[str, str] = "summary",
 ) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
@@ -346,6 +399,9 @@ def plan(
     process need not time it; False times it in this process.
     passes: names of the passes that may change the program, of "constants", "identities", "common", "attention",
     "projections", "gating" and "unused" (docs/plans.md); None: all of them.
+    diagnostics: which events are kept and go to the loggers `layerzero.plan.<category>`: "off", "summary" (phase,
+    choice, fallback), "detailed" (passes, memory and links, too), "full" (each run, too), or a map of categories to
+    those.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -361,6 +417,7 @@ def plan(
         fixed_weights=fixed_weights,
         keep_choice=keep_choice,
         passes=check_passes(passes),
+        diagnostics=Diagnostics.of(diagnostics),
     )
 
 

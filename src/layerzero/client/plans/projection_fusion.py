@@ -162,7 +162,9 @@ def _strides_in(spec: TensorSpec, first: int, width: int, total: int) -> tuple[i
     end of a row on to the next one."""
     strides, reach = [], first % width
     for extent, stride in zip(spec.shape, spec.strides, strict=True):
-        if extent == 1 or stride % width == 0:
+        if extent == 1:
+            strides.append(stride)  # what describe() says of such a dimension depends on the shape alone
+        elif stride % width == 0:
             strides.append(stride // width * total)
         else:
             reach += (extent - 1) * stride

@@ -162,7 +162,7 @@ def mermaid(variant: Variant) -> str:
         lines.append(f"  in{number}([argument {len(maker) - 1}])")
     messages = 0
     for item in variant.frozen.items:
-        for name, steps in _frames(item):
+        for name, steps in frames_of(item):
             if name:
                 lines.append(f"  subgraph m{messages} [{name}]")
                 messages += 1
@@ -184,7 +184,7 @@ def _steps_of(item: Segment | Step) -> list[Step]:
     return item.steps if isinstance(item, Segment) else [item]
 
 
-def _frames(item: Segment | Step) -> list[tuple[str, list[Step]]]:
+def frames_of(item: Segment | Step) -> list[tuple[str, list[Step]]]:
     """Steps that cross together, with what is written on their frame; "" for none."""
     if not isinstance(item, Segment):
         return [("", [item])]
