@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {
+    "client/capsules/store.py": {"platformdirs"},  # the user's cache folder, as the command line has it
     "client/chaos": {""},
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
@@ -48,6 +49,7 @@ EXTRA: dict[str, set[str]] = {
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
     "envs/matrix/child_tests.py": {"pytest"},
+    "envs/matrix/inside/lz_call.py": {"", "workers"},  # which the environment under test has of us, if anything
     "envs/matrix/inside/lz_matrix_inside.py": {"pytest"},
     "envs/matrix/pytest_plugin.py": {"pytest"},
     # What was decided of calls, by which policy, and how that is printed.
@@ -104,6 +106,8 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"
 LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
 MAY_LOAD_CODE = {
     "__init__.py",
+    "client/cli/bisect.py",  # the user's own module, which the command line names
+    "envs/matrix/inside/lz_call.py",
     "envs/matrix/runner.py",
     "workers/boot.py",
     "workers/functions/code.py",

@@ -30,6 +30,8 @@ from layerzero.envs.manifest import NAME_PATTERN, EnvManifest, Problem, Source, 
 from layerzero.envs.probe import caches, compilation, probe
 from layerzero.envs.trust import third_party
 from layerzero.envs.trust.allowed import Allowed
+from layerzero.envs.versions import declaration
+from layerzero.envs.versions.declaration import Wanted
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
 
 # So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
@@ -40,7 +42,7 @@ MAX_BACKENDS = 1000
 
 class Launcher:
     """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem. Environments of
-    functions that are declared later are learned when they are asked for.
+    functions and versions that are declared later are learned when they are asked for.
 
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
@@ -113,23 +115,30 @@ class Launcher:
             self.unusable[name] = missing
 
     def learn(self, backend: str) -> tuple[Capability, Rejection | None, str] | None:
-        """An environment of functions that was declared since the start: its descriptor, why it cannot be used as it
-        is, and its lock hash. None for any other. Raises ConfigError, EnvError where its files cannot be read, or where
-        there are too many."""
-        path = functions.folder(self._settings.store) / f"{backend}.toml"
+        """An environment of functions, or a version, that was declared since the start: its descriptor, why it cannot
+        be used as it is, and its lock hash. None for any other. Raises ConfigError, EnvError where its files cannot be
+        read, or where there are too many."""
+        store, is_version = self._settings.store, Wanted.of(backend) is not None
+        path = (declaration.folder(store) if is_version else functions.folder(store)) / f"{backend}.toml"
         if not re.fullmatch(NAME_PATTERN, backend) or backend in self.refused or not path.is_file():
             return None
         if len(self.capabilities) >= MAX_BACKENDS:
             raise EnvError(f"this broker has {MAX_BACKENDS} backends, the most that it takes; run: lz down")
         manifest = load(path)
         capabilities, refused = descriptors.read_all({backend: manifest})
-        if not functions.is_ours(manifest) or refused:
+        if refused or not (manifest.version_of in self.manifests if is_version else functions.is_ours(manifest)):
             return None
         capability = capabilities[backend]
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
         return capability, self.missing(backend), self.env_ids().get(backend, "")
+
+    def new_versions(self) -> list[str]:
+        """Versions that were declared since the start, of backends that are here."""
+        paths = declaration.folder(self._settings.store).glob("*@*.toml")
+        found = [path.stem for path in sorted(paths) if path.stem not in self.capabilities]
+        return [name for name in found if name.partition("@")[0] in self.manifests and name not in self.refused]
 
     def stand_in(self, backend: str) -> ImportedBackend | None:
         """What serves in the place of this backend's environment; None where that is built."""

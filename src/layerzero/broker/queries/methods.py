@@ -276,9 +276,13 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Look again for an environment of functions: one that was declared, or built, after this broker had looked.
-    `serves`: it can be used now, whoever's question this broker has learned of it by."""
+    """Look again for an environment of functions, or a version: one that was declared, or built, after this broker had
+    looked; without a name for all versions. `serves`: it can be used now, whoever's question this broker has learned of
+    it by."""
     name = params.get("backend")
+    if name is None:
+        learned = [learn(server, {"backend": one}) for one in server.launcher.new_versions()]
+        return {"serves": any(one["serves"] for one in learned)}
     if not isinstance(name, str):
         raise _unknown_backend(server, name)
     if name not in server.state.workers:
@@ -287,7 +291,8 @@ def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
             raise _unknown_backend(server, name)
         capability, missing, env = found
         server.handle(ev.BackendLearned(name, capability, missing, env))
-        server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        server.handle(ev.PolicyChanged(policy))
         return {"serves": missing is None}
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names

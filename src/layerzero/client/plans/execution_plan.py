@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
@@ -18,12 +18,15 @@ from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.debugging import compared
 from layerzero.client.plans.diagnostics import Diagnostics, PlanEvent, to_json
 from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.graph_library import LIBRARIES
+from layerzero.client.plans.graph_plan import GraphPlan
+from layerzero.client.plans.guards import arrays_of, is_captured, key_of, label_of, modes_of
 from layerzero.client.plans.keeping import KeptChoice
 from layerzero.client.plans.layout import NOBODY
 from layerzero.client.plans.passes import Program
 from layerzero.client.plans.picturing import as_html, as_text
 from layerzero.client.plans.preparing import FUSED_BY, alternatives, check_passes
-from layerzero.client.plans.recording import Recording, is_array, record
+from layerzero.client.plans.recording import CONSTANT, Recording, record
 from layerzero.client.plans.showing import (
     PlanExplanation,
     SlotRow,
@@ -33,7 +36,6 @@ from layerzero.client.plans.showing import (
     slot_rows,
     timing_rows,
 )
-from layerzero.client.plans.traced import map_leaves
 from layerzero.client.plans.verifying import largest_difference
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
@@ -42,7 +44,6 @@ from layerzero.ipc.wording import counted
 COLD, WARM, FROZEN, CALLS = "COLD", "WARM", "FROZEN", "CALLS"
 """Phases of a plan: never run; recorded, perhaps more than once; laid out; not to be frozen, its function runs."""
 MAX_VARIANTS = 64  # of one function; the one that was not used for longest goes
-_PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None)))
 
 
 class Variant:
@@ -58,6 +59,7 @@ class Variant:
         self.programs: list[Program] = []  # with all fusions, and without some
         self.unfused = ""  # why it was recorded anew, and has no fusions
         self.frozen: FrozenPlan | None = None
+        self.graph: GraphPlan | None = None  # in its place, on a GPU
         self.choices: Choices | None = None
         self.kept: KeptChoice | None = None
         self.checked: set[tuple[str, int]] = set()  # candidates whose chains were compared with calls
@@ -67,7 +69,9 @@ class Variant:
     @property
     def program(self) -> Program | None:
         """That of the chosen candidate."""
-        return None if self.choices is None else self.programs[self.choices.chosen.program]
+        if not self.programs:
+            return None
+        return self.programs[0 if self.choices is None else self.choices.chosen.program]
 
 
 class ExecutionPlan:
@@ -83,10 +87,12 @@ class ExecutionPlan:
         keep_choice: bool,
         passes: frozenset[str],
         diagnostics: Diagnostics,
+        is_timed: bool,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
         self._passes, self._has_fixed_weights, self._diagnostics = passes, fixed_weights, diagnostics
+        self._is_timed = is_timed
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
@@ -165,7 +171,7 @@ class ExecutionPlan:
                 "misses": dict(self._misses),
                 "fallbacks": sum(v.fallbacks for v in variants),
                 "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
-                "peak_bytes": max((v.frozen.memory.nbytes for v in variants if v.frozen), default=0),
+                "peak_bytes": max((_peak_bytes(v) for v in variants), default=0),
             }
 
     def reset(self) -> None:
@@ -193,9 +199,15 @@ class ExecutionPlan:
         variant = self._variant(args, kwargs, [])
         if variant.phase != FROZEN:
             raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
-        inputs = _arrays_of((args, kwargs))
+        inputs = arrays_of((args, kwargs))
         with variant.lock:
-            frozen = self._frozen(default_session.session(), variant)
+            session = default_session.session()
+            if variant.graph is not None:
+                if compare is not None:
+                    raise InvalidArgument("compare is for plans on the CPU; leave it out on a GPU")
+                yield from self._graph(session, variant).walk(inputs)
+                return
+            frozen = self._frozen(session, variant)
             if compare is not None:
                 yield from compared(frozen, inputs, compare)
             else:
@@ -219,13 +231,14 @@ class ExecutionPlan:
     def _variant(self, args: Any, kwargs: Any, arrays: list[Any]) -> Variant:
         policy = overlay.current()
         mode = getattr(self._owner, "training", None)  # of a module of torch
-        key = (_key((args, kwargs), arrays), None if policy is None else policy.text, _grad_mode(), mode)
+        shapes = key_of((args, kwargs), arrays)
+        key = (shapes, None if policy is None else policy.text, modes_of(arrays), mode)
         with self._lock:
             variant = self._variants.get(key)
             if variant is self._latest and variant is not None:
                 return variant
             if variant is None:
-                variant = self._variants[key] = Variant(_label((args, kwargs)))
+                variant = self._variants[key] = Variant(label_of((args, kwargs)))
                 if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
             else:
@@ -236,6 +249,9 @@ class ExecutionPlan:
     def _run(self, session: Session, variant: Variant, args: Any, kwargs: Any, arrays: list[Any]) -> Any:
         if variant.phase == CALLS:
             self._miss(variant.problem)
+            return self._function(*args, **kwargs)
+        if is_captured(arrays):
+            self._miss("its caller captures a CUDA graph, which has its calls")
             return self._function(*args, **kwargs)
         if variant.phase == FROZEN:
             return self._replay(session, variant, arrays)
@@ -255,6 +271,8 @@ class ExecutionPlan:
             self._tell(variant, "phase", f"its calls go one by one: {problem}", phase=CALLS)
         elif variant.recording is None:
             variant.recording = made
+            if made.device != CPU:  # what it made is not to keep a GPU's memory
+                made.let_go({storage.number for storage in made.storages if storage.origin == CONSTANT})
         elif variant.recordings > self._warmup:
             self._freeze(session, variant, made, args, kwargs, value)
         return value
@@ -268,6 +286,9 @@ class ExecutionPlan:
         first, variant.recording = variant.recording, None
         variant.programs = alternatives(session, first, made, passes, has_fixed_weights=self._has_fixed_weights)
         program = variant.programs[0]
+        if made.device not in (None, CPU):
+            self._freeze_graph(session, variant, made, arrays_of((args, kwargs)), expected)
+            return
         if variant.unfused:
             program.done.append(f"no fusions: {variant.unfused}")
         variant.choices = Choices(variant.programs)
@@ -287,7 +308,37 @@ class ExecutionPlan:
             numbers = range(len(variant.programs))
             variant.checked |= {(one.backend, n) for one in variant.choices.candidates for n in numbers}
             return
-        self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
+        self._check(session, variant, arrays_of((args, kwargs)), expected, "the function")
+
+    def _freeze_graph(
+        self, session: Session, variant: Variant, made: Recording, inputs: list[Any], expected: Any
+    ) -> None:
+        """As `_freeze`, on a GPU."""
+        assert variant.program is not None
+        variant.phase = FROZEN
+        graph = self._graph(session, variant)
+        if made.writes_outside:
+            variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
+            return
+        try:
+            largest_difference(expected, graph.run(inputs))
+        except InvalidArgument as exc:
+            graph.problem = f"its steps gave something else than the function: {exc.message}"
+        self._look_at(variant, graph)
+
+    def _graph(self, session: Session, variant: Variant) -> GraphPlan:
+        """Of this very connection."""
+        graph, program = variant.graph, variant.program
+        assert program is not None
+        if graph is None or graph.session is not session or graph.link is not session.link:
+            library = LIBRARIES[program.recording.kind]
+            graph = variant.graph = GraphPlan(session, program, library, is_timed=self._is_timed)
+        return graph
+
+    @staticmethod
+    def _look_at(variant: Variant, graph: GraphPlan) -> None:
+        if graph.problem:
+            variant.phase, variant.problem, variant.graph = CALLS, graph.problem, None
 
     def _frozen(self, session: Session, variant: Variant) -> FrozenPlan:
         """Of this very connection and the chosen candidate, and with memory that nobody else may write to."""
@@ -303,7 +354,19 @@ class ExecutionPlan:
             frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers, tell)
         return frozen
 
+    def _replay_graph(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
+        graph = self._graph(session, variant)
+        value = graph.run(inputs)
+        if graph.why:
+            self._miss(graph.why)
+        else:
+            variant.replays += 1
+        self._look_at(variant, graph)
+        return value
+
     def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
+        if variant.graph is not None:
+            return self._replay_graph(session, variant, inputs)
         frozen = self._frozen(session, variant)
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
@@ -375,6 +438,7 @@ def plan(
     keep_choice: bool = True,
     passes: Iterable[str] | None = None,
     diagnostics: str | Mapping[str, str] = "summary",
+    timed: bool = False,
 ) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
@@ -383,6 +447,8 @@ def plan(
     When `warmup` more runs did the same, the plan is frozen: from then on the function is not run; its steps are, from
     memory that was laid out once, and lz calls that follow each other on one worker cross as one message. A function
     that looks at numbers of its arrays, or does something else at each run, is run as ever; `explain()` says why.
+
+    On a GPU, of torch's tensors, the steps are one CUDA graph.
 
     What the function does beside its arrays (printing, counting, lists that it fills) happens only while it is
     recorded, and twice in a run that cannot be recorded to its end. Arrays that it has of its own, such as weights, may
@@ -402,6 +468,7 @@ def plan(
     diagnostics: which events are kept and go to the loggers `layerzero.plan.<category>`: "off", "summary" (phase,
     choice, fallback), "detailed" (passes, memory and links, too), "full" (each run, too), or a map of categories to
     those.
+    timed: on a GPU, each launch of the plan's graph is timed by two events; `timings()` has the last one's.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -418,59 +485,11 @@ def plan(
         keep_choice=keep_choice,
         passes=check_passes(passes),
         diagnostics=Diagnostics.of(diagnostics),
+        is_timed=timed,
     )
 
 
-def _arrays_of(given: Any) -> list[Any]:
-    found: list[Any] = []
-    _key(given, found)
-    return found
-
-
-def _key(value: Any, arrays: list[Any]) -> Any:
-    """Equal for arguments that share a plan; `arrays` takes the arrays in order. Each run makes one."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return (kind, *[_key(item, arrays) for item in value])
-    if kind is dict:
-        return (kind, *[(name, _key(item, arrays)) for name, item in value.items()])
-    if kind in _PLAIN:
-        return (kind, repr(value) if kind is float or kind is complex else value)
-    if is_array(value):
-        arrays.append(value)
-        return _array_key(value)
-    if isinstance(value, (list, tuple, dict)):  # of a class of its own
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return (kind, *[(name, _key(item, arrays)) for name, item in items])
-    return (kind, repr(value) if kind is slice else id(value))
-
-
-def _array_key(array: Any) -> Any:
-    if type(array).__module__ == "numpy":
-        return (type(array), array.dtype, array.shape, getattr(array, "strides", ()), array.flags.aligned)
-    return (type(array), array.dtype, array.shape, _strides_of(array), array.device, array.requires_grad)
-
-
-def _strides_of(array: Any) -> Any:
-    try:
-        return array.stride() if callable(array.stride) else ()
-    except (AttributeError, RuntimeError):  # a layout of torch without strides, a subclass of NumPy's
-        return getattr(array, "strides", ())
-
-
-def _label(given: tuple[Any, Any]) -> str:
-    """The arguments in short."""
-    shown: list[str] = []
-
-    def note(leaf: Any) -> None:
-        shown.append(
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)[:40]
-        )
-
-    map_leaves(given, note)
-    return ", ".join(shown)
-
-
-def _grad_mode() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled()
+def _peak_bytes(variant: Variant) -> int:
+    if variant.graph is not None:
+        return variant.graph.nbytes
+    return 0 if variant.frozen is None else variant.frozen.memory.nbytes

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import arena as arenas
 from layerzero.client.plans.recording import CONSTANT, INPUT, STEP, Recording, Step, Storage, Use, Value
 from layerzero.client.plans.traced import map_leaves
@@ -71,7 +72,16 @@ def is_immutable(obj: Any) -> bool:
 
 
 def choose_chained(program: Program) -> None:
-    program.chained = {step.number for step in program.steps if may_be_chained(program, step)}
+    may_be = may_be_left_out if program.recording.device not in (None, CPU) else may_be_chained
+    program.chained = {step.number for step in program.steps if may_be(program, step)}
+
+
+def may_be_left_out(program: Program, step: Step) -> bool:
+    """Whether a call does nothing but make its result."""
+    request = step.request
+    if request is None or step.writes or OPS[request.op].in_place or "out" in step.kwargs:
+        return False
+    return all(value.array is not None for value in program.reads(step))
 
 
 def may_be_chained(program: Program, step: Step) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.plans.attention_fusion import fuse_attention
 from layerzero.client.plans.comparing import NEW, constant_kind
 from layerzero.client.plans.gating_fusion import fuse_gating
@@ -69,15 +70,19 @@ def prepare(
         if kind == NEW or is_immutable(value.obj) or (has_fixed_weights and not value.storage.writers):
             program.immutable.add(value.storage.number)
     choose_chained(program)
+    is_on_gpu = recording.device not in (None, CPU)
     for name, leave_out in _PLAIN.items():
-        if name in passes:
+        if name in passes and not (is_on_gpu and name == "identities"):
             leave_out(program)
     for name, fuse in _FUSIONS.items():
-        if name in passes:
+        if name in passes and not is_on_gpu:  # what is in a graph costs no submission
             fuse(session, program)
     if "unused" in passes:
         drop_unused(program)
-    choose_chained(program)
+    if is_on_gpu:
+        program.chained.clear()  # its calls go in a CUDA graph
+    else:
+        choose_chained(program)
     place(program)
     missing = [name for name in PASSES if name not in passes]
     if missing:
