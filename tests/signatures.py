@@ -9,10 +9,10 @@ from typing import Any
 from layerzero.client.planning import attention_plans, plans, token_plans
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-DIGEST = {"tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
+DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
 
 
 def planned(op: str, rng: Random) -> Plan:

@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from layerzero.functions.environment import env as env
     from layerzero.functions.decorator import isolated as isolated
     from layerzero.functions.handle import Handle as Handle
+    from layerzero.functions.model import Model as Model
+    from layerzero.functions.model import load as load
     from layerzero.functions.module import module as module
     from layerzero.client.facade.policy import (
         avoid as avoid,
@@ -144,6 +146,7 @@ _HOME = {
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",
     "layerzero.functions.handle": "Handle",
+    "layerzero.functions.model": "Model load",
     "layerzero.functions.module": "module",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "

@@ -43,14 +43,16 @@ class Options:
     fallback: Callable[..., Any] | None = None
     idempotent: bool = False
     keep: bool = False
+    shapes: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class FunctionReport:
     """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
     where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
-    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay. `selection`: the broker's report of
-    the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and constructed again."""
+    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay, results included. `selection`: the
+    broker's report of the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and
+    constructed again."""
 
     function: str
     env: str
@@ -120,8 +122,9 @@ class Call:
         self._attempts = 0
         self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
         self._loan: Loan | None = None  # of the object that is called
-        self._rebuilds = 0
+        self._rebuilds = self._placed_bytes = 0
         self._has_repeated = self._is_taught = False
+        self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
 
@@ -170,8 +173,10 @@ class Call:
             found = self._session.run(self._request())
         assert isinstance(found, Answer)
         exchange, owner = self._exchange, self.owner
-        if exchange is not None and exchange.answer_bytes > owner._room:
-            owner._room = exchange.answer_bytes + exchange.answer_bytes // 8
+        if exchange is not None:
+            self._placed_bytes = exchange.placed_bytes
+            if exchange.answer_bytes > owner._room:
+                owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
 
     def _request(self) -> Any:
@@ -179,6 +184,7 @@ class Call:
         self._attempts += 1
         where = owner._env
         self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name, self._stays)
+        exchange.library = self._library
         if given is None:
             return exchange.request(Frame([frames.LOAD, owner._tree]), timeout_s=self.options.timeout_s)
         if self._stays != frames.NOTHING:
@@ -186,11 +192,15 @@ class Call:
         return exchange.request(
             self._frame(given),
             given.lent,
-            room=owner._room,
+            room=self._room(),
             timeout_s=self.options.timeout_s,
             copies=list(given.copies),
             keep=(given.keep, self._loan),
         )
+
+    def _room(self) -> int:
+        """Bytes for the answer."""
+        return self.owner._room
 
     def _frame(self, given: Arguments) -> Frame:
         return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
@@ -262,7 +272,7 @@ class Call:
         """It has ended: what a report is made of, without the arguments."""
         given = self.given
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
-        self._uncopied_bytes = 0 if given is None else given.uncopied_bytes
+        self._uncopied_bytes = self._placed_bytes + (0 if given is None else given.uncopied_bytes)
         if served_by == self.owner._env.backend:
             self._record = self._session.last_record
         self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
@@ -344,4 +354,7 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
     if type(made.keep) is not bool:
         raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
+    if made.shapes is not None and (made.keep or not callable(made.shapes)):
+        text = "what stays there with keep=True needs none" if made.keep else f"shapes is {made.shapes!r:.80}"
+        raise InvalidArgument(f"lz.isolated: {text}; allowed: a function of the same arguments, without keep=True")
     return made

@@ -25,6 +25,7 @@ def isolated(
     fallback: Callable[..., Any] | None = None,
     idempotent: bool = False,
     keep: bool = False,
+    shapes: Callable[..., Any] | None = None,
     on_death: str | None = None,
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
@@ -33,12 +34,16 @@ def isolated(
     where: what lz.env gives, or a list of requirements (its name is the function's then). timeout_s: how long a call
     may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
-    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. on_death, of classes:
+    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. shapes, of
+    functions: takes the same arguments and gives (shape, dtype) of the result, or a list of such, so that its memory is
+    there before: a parameter `out` of the function gets it. on_death, of classes:
     "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
     the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
-    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent, keep=keep)
+    options = options_of(
+        Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent, keep=keep, shapes=shapes
+    )
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

@@ -18,6 +18,7 @@ from layerzero.functions.calling import MIN_ROOM, Arguments
 from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.handle import Handle
+from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
 from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
@@ -68,7 +69,12 @@ class Isolated(Generic[P, R]):
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
         self._tree = self._code.to_tree()
+        self._has_out = takes_out(function, options)
         self._signature = None if function is None else inspect.signature(function)
+        if self._has_out and self._signature is not None:
+            self._signature = without_out(self._signature)
+        if options.shapes is not None and self._is_stream:
+            raise InvalidArgument(f"{code.label}: shapes is for functions; items of a generator come without")
         self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
         self._last = threading.local()
@@ -120,10 +126,13 @@ class Isolated(Generic[P, R]):
         """Run it here, in this process, with what is installed here."""
         if self._function is None:
             raise InvalidArgument(f"{self._label} is a function of its environment alone")
+        if self._has_out:
+            kwargs[OUT] = self._shaped(args, kwargs).empty()
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
-        """The same function with other options: timeout_s, fallback, idempotent, keep. Raises InvalidArgument."""
+        """The same function with other options: timeout_s, fallback, idempotent, keep, shapes. Raises
+        InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream)
 
@@ -150,10 +159,9 @@ class Isolated(Generic[P, R]):
         except ImportError as exc:
             text = f"{self._label}.as_torch_op needs torch 2.13 or newer: pip install 'layerzero-broker[torch]' ({exc})"
             raise InvalidArgument(text) from exc
-        if self._is_stream or self._options.keep:
-            raise InvalidArgument(
-                f"{self._label}: an op of torch has tensors as results; not of generators or keep=True"
-            )
+        if self._is_stream or self._options.keep or self._has_out:
+            text = f"{self._label}: an op of torch has tensors as results; not of generators, keep=True or out="
+            raise InvalidArgument(text)
         is_remote = isinstance(backward, Isolated)
         return define(self, self._label, name, schema, fake, backward, is_remote, arrays)
 
@@ -208,7 +216,13 @@ class Isolated(Generic[P, R]):
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
         options = self._options
+        if options.shapes is not None:
+            return ShapedCall(self, given, args, kwargs, options, self._shaped(args, kwargs), has_out=self._has_out)
         return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))
+
+    def _shaped(self, args: Any, kwargs: Any) -> Shaped:
+        assert self._options.shapes is not None
+        return Shaped(self._label, self._options.shapes, args, kwargs)
 
 
 def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:

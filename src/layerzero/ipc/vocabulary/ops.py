@@ -51,6 +51,17 @@ class Op:
 FUNCTION = "function"
 FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
 
+# Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
+TOKENIZER_ATTRS = (
+    "tokenizer_digest",
+    "tokenizer_format",
+    "tokenizer_id",
+    "vocab_hash",
+    "merges_hash",
+    "added_tokens_hash",
+    "normalizer_id",
+)
+
 _ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
 
 OPS: dict[str, Op] = {
@@ -162,7 +173,7 @@ OPS: dict[str, Op] = {
             "tokenize",
             ("tokenizer", "text", "text_splits"),
             ("ids", "splits", "offsets"),
-            attrs=("tokenizer_digest", "tokenizer_format", "add_special_tokens", "max_length", "return_offsets"),
+            attrs=(*TOKENIZER_ATTRS, "add_special_tokens", "max_length", "return_offsets"),
             sized_output=True,
         ),
         # ids int32, splits (n+1) int64 -> text uint8 (UTF-8), text_splits (n+1) int64
@@ -170,7 +181,7 @@ OPS: dict[str, Op] = {
             "detokenize",
             ("tokenizer", "ids", "splits"),
             ("text", "text_splits"),
-            attrs=("tokenizer_digest", "tokenizer_format", "skip_special_tokens"),
+            attrs=(*TOKENIZER_ATTRS, "skip_special_tokens"),
             sized_output=True,
         ),
         # does nothing: measures dispatch

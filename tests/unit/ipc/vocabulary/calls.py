@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
 
 ATTENTION = {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left"}
-TOKENIZER = {"tokenizer_digest": "d", "tokenizer_format": "f"}
+TOKENIZER = {**dict.fromkeys(TOKENIZER_ATTRS, "h"), "tokenizer_digest": "d", "tokenizer_format": "f"}
 
 # By op: its tensors as "DTYPE EXTENT...", its attributes, its outputs. No two extents are equal that need not be.
 CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] = {

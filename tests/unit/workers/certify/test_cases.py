@@ -25,6 +25,7 @@ from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
+from layerzero.ipc.vocabulary.tokenizer_format import FORMATS
 from layerzero.workers.certify.cases import Case, cases, lay_out
 from layerzero.workers.certify.claims import admits, dtypes
 from layerzero.workers.certify.problems import PROBLEMS, Problem
@@ -93,7 +94,7 @@ def test_cases_are_those_that_the_broker_would_send(op: str, kernel: KernelCapab
     claims = json.loads(claims_of(kernel))
     ours = problems(op) if kernel.min_head_dim <= 64 else tuple(PROBLEMS[op](claims))  # of those no head is wider
     admitted = 0
-    widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": ["plain"]}
+    widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": list(FORMATS)}
     for dtype in dtypes(op, {**widest, "dtypes": widest["dtypes"][:3]}) if kernel.dtypes else ["any"]:
         for case in cases(op, {**widest, "supports_offsets": True}, ours, dtype):
             check_call(op, planned(op, case.inputs), planned(op, case.outputs), case.attrs)
