@@ -307,6 +307,38 @@ def swiglu(gate: Array, up: Array) -> F64:
     return silu(gate) * up.astype(np.float64)
 
 
+def relu(x: Array) -> F64:
+    return np.maximum(x.astype(np.float64), 0.0)
+
+
+def sigmoid(x: Array) -> F64:
+    return np.asarray(0.5 + 0.5 * np.tanh(x.astype(np.float64) / 2))
+
+
+def tanh(x: Array) -> F64:
+    return np.asarray(np.tanh(x.astype(np.float64)))
+
+
+def quick_gelu(x: Array) -> F64:
+    return np.asarray(x.astype(np.float64) * sigmoid(1.702 * x.astype(np.float64)))
+
+
+def hardswish(x: Array) -> F64:
+    return np.asarray(x.astype(np.float64) * np.clip(x.astype(np.float64) + 3, 0, 6) / 6)
+
+
+def mish(x: Array) -> F64:
+    return np.asarray(x.astype(np.float64) * np.tanh(np.logaddexp(x.astype(np.float64), 0)))
+
+
+def geglu(gate: Array, up: Array, *, approximate: str) -> F64:
+    return gelu(gate, approximate=approximate) * up.astype(np.float64)
+
+
+def reglu(gate: Array, up: Array) -> F64:
+    return relu(gate) * up.astype(np.float64)
+
+
 def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
@@ -360,6 +392,14 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
+    "geglu": geglu,
+    "reglu": reglu,
+    "relu": relu,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+    "quick_gelu": quick_gelu,
+    "hardswish": hardswish,
+    "mish": mish,
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,

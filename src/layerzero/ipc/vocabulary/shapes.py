@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
 
 Shape = tuple[int, ...]
@@ -363,6 +363,11 @@ def _swiglu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     return ((dtype, gate.shape),)
 
 
+def _geglu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+    _choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
+    return _swiglu(op, inputs, attrs)
+
+
 def _quantize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     x, scale = _required(inputs, 2)
     if x.dtype not in SCALED_DTYPES:
@@ -449,6 +454,9 @@ _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
     "gelu": _gelu,
     "silu": _silu,
     "swiglu": _swiglu,
+    "geglu": _geglu,
+    "reglu": _swiglu,
+    **dict.fromkeys(ACTIVATIONS, _silu),
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

@@ -21,7 +21,7 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -213,8 +213,9 @@ def calls(
         ndim = draw(st.integers(1, len(shape)))
         weight = draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
         return [x, draw(tensors(dtype, shape)), weight], out_spec, {"ndim": ndim, "eps": 1e-5}
-    if op == "swiglu":
-        return [x, draw(tensors(dtype, shape))], out_spec, {}
+    if op in ("swiglu", *GATED):
+        attrs = {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "geglu" else {}
+        return [x, draw(tensors(dtype, shape))], out_spec, attrs
     if op in ("quantize", "dequantize"):
         pairs = 2 if dtype == "float4_e2m1fn_x2" else 1
         groups = draw(st.sampled_from([n for n in (1, 2, 4) if shape[-1] * pairs % n == 0]))
