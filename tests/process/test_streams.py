@@ -283,4 +283,4 @@ def ask(reference: Any) -> Any:
     """The answer to a frame that wants the next item."""
     session = lz.session()
     frame = Frame([frames.NEXT, reference, 30])
-    return session.run(Exchange(session, objects.PLAIN.backend, "test", "plain").request(frame))
+    return session.run(Exchange(session, (objects.PLAIN.backend,), "test", "plain").request(frame))

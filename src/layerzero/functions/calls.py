@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.client.connection.report import Copy, SelectionReport
@@ -17,6 +17,7 @@ from layerzero.client.session.session import Session
 from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, ObjectLost
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.held import Hold
+from layerzero.functions.places import Places
 from layerzero.ipc.errors import (
     BackendError,
     DeadlineExceeded,
@@ -28,6 +29,7 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame, Reference
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
 MAX_REBUILDS = 3  # in one call
@@ -43,6 +45,7 @@ class Options:
     fallback: Callable[..., Any] | None = None
     idempotent: bool = False
     keep: bool = False
+    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Owner(Protocol):
     """What calls belong to: a function, or the class of objects."""
 
     _env: FunctionEnv
-    _tree: list[Any]  # of frames.Code
+    _places: Places
     _room: int  # bytes for an answer, by the largest one so far
     _last: threading.local
     _options: Options
@@ -93,13 +96,13 @@ Wrap: TypeAlias = Callable[[Owner, Hold], Any]
 
 
 class Call:
-    """One call on its way: attempts, then the fallback. `given`: None to load the module alone. `wrap`: of
-    what stays there it makes what the caller gets; `stays`: that is all of the result, or objects of the class."""
+    """One call on its way: attempts, then the fallback. `wrap`: of what stays there it makes what the caller gets;
+    `stays`: that is all of the result, or objects of the class."""
 
     def __init__(
         self,
         owner: Owner,
-        given: Arguments | None,
+        given: Arguments,
         args: Any,
         kwargs: Any,
         options: Options,
@@ -108,7 +111,8 @@ class Call:
         stays: int = frames.ALL,
     ) -> None:
         self.label = label or owner._label
-        self.owner, self.given, self.args, self.kwargs, self.options = owner, given, args, kwargs, options
+        self.owner, self.args, self.kwargs, self.options = owner, args, kwargs, options
+        self.given: Arguments | None = given  # until it has ended
         self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
@@ -148,18 +152,18 @@ class Call:
                     continue
                 error = self._understood(exc)
             if error is None:
-                wrap = self._wrap
-                self._note(owner._env.backend)
-                return answer.value if wrap is None else self._wrapped(wrap, answer.value)
+                wrap, served_by = self._wrap, answer.served_by
+                self._note(served_by, is_there=True)
+                return answer.value if wrap is None else self._wrapped(wrap, answer.value, served_by)
             self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
             if not self._may_repeat(error):
                 return self._fall_back(error)
 
-    def _wrapped(self, wrap: Wrap, value: Any) -> Any:
-        where = self.owner._env
+    def _wrapped(self, wrap: Wrap, value: Any, served_by: str) -> Any:
         if not isinstance(value, Reference):  # another result of a method of a class
             return value
-        return wrap(self.owner, Hold(self._session, where.backend, where.name, value))
+        where = self.owner._places.env_of(served_by)
+        return wrap(self.owner, Hold(self._session, served_by, where.name, value))
 
     def _answer(self, timeout: float | None) -> Answer:
         sent = self._sent
@@ -176,11 +180,12 @@ class Call:
 
     def _request(self) -> Any:
         owner, given = self.owner, self.given
+        assert given is not None
         self._attempts += 1
-        where = owner._env
-        self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name, self._stays)
-        if given is None:
-            return exchange.request(Frame([frames.LOAD, owner._tree]), timeout_s=self.options.timeout_s)
+        places = owner._places
+        places.introduce(self._session)
+        name = places.env_of(given.backends[0]).name
+        self._exchange = exchange = Exchange(self._session, given.backends, self.label, name, self._stays, places.of)
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
@@ -193,14 +198,14 @@ class Call:
         )
 
     def _frame(self, given: Arguments) -> Frame:
-        return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
+        return given.frame(frames.CALL, self.owner._places.tree(given.backends), stays=self._stays)
 
     def _has_taught(self, error: LayerZeroError) -> bool:
         """Whether the broker did not know the environment, and does now, by this call or another: nothing has begun."""
         is_unknown = isinstance(error, NoBackend) or (isinstance(error, InvalidArgument) and UNKNOWN in error.facts)
         if self._is_taught or not is_unknown:
             return False
-        self._is_taught = self.owner._env.is_served(self._session.ask)
+        self._is_taught = self.owner._places.are_served(self._session.ask)
         self._sent = None
         return self._is_taught
 
@@ -208,7 +213,7 @@ class Call:
         """The error with the function's name, and what to do about it."""
         where = self.owner._env
         if isinstance(error, (InvalidArgument, NoBackend)):
-            return where.explain_failure(error, self._session.ask)
+            return self.owner._places.explain_failure(error, self._session.ask)
         if isinstance(error, BackendError):
             said = f"{self.label} in {where.name}: {error.message}"
             if not isinstance(error, DeadlineExceeded):
@@ -240,7 +245,7 @@ class Call:
                 return False
             self._rebuilds += 1
             if given.loans:
-                self.given = Arguments(self.args, self.kwargs, self.owner._env.backend)
+                self.given = Arguments(self.args, self.kwargs, given.backends)
         except LayerZeroError:
             self._note("")
             raise
@@ -249,7 +254,7 @@ class Call:
     def _fall_back(self, error: LayerZeroError) -> Any:
         fallback = self.options.fallback
         self._sent = None
-        if fallback is None or self.given is None or isinstance(error, _FINAL):
+        if fallback is None or isinstance(error, _FINAL):
             self._note("")
             raise error
         self._attempts += 1
@@ -258,12 +263,12 @@ class Call:
         self._note(f"fallback {name}")
         return value
 
-    def _note(self, served_by: str) -> None:
+    def _note(self, served_by: str, *, is_there: bool = False) -> None:
         """It has ended: what a report is made of, without the arguments."""
         given = self.given
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
         self._uncopied_bytes = 0 if given is None else given.uncopied_bytes
-        if served_by == self.owner._env.backend:
+        if is_there:
             self._record = self._session.last_record
         self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
         self._wrap = None
@@ -288,6 +293,25 @@ class Call:
             selection,
             self._rebuilds > 0,
         )
+
+
+class _Load(Call):
+    """The import of a module in one worker."""
+
+    def _frame(self, given: Arguments) -> Frame:
+        return Frame([frames.LOAD, self.owner._places.tree(given.backends)])
+
+
+def warm_up(owner: Owner) -> float:
+    """Start all workers of an owner's calls, and import its module there. Returns seconds. Raises as a call does."""
+    start_s = time.monotonic()
+    options = replace(owner._options, fallback=None, keep=False)
+    calls = [_Load(owner, Arguments((), {}, (one,)), (), {}, options) for one in owner._places.backends]
+    for call in calls[1:]:
+        call.send()
+    for call in calls:
+        call.finish()
+    return time.monotonic() - start_s
 
 
 class FunctionFuture:
@@ -342,6 +366,8 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
     made = make(*args, **given)
     if made.fallback is not None and not callable(made.fallback):
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
+    if made.workers is not None:
+        pools.demand_workers(made.workers)
     if type(made.keep) is not bool:
         raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
     return made

@@ -26,6 +26,7 @@ def isolated(
     idempotent: bool = False,
     keep: bool = False,
     on_death: str | None = None,
+    workers: int | None = None,
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
     process that the broker keeps.
@@ -35,10 +36,12 @@ def isolated(
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
     once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. on_death, of classes:
     "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
-    the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
+    the next call of it. workers: how many processes of the environment serve it, so that calls run side by side;
+    as the environment says when left out. A class becomes an IsolatedClass, whose objects are proxies.
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
-    options = options_of(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent, keep=keep)
+    given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
+    options = options_of(Options, **given)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +53,8 @@ class Handle(Inside):
     def _timeout_s(self) -> float | None:
         return self._owner._options.timeout_s
 
-    def _lz_lend(self, backend: str) -> Lent:
-        return self._stay.lend_to(backend)
+    def _lz_lend(self, backends: Sequence[str]) -> Lent:
+        return self._stay.lend_to(backends)
 
     def __enter__(self) -> Handle:
         return self

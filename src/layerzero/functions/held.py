@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -44,10 +45,10 @@ class Hold:
     """An object in a worker. It is released there when nobody has this any more: neither what stands for it here, nor
     a call that it was lent to."""
 
-    __slots__ = ("__weakref__", "_finalizer", "_lent", "reference")
+    __slots__ = ("__weakref__", "_finalizer", "_lent", "backend", "reference")
 
     def __init__(self, session: Session, backend: str, env: str, reference: Reference) -> None:
-        self.reference = reference
+        self.reference, self.backend = reference, backend
         self._lent: weakref.WeakSet[Any] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, _dropped, _Place(session, backend, env, os.getpid(), reference))
         self._finalizer.atexit = False  # what is left goes with this client
@@ -89,6 +90,11 @@ class Lent:
     def reference(self) -> Reference:
         return self._hold.reference
 
+    @property
+    def backend(self) -> str:
+        """The worker that it is in."""
+        return self._hold.backend
+
     def rebuild(self) -> bool:
         """As calling.Loan."""
         return self._stay.rebuild(self._hold)
@@ -101,10 +107,19 @@ class Stay:
         self.label, self._env = label, where
         self._lock = threading.RLock()
         self._hold: Hold | None = None
+        self._backend = where.backend
 
     @property
     def is_closed(self) -> bool:
         return self._hold is None
+
+    @property
+    def backend(self) -> str:
+        """The worker that its object is in, or was."""
+        hold = self._hold
+        if hold is not None:
+            self._backend = hold.backend
+        return self._backend
 
     def take(self, hold: Hold) -> None:
         """Have it from now on."""
@@ -120,12 +135,13 @@ class Stay:
             hold.note_lent(lent)
         return lent
 
-    def lend_to(self, backend: str) -> Lent:
-        """To a call of a backend. Raises InvalidArgument where it is not the object's own, too."""
-        if backend != self._env.backend:
-            text = f"{self.label}: its object is in {self._env.backend}, and the call is of {backend}"
-            raise InvalidArgument(f"{text}; objects are arguments in their own environment")
-        return self.lend()
+    def lend_to(self, backends: Sequence[str]) -> Lent:
+        """To a call that one of these may serve. Raises InvalidArgument where the object's own worker may not, too."""
+        lent = self.lend()
+        if lent.backend not in backends:
+            text = f"{self.label}: its object is in {lent.backend}, and the call is of {', '.join(backends)}"
+            raise InvalidArgument(f"{text}; objects are arguments in their own environment, and in their own worker")
+        return lent
 
     def lose(self) -> None:
         """The worker has let go of it."""
@@ -155,7 +171,7 @@ class Stay:
 def _release(
     session: Session, backend: str, env: str, references: list[Reference], timeout_s: float | None = None
 ) -> None:
-    exchange = Exchange(session, backend, "release", env)
+    exchange = Exchange(session, (backend,), "release", env)
     frame = Frame([frames.RELEASE, [one.place for one in references]])
     error = session.run(exchange.request(frame, timeout_s=timeout_s)).error
     if error is not None:

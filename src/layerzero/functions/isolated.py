@@ -6,18 +6,18 @@ import functools
 import inspect
 import itertools
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.handle import Handle
+from layerzero.functions.places import Candidate, Places
 from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
@@ -62,12 +62,14 @@ class Isolated(Generic[P, R]):
         code: Code,
         *,
         is_stream: bool = False,
+        others: Sequence[Candidate] = (),
     ) -> None:
-        """`function`: None for one that this process does not have, which is a generator function with `is_stream`."""
+        """`function`: None for one that this process does not have, which is a generator function with `is_stream`.
+        `others`: its implementations in further environments. Raises InvalidArgument."""
         self._is_stream = is_stream or surface.is_stream(function)
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
-        self._tree = self._code.to_tree()
+        self._places = Places([Candidate(where, code), *others], options.workers)
         self._signature = None if function is None else inspect.signature(function)
         self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
@@ -123,9 +125,13 @@ class Isolated(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
-        """The same function with other options: timeout_s, fallback, idempotent, keep. Raises InvalidArgument."""
+        """The same function with other options: timeout_s, fallback, idempotent, keep, workers. Raises
+        InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream)
+        return self._changed(options, self._places.candidates[1:])
+
+    def _changed(self, options: Options, others: Sequence[Candidate]) -> Isolated[P, R]:
+        return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream, others=others)
 
     def as_torch_op(
         self,
@@ -161,7 +167,7 @@ class Isolated(Generic[P, R]):
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
         cannot go there."""
         self._bind(args, kwargs)
-        given = Arguments(args, kwargs, self._env.backend)
+        given = Arguments(args, kwargs, self._places.backends)
         state, command = "", ""
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
@@ -179,11 +185,8 @@ class Isolated(Generic[P, R]):
         )
 
     def warmup(self) -> float:
-        """Start its worker and import its module there. Returns seconds. Raises as a call does."""
-        start_s = time.monotonic()
-        call = Call(self, None, (), {}, self._options)
-        call.finish()
-        return time.monotonic() - start_s
+        """Start its workers and import its module there. Returns seconds. Raises as a call does."""
+        return warm_up(self)
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of this function. Raises InvalidArgument before the first one."""
@@ -204,7 +207,7 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        return self._call_of(Arguments(args, kwargs, self._env.backend), args, kwargs)
+        return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs)
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
         options = self._options

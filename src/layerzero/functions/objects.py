@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.held import Hold, Lent, Stay
 from layerzero.functions.isolated import Isolated, wrap_of
 from layerzero.functions.names import look_up
+from layerzero.functions.places import Candidate, Places
 from layerzero.functions.streams import iterate
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import InvalidArgument, RemoteError
@@ -40,7 +41,7 @@ class IsolatedClass:
             raise InvalidArgument("lz.isolated: keep is for functions and methods; objects stay there anyway")
         self._class, self._surface = cls, surface
         self._env, self._options, self._code, self._on_death = where, options, code, on_death
-        self._tree = code.to_tree()
+        self._places = Places([Candidate(where, code)], options.workers)
         self._room = MIN_ROOM
         self._last = threading.local()
         self._methods: dict[str, inspect.Signature | None] = {}  # those that were called
@@ -67,7 +68,7 @@ class IsolatedClass:
         Raises as a call of a function does, and InvalidArgument where 1,024 objects of this program are there.
         """
         self._bind(self._label, _signature(self._class), args, kwargs)
-        given = Arguments(args, kwargs, self._env.backend)
+        given = Arguments(args, kwargs, self._places.backends)
         hold = Call(self, given, args, kwargs, self._options, wrap=_held).finish()
         return self._proxy(Remote(self, hold, self, args, kwargs))
 
@@ -113,10 +114,8 @@ class IsolatedClass:
         return IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
 
     def warmup(self) -> float:
-        """Start the worker and import the class's module there. Returns seconds. Raises as a call does."""
-        start_s = time.monotonic()
-        Call(self, None, (), {}, self._options).finish()
-        return time.monotonic() - start_s
+        """Start the workers and import the class's module there. Returns seconds. Raises as a call does."""
+        return warm_up(self)
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of any of its objects. Raises InvalidArgument before the first one."""
@@ -188,7 +187,7 @@ class Remote(Stay):
         self.take(hold)
 
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
-        given = Arguments(args, kwargs, maker._env.backend)
+        given = Arguments(args, kwargs, (self.backend,))
         self.take(Call(maker, given, args, kwargs, maker._options, wrap=_held).finish())
 
     def rebuild(self, lost: Hold) -> bool:
@@ -267,9 +266,9 @@ class Proxy(Inside):
     def __init__(self, remote: Remote) -> None:
         object.__setattr__(self, "_lz", remote)
 
-    def _lz_lend(self, backend: str) -> Lent:
+    def _lz_lend(self, backends: Sequence[str]) -> Lent:
         """As Inside."""
-        return self._lz.lend_to(backend)
+        return self._lz.lend_to(backends)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

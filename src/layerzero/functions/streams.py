@@ -117,7 +117,7 @@ def iterate(stay: Stay, owner: Owner) -> Stream:
 
 class _Next(Call):
     def __init__(self, owner: Owner, stay: Stay, options: Options, label: str) -> None:
-        super().__init__(owner, Arguments((), {}, owner._env.backend), (), {}, options, label)
+        super().__init__(owner, Arguments((), {}, (stay.backend,)), (), {}, options, label)
         self._reference = stay.lend().reference  # and no loan: it may be released while the item is made
 
     def _frame(self, given: Arguments) -> Frame:

@@ -25,7 +25,7 @@ class Use(Call):
         options: Options,
         wrap: Wrap | None = None,
     ) -> None:
-        given = Arguments(args, kwargs, owner._env.backend)
+        given = Arguments(args, kwargs, (stay.backend,))
         label = f"{stay.label}.{name}" if name else stay.label
         super().__init__(owner, given, args, kwargs, options, label, wrap)
         self._how, self._name = how, name
@@ -42,6 +42,6 @@ class Use(Call):
         self._loan = self._stay.lend()
         return super()._request()
 
-    def _note(self, served_by: str) -> None:
-        super()._note(served_by)
+    def _note(self, served_by: str, *, is_there: bool = False) -> None:
+        super()._note(served_by, is_there=is_there)
         self._stay = None  # the report of a call keeps no object alive

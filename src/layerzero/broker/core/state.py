@@ -344,6 +344,7 @@ class BrokerState:
         if event.backend not in self.workers:
             self.engine.note_backend(event.backend, event.capability, event.env)
             self.lifecycle.add(event.backend, event.missing)
+            self.signatures.note_backend(event.capability)
             self.effects.emit(act.Note("backend.learned", {"backend": event.backend}))
 
     def on_backend_reset(self, event: ev.BackendReset) -> None:

@@ -31,6 +31,7 @@ from layerzero.envs.probe import caches, compilation, probe
 from layerzero.envs.trust import third_party
 from layerzero.envs.trust.allowed import Allowed
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
+from layerzero.ipc.vocabulary import pools
 
 # So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
 # Python that is not here, ten.
@@ -116,16 +117,17 @@ class Launcher:
         """An environment of functions that was declared since the start: its descriptor, why it cannot be used as it
         is, and its lock hash. None for any other. Raises ConfigError, EnvError where its files cannot be read, or where
         there are too many."""
-        path = functions.folder(self._settings.store) / f"{backend}.toml"
-        if not re.fullmatch(NAME_PATTERN, backend) or backend in self.refused or not path.is_file():
+        environment = pools.environment_of(backend)
+        path = functions.folder(self._settings.store) / f"{environment}.toml"
+        if not re.fullmatch(NAME_PATTERN, backend) or environment in self.refused or not path.is_file():
             return None
         if len(self.capabilities) >= MAX_BACKENDS:
             raise EnvError(f"this broker has {MAX_BACKENDS} backends, the most that it takes; run: lz down")
         manifest = load(path)
-        capabilities, refused = descriptors.read_all({backend: manifest})
+        capabilities, refused = descriptors.read_all({environment: manifest})
         if not functions.is_ours(manifest) or refused:
             return None
-        capability = capabilities[backend]
+        capability = functions.of_worker(capabilities[environment], backend)
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
@@ -326,9 +328,12 @@ class Launcher:
         self._held[backend] = build.hold(env, checks=not is_checked)
         caches.make_folder(env)
         manifest = self.manifests[backend]
+        environ = dict(env.environ)
+        if functions.is_ours(manifest):  # several workers have one environment
+            environ[functions.VARIABLE] = backend
         return Launch(
             env.python,
-            worker_environ(env.environ, os.environ, has_mps=self.has_mps),
+            worker_environ(environ, os.environ, has_mps=self.has_mps),
             manifest.provider_target,
             lifts=self.capabilities[backend].platform == "cuda",
         )

@@ -27,6 +27,7 @@ from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
 from layerzero.ipc.version import __version__
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
@@ -174,8 +175,9 @@ def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgument("explain needs `route`: an encoded route message")
     server.poll_lanes()  # for times that workers have told by now
     spec, _, candidates = server.state.explain(body, time.monotonic(), with_lifted_only=True)
-    if spec.pinned and spec.pinned not in server.state.capabilities:
-        raise _unknown_backend(server, spec.pinned)
+    for pinned in spec.candidates:
+        if pinned not in server.state.capabilities:
+            raise _unknown_backend(server, pinned)
     return {"candidates": candidates}
 
 
@@ -265,7 +267,8 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
         raise _unknown_backend(server, name)
-    names = [name] if name is not None else list(server.state.workers)
+    workers = server.state.workers
+    names = [one for one in workers if name is None or pools.environment_of(one) == name] or [str(name)]
     for backend in names:
         if backend in server.joined.names:
             server.handle(ev.BackendReset(backend, None))
@@ -276,11 +279,18 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Look again for an environment of functions: one that was declared, or built, after this broker had looked.
-    `serves`: it can be used now, whoever's question this broker has learned of it by."""
-    name = params.get("backend")
+    """Look again for an environment of functions: one that was declared, or built, after this broker had looked; for
+    its first `workers`, 1 if left out. `serves`: these can be used now, whoever's question this broker has learned of
+    them by."""
+    name, count = params.get("backend"), params.get("workers", 1)
     if not isinstance(name, str):
         raise _unknown_backend(server, name)
+    several = pools.members(name, count) if count != 1 else (name,)
+    serve = [_learn(server, one) for one in several]  # each is looked for
+    return {"serves": all(serve)}
+
+
+def _learn(server: BrokerView, name: str) -> bool:
     if name not in server.state.workers:
         found = server.launcher.learn(name)
         if found is None:
@@ -288,13 +298,13 @@ def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         capability, missing, env = found
         server.handle(ev.BackendLearned(name, capability, missing, env))
         server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
-        return {"serves": missing is None}
+        return missing is None
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names
     if is_late and server.launcher.missing(name) is None:
         server.handle(ev.BackendReset(name, None))
-        return {"serves": True}
-    return {"serves": reason is None}
+        return True
+    return reason is None
 
 
 def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.functions.surface import is_stream, surface_of
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
@@ -54,7 +55,7 @@ class Functions:
     """The kernel `function`. What is kept for a client goes with it, and no other client can have it."""
 
     def __init__(self, arrays: Arrays, name: str) -> None:
-        self._arrays, self._name = arrays, name
+        self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
         self._modules, self._output = Modules(), Output()
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._kept_bytes = 0
@@ -121,7 +122,7 @@ class Functions:
                 case [frames.FETCH, int(token)]:
                     return self._fetch(client, token)
                 case [frames.LOAD, code]:
-                    return self._load(Code.from_tree(code))
+                    return self._load(Code.from_tree(self._own(code)))
                 case [frames.CALL | frames.USE, *_]:
                     return self._run(client, head, [payload, *lent])
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
@@ -141,8 +142,19 @@ class Functions:
 
     def _known(self, tree: Any) -> Code:
         if self._code is None or self._code[0] != tree:
-            self._code = (tree, Code.from_tree(tree))
+            self._code = (tree, Code.from_tree(self._own(tree)))
         return self._code[1]
+
+    def _own(self, tree: Any) -> Any:
+        """Of what is named by environment, this one's."""
+        match tree:
+            case [frames.BY_ENVIRONMENT, *several]:
+                for one in several:
+                    match one:
+                        case [str(name), list(own)] if name == self._environment:
+                            return own
+                raise ProtocolError(f"{self._environment} is not among the environments of the call")
+        return tree
 
     def _refused(self, exc: ProtocolError | InvalidArgument) -> Frame:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
