@@ -112,6 +112,7 @@ class Arguments:
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
         self.lent = self._lent.close()
+        self.nbytes = self._payload.nbytes + self.uncopied_bytes
 
     def frame(self, *head: Any, stays: int = frames.NOTHING) -> Frame:
         """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import random
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -14,6 +17,7 @@ from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
 from layerzero.client.session.session import Session
+from layerzero.functions.agreement import difference
 from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, ObjectLost
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.held import Hold
@@ -32,6 +36,7 @@ from layerzero.ipc.functions.frames import Frame, Reference
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
+_log = logging.getLogger("layerzero.functions")
 MAX_REBUILDS = 3  # in one call
 UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
@@ -46,6 +51,8 @@ class Options:
     idempotent: bool = False
     keep: bool = False
     workers: int | None = None
+    shadow: float = 0.0
+    tolerance: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class FunctionReport:
     """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
     where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
     copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay. `selection`: the broker's report of
-    the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and constructed again."""
+    the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and constructed again.
+    `shadow`: what came of a shadow check of it; empty where there was none."""
 
     function: str
     env: str
@@ -65,6 +73,7 @@ class FunctionReport:
     elapsed_us: float
     selection: SelectionReport | None = None
     is_rebuilt: bool = False
+    shadow: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -75,6 +84,7 @@ class FunctionReport:
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes ({copy.where}): {copy.reason}" for copy in self.copies]
         lines += [f"  failed: {text}" for text in self.failures]
         lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
+        lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
         return "\n".join(lines)
 
 
@@ -126,6 +136,7 @@ class Call:
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = 0
         self._has_repeated = self._is_taught = False
+        self._shadow = ""
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
 
@@ -150,10 +161,14 @@ class Call:
             except LayerZeroError as exc:
                 if self._has_taught(exc):
                     continue
+                self._record = getattr(exc, "report", None)
                 error = self._understood(exc)
             if error is None:
                 wrap, served_by = self._wrap, answer.served_by
-                self._note(served_by, is_there=True)
+                self._record = self._session.last_record
+                if self.options.shadow and wrap is None:
+                    self._check(answer.value, served_by)
+                self._note(served_by)
                 return answer.value if wrap is None else self._wrapped(wrap, answer.value, served_by)
             self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
             if not self._may_repeat(error):
@@ -185,7 +200,8 @@ class Call:
         places = owner._places
         places.introduce(self._session)
         name = places.env_of(given.backends[0]).name
-        self._exchange = exchange = Exchange(self._session, given.backends, self.label, name, self._stays, places.of)
+        of = places.of(given.nbytes)
+        self._exchange = exchange = Exchange(self._session, given.backends, self.label, name, self._stays, of)
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
@@ -263,13 +279,29 @@ class Call:
         self._note(f"fallback {name}")
         return value
 
-    def _note(self, served_by: str, *, is_there: bool = False) -> None:
+    def _check(self, value: Any, served_by: str) -> None:
+        """Now and then the next environment computes it, too, before the caller may change the arguments."""
+        places = self.owner._places
+        others = [one.env for one in places.candidates if one.env is not places.env_of(served_by)]
+        if not others or random.random() >= self.options.shadow:
+            return
+        options = replace(self.options, shadow=0.0, fallback=None, idempotent=False)
+        given = Arguments(self.args, self.kwargs, places.backends_of(others[0]))
+        try:
+            told = Call(self.owner, given, self.args, self.kwargs, options).finish()
+            found = difference(value, told, self.options.tolerance)
+            self._shadow = f"differs from {others[0].name}: {found}" if found else f"agrees with {others[0].name}"
+        except LayerZeroError as exc:
+            found = exc.message.partition("\n")[0]
+            self._shadow = f"{others[0].name} failed: {found}"
+        if found:
+            _log.warning("%s: shadow check: %s", self.label, self._shadow)
+
+    def _note(self, served_by: str) -> None:
         """It has ended: what a report is made of, without the arguments."""
         given = self.given
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
         self._uncopied_bytes = 0 if given is None else given.uncopied_bytes
-        if is_there:
-            self._record = self._session.last_record
         self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
         self._wrap = None
         self.owner._last.call = self
@@ -281,17 +313,21 @@ class Call:
             return None
         owner = self.owner
         selection = self._session.report_of(self._record)
+        attempts = () if selection is None else selection.attempts
+        before = [f"{one.backend}: {one.outcome}: {one.detail}" for one in attempts if one.outcome is not None]
+        failures = self._failures if not self._served_by else [*before, *self._failures]
         return FunctionReport(
             self.label,
             owner._env.name,
             self._served_by,
             self._attempts,
-            tuple(self._failures),
+            tuple(failures),
             () if selection is None else selection.copies,
             self._uncopied_bytes,
             (self._ended_ns - self._start_ns) / 1e3,
             selection,
             self._rebuilds > 0,
+            self._shadow,
         )
 
 
@@ -366,6 +402,10 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
     made = make(*args, **given)
     if made.fallback is not None and not callable(made.fallback):
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
+    if type(made.shadow) not in (int, float) or not 0 <= made.shadow <= 1:
+        raise InvalidArgument(f"lz.isolated: shadow is {made.shadow!r:.80}; allowed: a share of calls, from 0 to 1")
+    if type(made.tolerance) not in (int, float) or not 0 <= made.tolerance < math.inf:
+        raise InvalidArgument(f"lz.isolated: tolerance is {made.tolerance!r:.80}; allowed: 0 or more")
     if made.workers is not None:
         pools.demand_workers(made.workers)
     if type(made.keep) is not bool:

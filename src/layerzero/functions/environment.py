@@ -220,6 +220,18 @@ class Environments:
 env = Environments()
 
 
+def env_of(where: object, name: str) -> FunctionEnv:
+    """What lz.env gave, or an environment with these requirements and this name. Raises InvalidArgument."""
+    if isinstance(where, FunctionEnv):
+        return where
+    if isinstance(where, (list, tuple)):
+        name = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("_-")
+        return env(name[:40] or "function", requires=list(where))
+    raise InvalidArgument(
+        f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"
+    )
+
+
 def _read(file: Path) -> str:
     try:
         if file.stat().st_size > MAX_FILE_BYTES:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerzero.functions.calls import Options, options_of
-from layerzero.functions.decorator import env_of
-from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.isolated import Isolated
 from layerzero.functions.names import look_up
 from layerzero.functions.objects import IsolatedClass

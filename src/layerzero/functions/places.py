@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from layerzero.functions.environment import FunctionEnv
@@ -47,10 +46,16 @@ class Places:
         """The one that is wanted first."""
         return self.candidates[0].env
 
-    @cached_property
-    def of(self) -> str:
-        """What the times of its calls are kept by; empty where there is nothing to choose."""
-        return self.candidates[0].code.label[:MAX_OF] if len(self.candidates) > 1 else ""
+    def of(self, nbytes: int) -> str:
+        """What the times of its calls with so many bytes of arrays are kept by; empty where there is no choice."""
+        if len(self.candidates) == 1:
+            return ""
+        step = -(-max(nbytes - 1, 0).bit_length() // 4)  # powers of 16
+        return f"{self.candidates[0].code.label[:MAX_OF]} up to {16**step} bytes"
+
+    def backends_of(self, where: FunctionEnv) -> tuple[str, ...]:
+        """The workers of one of the environments."""
+        return tuple(one for one in self.backends if pools.environment_of(one) == where.backend)
 
     def env_of(self, backend: str) -> FunctionEnv:
         """The environment that a worker is of."""

@@ -42,6 +42,6 @@ class Use(Call):
         self._loan = self._stay.lend()
         return super()._request()
 
-    def _note(self, served_by: str, *, is_there: bool = False) -> None:
-        super()._note(served_by, is_there=is_there)
+    def _note(self, served_by: str) -> None:
+        super()._note(served_by)
         self._stay = None  # the report of a call keeps no object alive
