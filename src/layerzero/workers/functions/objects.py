@@ -30,6 +30,11 @@ class Objects:
         self._nonce = secrets.randbits(64)
         self._of: dict[int, dict[int, Held]] = {}
 
+    @property
+    def count(self) -> int:
+        """Of all clients."""
+        return sum(map(len, self._of.values()))
+
     def demand_room(self, client: int) -> None:
         """Raises InvalidArgument."""
         if len(self._of.get(client, ())) >= MAX_OBJECTS:

@@ -61,6 +61,8 @@ class Functions:
         self._kept_bytes = 0
         self._tokens = 0
         self._objects = Objects(name)
+        self._told = 0
+        self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
 
     def bind_of(self, client: int) -> Bind:
@@ -76,6 +78,17 @@ class Functions:
         if several:
             with _ended_within(CLOSE_S):
                 self._let_go(several)
+        self._tell()
+
+    def tell_kept(self, note: Callable[[int], None]) -> None:
+        """As provider.PerClient."""
+        self._note_kept = note
+
+    def _tell(self) -> None:
+        count = len(self._kept) + self._objects.count
+        if count != self._told:
+            self._told = count
+            self._note_kept(count)
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -85,6 +98,7 @@ class Functions:
         def bound() -> dict[str, list[int]]:
             made = self._fit(client, self._serve(client, frame, lent), len(answer))
             made.write(answer)
+            self._tell()
             return {"sizes": [made.nbytes]}
 
         return bound
