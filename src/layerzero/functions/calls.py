@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import random
@@ -276,6 +277,8 @@ class Call:
         self._attempts += 1
         name = getattr(fallback, "__qualname__", repr(fallback))
         value = fallback(*self.args, **self.kwargs)
+        if isinstance(value, FunctionFuture):  # of an isolated coroutine function
+            value = value.result()
         self._note(f"fallback {name}")
         return value
 
@@ -402,6 +405,9 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
     made = make(*args, **given)
     if made.fallback is not None and not callable(made.fallback):
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
+    if inspect.iscoroutinefunction(made.fallback):
+        name = getattr(made.fallback, "__qualname__", repr(made.fallback))
+        raise InvalidArgument(f"lz.isolated: fallback {name} is asynchronous; define it without async")
     if type(made.shadow) not in (int, float) or not 0 <= made.shadow <= 1:
         raise InvalidArgument(f"lz.isolated: shadow is {made.shadow!r:.80}; allowed: a share of calls, from 0 to 1")
     if type(made.tolerance) not in (int, float) or not 0 <= made.tolerance < math.inf:

@@ -78,11 +78,14 @@ class Isolated(Generic[P, R]):
         code: Code,
         *,
         is_stream: bool = False,
+        is_coroutine: bool = False,
         others: Sequence[Candidate] = (),
     ) -> None:
-        """`function`: None for one that this process does not have, which is a generator function with `is_stream`.
-        `others`: its implementations in further environments. Raises InvalidArgument."""
+        """`function`: None for one that this process does not have, which is a generator function with `is_stream`, and
+        calls of which are awaited with `is_coroutine`. `others`: its implementations in further environments. Raises
+        InvalidArgument."""
         self._is_stream = is_stream or surface.is_stream(function)
+        self._is_coroutine = is_coroutine or surface.is_coroutine(function)
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
         self._places = Places([Candidate(where, code), *others], options.workers)
@@ -107,12 +110,14 @@ class Isolated(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it in its environment. Arguments are lent: they must not change before it returns. Of a generator
-        function it gives a Stream.
+        function it gives a Stream; a coroutine function is sent, and gives a FunctionFuture to be awaited.
 
         Raises RemoteError for what it raised there, InvalidArgument for arguments and results that cannot cross,
         EnvError where its environment cannot serve, DeadlineExceeded, BackendError where its worker died, and what a
         call of any op raises besides.
         """
+        if self._is_coroutine:
+            return self.submit(*args, **kwargs)  # type: ignore[return-value]
         return self._start(args, kwargs).finish()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
@@ -147,7 +152,8 @@ class Isolated(Generic[P, R]):
         return self._changed(options, self._places.candidates[1:])
 
     def _changed(self, options: Options, others: Sequence[Candidate]) -> Isolated[P, R]:
-        return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream, others=others)
+        kinds = {"is_stream": self._is_stream, "is_coroutine": self._is_coroutine}
+        return Isolated(self._function, self._env, options, self._code, **kinds, others=others)
 
     def as_torch_op(
         self,
@@ -172,10 +178,9 @@ class Isolated(Generic[P, R]):
         except ImportError as exc:
             text = f"{self._label}.as_torch_op needs torch 2.13 or newer: pip install 'layerzero-broker[torch]' ({exc})"
             raise InvalidArgument(text) from exc
-        if self._is_stream or self._options.keep:
-            raise InvalidArgument(
-                f"{self._label}: an op of torch has tensors as results; not of generators or keep=True"
-            )
+        if self._is_stream or self._is_coroutine or self._options.keep:
+            text = f"{self._label}: an op of torch has tensors as results"
+            raise InvalidArgument(f"{text}; not of generators, coroutines or keep=True")
         is_remote = isinstance(backward, Isolated)
         return define(self, self._label, name, schema, fake, backward, is_remote, arrays)
 

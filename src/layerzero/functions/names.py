@@ -41,7 +41,8 @@ class _Question(Call):
 
 
 def look_up(code: Code, where: FunctionEnv, options: Options) -> list[Any]:
-    """What a name of the environment is: [VALUE, value], [FUNCTION, whether it is a generator], [CLASS, surface] or
+    """What a name of the environment is: [VALUE, value], [FUNCTION, whether it is a generator, a
+    coroutine], [CLASS, surface] or
     [MODULE]. Raises AttributeError where there is none, and as a call does."""
     try:
         found = _Question(_Name(code, where, options)).finish()
@@ -53,7 +54,7 @@ def look_up(code: Code, where: FunctionEnv, options: Options) -> list[Any]:
         match found:
             case [frames.CLASS, *rest]:
                 return [frames.CLASS, Surface.from_tree(rest)]
-            case [frames.MODULE] | [frames.FUNCTION, bool()] | [frames.VALUE, _]:
+            case [frames.MODULE] | [frames.FUNCTION, bool(), bool()] | [frames.VALUE, _]:
                 return list(found)
     except ProtocolError:
         pass

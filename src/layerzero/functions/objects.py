@@ -21,7 +21,7 @@ from layerzero.functions.use import Use
 from layerzero.ipc.errors import InvalidArgument, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
-from layerzero.ipc.functions.surface import CALLABLE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
+from layerzero.ipc.functions.surface import CALLABLE, COROUTINE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
 
 ON_DEATH = ("error", "rebuild")
 
@@ -158,7 +158,9 @@ class ClassFunction(Isolated[Any, Any]):
         self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, bits: int
     ) -> None:
         """`bits`: of its surface. One that is not the class's own takes an object as its first argument."""
-        super().__init__(function, where, options, code, is_stream=bool(bits & STREAM))
+        super().__init__(
+            function, where, options, code, is_stream=bool(bits & STREAM), is_coroutine=bool(bits & COROUTINE)
+        )
         self._of, self._bits, self._last = of, bits, of._last
 
     def options(self, **changes: Any) -> ClassFunction:
@@ -222,7 +224,10 @@ class Method:
         self._options = remote.owner._options if options is None else options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it in the environment. Raises as a call of a function does."""
+        """Call it in the environment; a coroutine method is sent, and gives a FunctionFuture. Raises as a call of a
+        function does."""
+        if self._remote.owner._surface.names.get(self._name, 0) & COROUTINE:
+            return self.submit(*args, **kwargs)
         return self._start(args, kwargs).finish()
 
     def submit(self, *args: Any, **kwargs: Any) -> FunctionFuture:

@@ -12,19 +12,20 @@ import os
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import GeneratorType, ModuleType
+from types import AsyncGeneratorType, GeneratorType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
-from layerzero.ipc.functions.surface import is_stream, surface_of
+from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.code import MAIN, Modules
+from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.provider import Bind, Block, Bound, Call
@@ -61,7 +62,7 @@ class Functions:
         self._kept_bytes = 0
         self._tokens = 0
         self._objects = Objects(name)
-        self._told = 0
+        self._told, self._loop = 0, EventLoop()
         self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
 
@@ -220,7 +221,7 @@ class Functions:
         elif isinstance(found, type):
             answer = [frames.CLASS, *surface_of(found).to_tree()]
         elif callable(found):
-            answer = [frames.FUNCTION, is_stream(found)]
+            answer = [frames.FUNCTION, is_stream(found), is_coroutine(found)]
         else:
             answer = [frames.VALUE, found]
         return self._returned(answer, f"{code.label} is a value")
@@ -260,6 +261,8 @@ class Functions:
             demand_use(how, name, len(given))
         try:
             result = run(*given, **named)
+            if isinstance(result, Coroutine):
+                result = self._loop.complete(result)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             return self._raised(exc, code.file)
         del given, named
@@ -273,11 +276,12 @@ class Functions:
         held = self._objects.find(client, reference)
         if held is None:
             return Frame([frames.GONE, reference, ""])
-        if not hasattr(type(held.value), "__next__"):
+        advance = next if hasattr(type(held.value), "__next__") else self._loop.next_of
+        if not hasattr(type(held.value), "__next__" if advance is next else "__anext__"):
             raise ProtocolError(f"{values.described(held.value)} is no iterator")
         self._modules.enter(held.code)
         try:
-            items = [next(held.value)]
+            items = [advance(held.value)]
         except StopIteration:
             self._objects.release(client, reference)
             items = []
@@ -292,8 +296,13 @@ class Functions:
         """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
         while several:
             held = several.pop()
-            if held is not None and isinstance(held.value, GeneratorType):
+            if held is not None and isinstance(held.value, (GeneratorType, AsyncGeneratorType)):
                 self._modules.enter(held.code)
+            if held is not None and isinstance(held.value, AsyncGeneratorType):
+                try:
+                    self._loop.complete(held.value.aclose())
+                except BaseException:  # what its closing raises is shown
+                    traceback.print_exc()
             del held
 
     def _is_own(self, result: Any, code: Code) -> bool:
