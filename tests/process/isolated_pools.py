@@ -79,3 +79,18 @@ class Member:
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@lz.isolated(PAIR, process="own", on_death="rebuild")
+class Alone:
+    def __init__(self, fails: bool = False) -> None:
+        if fails:
+            raise LookupError("not today")
+        self.calls = 0
+
+    def pid(self) -> int:
+        self.calls += 1
+        return os.getpid()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)

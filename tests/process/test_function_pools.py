@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.process import forks
 from tests.process import isolated_pools as pool
-from tests.process.harness import Site, in_threads
+from tests.process.harness import Site, in_threads, wait_ended
 
 import layerzero as lz
 
@@ -107,6 +108,35 @@ def test_an_object_is_lost_and_rebuilt_alone(tmp_path: Path) -> None:
     assert other.pid() == others
     assert one.pid() not in (before, others)
     assert one.pid.options(idempotent=True)() == one.pid()
+
+
+def test_objects_may_have_processes_of_their_own() -> None:
+    """Each ends with its object; a death is that object's alone; one that is not constructed leaves none behind."""
+    one, two, three = pool.Alone(), pool.Alone(), pool.Alone()
+    pids = [one.pid(), two.pid(), three.pid()]
+    assert len({*pids, pool.pid()}) == 4
+    with pytest.raises(lz.BackendError):
+        two.die()
+    assert (one.pid(), three.pid()) == (pids[0], pids[2])
+    again = two.pid()
+    assert again not in pids
+    one.close()
+    wait_ended(pids[0])
+    del three
+    gc.collect()
+    wait_ended(pids[2])
+    assert two.pid() == again
+    with pytest.raises(lz.RemoteError, match="not today"):
+        pool.Alone(fails=True)
+    with pool.Alone() as four:
+        own = four.pid()
+        assert own != again
+    wait_ended(own)
+    two.close()
+    names = [row["name"] for row in lz.status()["backends"] if row["name"].startswith(f"{pool.PAIR.backend}.10")]
+    assert len(names) <= 4  # their names are used again
+    with pytest.raises(lz.InvalidArgument, match="allowed: pool, own"):
+        pool.Alone.options(process="mine")
 
 
 def test_a_stream_is_made_in_one_worker() -> None:

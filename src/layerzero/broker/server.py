@@ -35,11 +35,11 @@ from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.compile_jobs import CompileJobs
+from layerzero.broker.processes.function_workers import FunctionWorkers
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.probe_jobs import ProbeJobs
 from layerzero.broker.processes.registry import AnyWorker, Processes, exit_event
-from layerzero.broker.processes.resting import Resting
 from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.processes.user_brokers import UserBrokers
 from layerzero.broker.queries import methods
@@ -150,7 +150,8 @@ class Server:
             outsiders=[name for name, manifest in launcher.manifests.items() if manifest.source is not None],
             rest_s=settings.rest_s,
         )
-        self._resting = Resting(state, self.handle, self.processes.is_free, settings.functions_rest_s)
+        free, lanes, rest_s = self.processes.is_free, self._page_poller.at_lanes, settings.functions_rest_s
+        self.function_workers = FunctionWorkers(state, self.handle, free, lanes, rest_s)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,
@@ -260,7 +261,7 @@ class Server:
         self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
         self.lifts.look()
-        self._resting.look(now_s)
+        self.function_workers.look(now_s)
         if self.state.engine.policy.memory_headroom_bytes is not None:
             engine = self.state.engine
             for device in ("", *self._pages.uuids()):
@@ -306,11 +307,9 @@ class Server:
     def _plan_check(self) -> None:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
         grace."""
-        due_s = min(
-            self._connections.due_s, self.joined.due_s, self._resting.due_s, self._linger_ends_s(), self._kill_at_s
-        )
+        due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), self._kill_at_s)
         look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
-        self._check_s = min(due_s, look_s + time.monotonic())
+        self._check_s = min(due_s, self.function_workers.due_s, look_s + time.monotonic())
 
     @property
     def _has_folder(self) -> bool:
@@ -328,9 +327,8 @@ class Server:
             log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
             self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
-        if now_s >= self._resting.due_s:
-            self._page_poller.at_lanes()
-            self._resting.look(now_s)
+        if now_s >= self.function_workers.due_s:
+            self.function_workers.look(now_s)
         self._doorkeeper.look()
         self._plan_check()
 

@@ -38,6 +38,7 @@ from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
 _log = logging.getLogger("layerzero.functions")
+PROCESSES = ("pool", "own")
 MAX_REBUILDS = 3  # in one call
 UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
@@ -54,6 +55,7 @@ class Options:
     workers: int | None = None
     shadow: float = 0.0
     tolerance: float = 1e-5
+    process: str = "pool"
 
 
 @dataclass(frozen=True)
@@ -405,6 +407,8 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
     made = make(*args, **given)
     if made.fallback is not None and not callable(made.fallback):
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
+    if made.process not in PROCESSES:
+        raise InvalidArgument(f"lz.isolated: process is {made.process!r:.80}; allowed: {', '.join(PROCESSES)}")
     if inspect.iscoroutinefunction(made.fallback):
         name = getattr(made.fallback, "__qualname__", repr(made.fallback))
         raise InvalidArgument(f"lz.isolated: fallback {name} is asynchronous; define it without async")

@@ -29,6 +29,7 @@ def isolated(
     workers: int | None = None,
     shadow: float = 0.0,
     tolerance: float = 1e-5,
+    process: str = "pool",
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
     process that the broker keeps.
@@ -41,12 +42,13 @@ def isolated(
     "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
     the next call of it. workers: how many processes of the environment serve it, so that calls run side by side;
     as the environment says when left out. shadow: this share of the calls runs in a second environment, too; results
-    whose numbers differ by more than tolerance, absolute and relative, are reported.
+    whose numbers differ by more than tolerance, absolute and relative, are reported. process, of classes: "pool":
+    objects share the environment's workers; "own": each has a process of its own, which ends with it.
     A class becomes an IsolatedClass, whose objects are proxies.
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
     given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
-    options = options_of(Options, **given, shadow=shadow, tolerance=tolerance)
+    options = options_of(Options, **given, shadow=shadow, tolerance=tolerance, process=process)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

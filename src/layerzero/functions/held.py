@@ -31,6 +31,8 @@ class _Place(NamedTuple):
     env: str
     pid: int
     reference: Reference
+    token: int = 0  # of a worker that is reserved for it
+    is_lost: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -39,6 +41,27 @@ class _Place(NamedTuple):
             return self.pid == os.getpid() and default_session.session() is self.session and self.session.is_alive
         except NotConnected:
             return False
+
+
+class Reserved(NamedTuple):
+    """A worker that is for one object alone."""
+
+    backend: str
+    token: int
+
+    @classmethod
+    def of(cls, session: Session, where: FunctionEnv) -> Reserved:
+        """Raises EnvError where the environment cannot serve, and as a question to the broker does."""
+        identity = session.link.welcome.identity
+        try:
+            found = session.ask("reserve", backend=where.backend, identity=identity)
+        except LayerZeroError as exc:
+            raise where.explain_failure(exc, session.ask) from exc
+        return cls(str(found["backend"]), int(found["token"]))
+
+    def free(self, session: Session) -> None:
+        """Nobody needs it any more."""
+        session.ask("free", backend=self.backend, token=self.token)
 
 
 class Hold:
@@ -54,13 +77,23 @@ class Hold:
         self._finalizer.atexit = False  # what is left goes with this client
         _releases.start()
 
+    def in_own_worker(self, reserved: Reserved) -> Hold:
+        """The same object, whose worker is for it alone."""
+        found = self._finalizer.detach()
+        assert found is not None
+        self._finalizer = weakref.finalize(self, _dropped, found[2][0]._replace(token=reserved.token))
+        self._finalizer.atexit = False
+        return self
+
     def note_lent(self, loan: Any) -> None:
         """A loan, which holds this as well."""
         self._lent.add(loan)
 
     def lose(self) -> None:
         """It is not there any more."""
-        self._finalizer.detach()
+        found = self._finalizer.detach()
+        if found is not None and found[2][0].token:
+            _dropped(found[2][0]._replace(is_lost=True))
 
     def release(self, timeout_s: float | None) -> None:
         """Release it now, or when the last call that it was lent to has ended. An error is logged: in a `with` block it
@@ -74,6 +107,7 @@ class Hold:
         try:
             if place.is_ours:
                 _release(place.session, place.backend, place.env, [place.reference], timeout_s)
+                _free([place])
         except LayerZeroError as exc:
             _log.warning("an object in %s is not released: %s", place.env, exc.message)
 
@@ -178,6 +212,13 @@ def _release(
         raise error
 
 
+def _free(places: Sequence[_Place]) -> None:
+    """The workers that were reserved for what was there."""
+    for place in places:
+        if place.token and place.is_ours:
+            Reserved(place.backend, place.token).free(place.session)
+
+
 class _Releases:
     """The objects that nobody has any more, and the thread that releases them. A finalizer may run anywhere, so that it
     only notes them."""
@@ -209,10 +250,11 @@ class _Releases:
         by_backend: defaultdict[tuple[Session, str, str], list[Reference]] = defaultdict(list)
         try:
             for place in places:
-                if place.is_ours:
+                if place.is_ours and not place.is_lost:
                     by_backend[place.session, place.backend, place.env].append(place.reference)
             for (session, backend, env), references in by_backend.items():
                 _release(session, backend, env, references)
+            _free(places)
         except Exception as exc:  # the worker's death, for one; what is left goes with this client
             if any(place.is_ours for place in places):
                 _log.warning("objects that nobody has any more are not released: %s", exc)

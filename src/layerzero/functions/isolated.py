@@ -84,6 +84,8 @@ class Isolated(Generic[P, R]):
         """`function`: None for one that this process does not have, which is a generator function with `is_stream`, and
         calls of which are awaited with `is_coroutine`. `others`: its implementations in further environments. Raises
         InvalidArgument."""
+        if options.process != "pool":
+            raise InvalidArgument("lz.isolated: process is for classes; a function has workers=")
         self._is_stream = is_stream or surface.is_stream(function)
         self._is_coroutine = is_coroutine or surface.is_coroutine(function)
         self._code = code  # as the file was when the function was decorated

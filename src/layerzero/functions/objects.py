@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -9,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
 from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
-from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.held import Hold, Lent, Reserved, Stay
 from layerzero.functions.isolated import Isolated, wrap_of
 from layerzero.functions.names import look_up
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.streams import iterate
 from layerzero.functions.use import Use
-from layerzero.ipc.errors import InvalidArgument, RemoteError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.functions.surface import CALLABLE, COROUTINE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
@@ -68,9 +70,26 @@ class IsolatedClass:
         Raises as a call of a function does, and InvalidArgument where 1,024 objects of this program are there.
         """
         self._bind(self._label, _signature(self._class), args, kwargs)
-        given = Arguments(args, kwargs, self._places.backends)
-        hold = Call(self, given, args, kwargs, self._options, wrap=_held).finish()
-        return self._proxy(Remote(self, hold, self, args, kwargs))
+        return self._proxy(Remote(self, self._construct(self, args, kwargs), self, args, kwargs))
+
+    def _construct(self, maker: Owner, args: Any, kwargs: Any, backend: str = "") -> Hold:
+        """A new object, by the class or a method of it. `backend`: where it was before; a worker of its own is another
+        one then."""
+        if self._options.process == "pool" or maker is not self:
+            given = Arguments(args, kwargs, (backend,) if backend else self._places.backends)
+            found: Hold = Call(maker, given, args, kwargs, maker._options, wrap=_held).finish()
+            return found
+        session = default_session.session()
+        reserved = Reserved.of(session, self._env)
+        try:
+            given = Arguments(args, kwargs, (reserved.backend,))
+            wrap = functools.partial(_held, reserved=reserved)
+            found = Call(maker, given, args, kwargs, maker._options, wrap=wrap).finish()
+        except BaseException:
+            with contextlib.suppress(LayerZeroError):
+                reserved.free(session)
+            raise
+        return found
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, self._proxy) or (self._class is not None and isinstance(value, self._class))
@@ -189,8 +208,7 @@ class Remote(Stay):
         self.take(hold)
 
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
-        given = Arguments(args, kwargs, (self.backend,))
-        self.take(Call(maker, given, args, kwargs, maker._options, wrap=_held).finish())
+        self.take(self.owner._construct(maker, args, kwargs, self.backend))
 
     def rebuild(self, lost: Hold) -> bool:
         """Construct it again, unless another thread has. False where that is not wanted. Raises as a call does."""
@@ -212,8 +230,8 @@ class Remote(Stay):
         super().close(timeout_s)
 
 
-def _held(_: Any, hold: Hold) -> Hold:
-    return hold
+def _held(_: Any, hold: Hold, reserved: Reserved | None = None) -> Hold:
+    return hold if reserved is None else hold.in_own_worker(reserved)
 
 
 class Method:

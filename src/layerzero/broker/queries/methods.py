@@ -13,12 +13,12 @@ from typing import Any
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
+from layerzero.broker.queries.function_workers import free, learn, reserve
 from layerzero.broker.queries.joint_plans import plan
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
-from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
@@ -28,7 +28,6 @@ from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
 from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary import pools
-from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
@@ -278,35 +277,6 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"reset": names}
 
 
-def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Look again for an environment of functions: one that was declared, or built, after this broker had looked; for
-    its first `workers`, 1 if left out. `serves`: these can be used now, whoever's question this broker has learned of
-    them by."""
-    name, count = params.get("backend"), params.get("workers", 1)
-    if not isinstance(name, str):
-        raise _unknown_backend(server, name)
-    several = pools.members(name, count) if count != 1 else (name,)
-    serve = [_learn(server, one) for one in several]  # each is looked for
-    return {"serves": all(serve)}
-
-
-def _learn(server: BrokerView, name: str) -> bool:
-    if name not in server.state.workers:
-        found = server.launcher.learn(name)
-        if found is None:
-            raise _unknown_backend(server, name)
-        capability, missing, env = found
-        server.handle(ev.BackendLearned(name, capability, missing, env))
-        server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
-        return missing is None
-    reason = server.state.unavailable_at(time.monotonic()).get(name)
-    is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names
-    if is_late and server.launcher.missing(name) is None:
-        server.handle(ev.BackendReset(name, None))
-        return True
-    return reason is None
-
-
 def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """What this broker reads, for clients whose environment may name something else."""
     folders = [str(path.absolute()) for path in server.settings.manifest_dirs]
@@ -444,6 +414,8 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "explain": explain,
     "health": health,
     "learn": learn,
+    "reserve": reserve,
+    "free": free,
     "lift": lift,
     "lift_ahead": lift_ahead,
     "lift_fault": lift_fault,
