@@ -150,8 +150,7 @@ class Server:
             outsiders=[name for name, manifest in launcher.manifests.items() if manifest.source is not None],
             rest_s=settings.rest_s,
         )
-        free, lanes, rest_s = self.processes.is_free, self._page_poller.at_lanes, settings.functions_rest_s
-        self.function_workers = FunctionWorkers(state, self.handle, free, lanes, rest_s)
+        self.function_workers = FunctionWorkers(settings, state, self.processes, self.handle, self.poll_lanes)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,
@@ -327,8 +326,7 @@ class Server:
             log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
             self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
-        if now_s >= self.function_workers.due_s:
-            self.function_workers.look(now_s)
+        self.function_workers.look(now_s)
         self._doorkeeper.look()
         self._plan_check()
 

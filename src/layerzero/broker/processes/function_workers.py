@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.processes.registry import Processes
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
@@ -27,22 +29,21 @@ class Reservation(NamedTuple):
 
 
 class FunctionWorkers:
-    """For the broker's own thread. `handle` takes what the core must hear; `is_free` tells of a worker, by backend and
-    generation, that it is in no call and keeps nothing; `poll_lanes` reads what lanes have told."""
+    """For the broker's own thread. `handle` takes what the core must hear; `poll_lanes` reads what lanes have told."""
 
     def __init__(
         self,
+        settings: Settings,
         state: BrokerState,
+        processes: Processes,
         handle: Callable[[ev.Event], None],
-        is_free: Callable[[str, int], bool],
         poll_lanes: Callable[[], None],
-        rest_s: float,
     ) -> None:
-        """`rest_s`: 0 for never."""
-        self._state, self._handle, self._is_free, self._poll_lanes = state, handle, is_free, poll_lanes
+        self._state, self._handle, self._poll_lanes = state, handle, poll_lanes
+        self._is_free = processes.is_free
         self._reserved: dict[str, Reservation] = {}  # by backend
         self._tokens = itertools.count(1)
-        self._rest_s = rest_s or math.inf
+        self._rest_s = settings.functions_rest_s or math.inf
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # and since when they are the same
         self.due_s = math.inf  # when to look next
 
