@@ -364,6 +364,9 @@ class Dispatch:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
         if self._awaits_restart(call, worker):
             return
+        if worker.state is S.ABSENT and not call.is_unwanted and not self.effects.stopping:  # it had nothing to do
+            self.place(call)
+            return
         if worker.state is S.DISABLED:
             lost = disabled(worker)
         else:

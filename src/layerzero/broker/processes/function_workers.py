@@ -18,6 +18,7 @@ from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
 MAX_RESERVED = 256  # of an environment
+FREED_S = 0.05  # between looks at a worker whose object is gone
 FIRST_RESERVED = 1001  # numbers below are those of pools
 
 
@@ -43,6 +44,7 @@ class FunctionWorkers:
         self._is_free = processes.is_free
         self._reserved: dict[str, Reservation] = {}  # by backend
         self._tokens = itertools.count(1)
+        self._freed: set[str] = set()  # whose objects are gone, and that were not seen free since
         self._rest_s = settings.functions_rest_s or math.inf
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # and since when they are the same
         self.due_s = math.inf  # when to look next
@@ -50,12 +52,15 @@ class FunctionWorkers:
     def look(self, now_s: float) -> None:
         """End what was not called for long. A worker that keeps something for a client, an object for one, stays."""
         self.due_s = math.inf
-        if self._rest_s == math.inf:
+        if self._rest_s == math.inf and not self._freed:
             return
         self._poll_lanes()
         for backend, worker in self._state.workers.items():
             if worker.state is not WorkerState.READY or worker.is_joined or FUNCTION not in self._ops(backend):
                 self._uses.pop(backend, None)
+                continue
+            if backend in self._freed and self._is_free(backend, worker.generation):
+                self._rest(backend)
                 continue
             uses = (worker.generation, worker.answered, worker.failed)
             before, since_s = self._uses.get(backend, (None, now_s))
@@ -64,7 +69,8 @@ class FunctionWorkers:
                 self._uses[backend] = (uses, now_s)
             elif now_s - since_s >= self._rest_s:
                 self._handle(ev.WorkerSpared(backend))
-            self.due_s = min(self.due_s, max(since_s + self._rest_s, now_s + 1))
+            rest_s = FREED_S if backend in self._freed else max(since_s + self._rest_s - now_s, 1.0)
+            self.due_s = min(self.due_s, now_s + rest_s)
 
     def reserve(self, environment: str, identity: bytes) -> tuple[str, int]:
         """A worker of an environment that no other object has, for a client; its name, and a token to free it with.
@@ -75,6 +81,7 @@ class FunctionWorkers:
             backend = pools.member(environment, number)
             if backend not in self._reserved:
                 token = next(self._tokens)
+                self._freed.discard(backend)
                 self._reserved[backend] = Reservation(identity, token)
                 return backend, token
         text = f"{MAX_RESERVED} objects have processes of their own in {environment}, the most that it may have"
@@ -85,9 +92,18 @@ class FunctionWorkers:
         if backend in self._reserved and self._reserved[backend].token == token:
             del self._reserved[backend]
             worker = self._state.workers.get(backend)
-            if worker is not None and self._is_free(backend, worker.generation):
-                self._handle(ev.WorkerSpared(backend))
-                self._handle(ev.WorkerSpared(backend))  # the first one took its lanes back
+            if worker is None or worker.state is not WorkerState.READY:
+                return
+            if self._is_free(backend, worker.generation):
+                self._rest(backend)
+            else:  # it is about to say so
+                self._freed.add(backend)
+
+    def _rest(self, backend: str) -> None:
+        """Of one that nobody has: lanes to it are taken back first."""
+        self._freed.discard(backend)
+        self._handle(ev.WorkerSpared(backend))
+        self._handle(ev.WorkerSpared(backend))
 
     def _ops(self, backend: str) -> frozenset[str]:
         return frozenset(self._state.capabilities[backend].ops)
