@@ -6,6 +6,7 @@ All tests share a broker and a session, whose first test waits for a probe in th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -157,7 +158,8 @@ def test_graph_of_the_application_holds_its_kernels_as_nodes(site: Site) -> None
         path = report().path
     assert path == "in_process"
     if pid is not None:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, signal.SIGKILL)
     for seed in range(3):
         x.copy_(torch.full_like(x, seed))
         graph.replay()

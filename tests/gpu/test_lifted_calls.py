@@ -172,6 +172,25 @@ def test_two_streams_at_once(new_site: Callable[..., Site]) -> None:
     assert lz.synchronize(PATIENCE_S) is None
 
 
+def test_jax_arrays_are_lifted_on_a_stream_of_ours(new_site: Callable[..., Site]) -> None:
+    """And kept until the kernel is through: JAX gives their memory to the next array as soon as nobody has them."""
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    site = new_site().start()
+    site.connect()
+
+    def new(seed: int) -> Any:
+        return jax.random.normal(jax.random.key(seed), (71, 4096))
+
+    x = new(0)
+    assert jax.numpy.allclose(lift(lambda: lz.silu(x)), jax.nn.silu(x), rtol=1e-4, atol=1e-5)
+    results = [lz.silu(new(seed)) for seed in range(WARM)]
+    assert lz.last_report().path == "lifted"
+    for seed, result in enumerate(results):
+        assert jax.numpy.allclose(result, jax.nn.silu(new(seed)), rtol=1e-4, atol=1e-5), seed
+
+
 CLIENT = f"""
 import json, sys, time, torch
 lz.connect(runtime_dir=sys.argv[1])

@@ -187,8 +187,12 @@ def test_a_lock_of_the_installed_package_is_not_rewritten_in_silence(site: Site,
 # --- lz ops
 
 
-def test_ops_shows_what_is_certified_and_what_is_not_tried(site: Site) -> None:
-    """What a backend claims serves nobody before its probe has said so; the table must tell the two apart."""
+def test_ops_shows_what_is_certified_and_what_is_not_tried(
+    site: Site, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What a backend claims serves nobody before its probe has said so; the table must tell the two apart. In
+    a store of its own: in that of other tests its backends have been probed."""
+    site.environ["LAYERZERO_STORE"] = str(tmp_path_factory.mktemp("store"))
     site.add_backend("odd", provider=CARELESS)
     said = {row["backend"]: row for row in data(lz(site, "ops", "silu", "--json"))["ops"]["silu"]}
     assert (said["alpha"]["state"], said["alpha"]["certified"]) == ("not probed", {})

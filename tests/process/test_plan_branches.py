@@ -147,7 +147,7 @@ def test_a_worker_lost_in_a_branch_costs_one_attempt_and_no_result(
     its, others = (runs["silu"], runs["matmul"][:2]) if lost == "faulty" else (runs["matmul"], runs["silu"])
     at = next(n for n, run in enumerate(its) if run.attempts)
     assert its[at].how == "call"
-    assert {run.how for run in others} == {"chain"}
+    assert not any(run.attempts for run in others), "as a chain, or as calls where its leases ended with that death"
     for seed in range(10):
         x = some(seed, 6, 6)
         agree(plan(x), silu(silu(x)) @ (x @ W @ W))

@@ -7,11 +7,8 @@ from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from layerzero.client.cli.options import Json
-from layerzero.client.cli.output import note, out, print_json
 from layerzero.envs.cli.options import STORE, Folders, StoreDir, Variant, VariantChoice
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
@@ -31,6 +28,7 @@ def ops(
 ) -> None:
     """Show which backends have each op, and what of them is certified on this machine. Needs no broker."""
     from layerzero.client.cli.env import site
+    from layerzero.client.cli.output import note, print_json
     from layerzero.envs.cli.op_rows import kernel_rows
 
     for name in names or ():
@@ -54,6 +52,11 @@ def ops(
 
 def _show_all(ops: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Backends of each op: those with a certificate here, and the others."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from layerzero.client.cli.output import note, out
+
     table = Table("op", "certified here", "not here", box=None)
     table.columns[0].no_wrap = True
     for op, rows in ops.items():
@@ -66,6 +69,11 @@ def _show_all(ops: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 def _show_kernels(rows: Sequence[Mapping[str, Any]]) -> None:
     """Of each kernel the number of classes that are certified and refused, or why it has not been tried."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from layerzero.client.cli.output import out
+
     table = Table("kernel", "state", "certified classes by dtype, or why not", box=None)
     for row in rows:
         parts = [f"{dtype} {len(classes)}" for dtype, classes in row["certified"].items()]

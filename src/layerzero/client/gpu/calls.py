@@ -235,7 +235,7 @@ class GpuCalls:
             and specs == tuple([None if array is None else array.spec for array in arrays])
             and self._session.lifts.serve(Placed(request, route, arrays, out, like, gpu, stream, address, start_ns))
         ):
-            return result
+            return result if out is not None else give(like, result)
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
         placing = Placing(gpu, transport, stream)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request
 from layerzero.ipc.lifting.form import alignment_class
@@ -14,16 +16,9 @@ Key = bytes | tuple[Any, ...]
 
 def key_of(request: Request) -> tuple[Any, ...] | None:
     """None for what must be looked at each time. client/gpu/_call_key.h does the same."""
-    if (
-        request.is_rigid
-        or request.timeout_s is not None
-        or request.output_bytes is not None
-        or overlay.baked.get() is not None
-    ):
+    key = _values(request)
+    if key is None:
         return None
-    policy = overlay.current()
-    values = request.params.values()
-    key = [request.op, request.backend, None if policy is None else policy.text, *values, *map(type, values)]
     for arg in (*request.args, request.out):
         if arg is None:
             key.append(None)
@@ -33,6 +28,35 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
             return None
         key.append(part)
     return tuple(key)
+
+
+def described_key(request: Request, arrays: Sequence[Array | None]) -> tuple[Any, ...] | None:
+    """The same of arrays that tell nothing before they are described, as JAX's: with `out=` there is none, since nobody
+    would tell their library that it is written."""
+    key = _values(request)
+    if key is None or request.out is not None:
+        return None
+    for array in arrays:
+        if array is None:
+            key.append(None)
+            continue
+        spec = array.spec
+        key.append((array.kind, alignment_class(array.address), array.device, spec.shape, spec.strides, spec.dtype))
+    return (*key, None)
+
+
+def _values(request: Request) -> list[Any] | None:
+    """What settles a call beside its arrays."""
+    if (
+        request.is_rigid
+        or request.timeout_s is not None
+        or request.output_bytes is not None
+        or overlay.baked.get() is not None
+    ):
+        return None
+    policy = overlay.current()
+    values = request.params.values()
+    return [request.op, request.backend, None if policy is None else policy.text, *values, *map(type, values)]
 
 
 def further(key: Key, older: Key, count: int, arrays: int) -> Key | None:

@@ -7,6 +7,7 @@ ordinary way, and the broker is asked again.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any, NoReturn
 from layerzero.client.connection import arena
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.link import Link
-from layerzero.client.connection.report import LIFTED, Attempt, Candidate, SelectionReport
 from layerzero.client.gpu.calls import READ_EVERY, GpuCalls
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.fastpath import MISS, learn
@@ -25,7 +25,8 @@ from layerzero.client.gpu.lifting.compiled import compile_site, compiled_calls
 from layerzero.client.gpu.lifting.faults import Faults
 from layerzero.client.gpu.lifting.growth import Growth
 from layerzero.client.gpu.lifting.here import LOOK_S, RETRY_S, Here, HereSite
-from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
+from layerzero.client.gpu.lifting.keys import Key, addresses_of, described_key, key_of
+from layerzero.client.gpu.lifting.lent import DESCRIBED, KINDS, Lent, unsupported
 from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, load_form, relaxed
 from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
@@ -50,9 +51,7 @@ MAX_KNOWN = 4096
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
 NO_LEAVE = "no leave yet: its environment is being probed, it has failed of late, or calls are sampled"
-KINDS = ("torch", "cupy")  # of arrays
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
-ARRAYS_UNSUPPORTED = "ARRAYS_UNSUPPORTED"
 
 
 class Lifts:
@@ -72,6 +71,7 @@ class Lifts:
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
         self._here = Here(session, self._faults, self._stop_here)
         self._learned: set[str] = set()  # kinds of arrays
+        self._lent = Lent()
         self._is_unknown = False  # to the broker
         self._is_closing = False
         self._compiled = compiled_calls(self, calls.outcomes.failed, calls.run_again, session.last)
@@ -93,21 +93,14 @@ class Lifts:
             return MISS
         try:
             key = self._key(request)
-            found = self.known.get(key) if key is not None else None
+            if key is None or key not in self.known:
+                return MISS
         except (TypeError, RuntimeError):  # what cannot be hashed, a tensor without memory: what checks it names it
             return MISS
-        if key is None or found is None:
-            return MISS
-        if isinstance(found, int):
-            if found > 1:
-                self.known[key] = found - 1
-            else:
-                self.count_down(key)
+        found = self._usable(key)
+        if found is None:
             return MISS
         site, gpu, caller = found, found.gpu, found.asked.caller
-        if gpu.order.page.lift_epoch != site.epoch:
-            self.renew(key, site)
-            return MISS
         stream = caller.stream()
         self._calls.glance(gpu, stream, READ_EVERY)
         *inputs, out_at = addresses_of(request)
@@ -128,6 +121,17 @@ class Lifts:
 
     def _key(self, request: Request) -> Key | None:
         return key_of(request) if self._compiled is None else self._compiled.key(request)
+
+    def _usable(self, key: Key) -> Site | HereSite | None:
+        """The call that may be launched now; of another one it is counted that it was made."""
+        found = self.known.get(key)
+        if isinstance(found, int):
+            self.known[key] = found - 1
+            if found <= 1:
+                self.count_down(key)
+        elif found is not None and found.gpu.order.page.lift_epoch != found.epoch:
+            self.renew(key, found)
+        return self._held(key)
 
     def count_down(self, key: Key) -> None:
         """There may be more evidence by now for a call that was not lifted."""
@@ -155,16 +159,19 @@ class Lifts:
         if self._is_unknown or self._is_closing or any(not spec.numel for spec in results):
             return False
         if call.like.kind not in KINDS:
-            call.route.not_lifted = f"{ARRAYS_UNSUPPORTED}: {call.like.kind}; allowed: {', '.join(KINDS)}"
+            call.route.not_lifted = unsupported(call.like.kind)
             return False
         if any(array is not None and array.needs_copy for array in call.arrays):
             return False
-        if self._compiled is not None and call.like.kind not in self._learned:
+        is_described = call.like.kind == DESCRIBED
+        if self._compiled is not None and not is_described and call.like.kind not in self._learned:
             learn(self._compiled, call.like)
             self._learned.add(call.like.kind)
-        key = self._key(call.request)
+        key = described_key(call.request, call.arrays) if is_described else self._key(call.request)
         if key is None:
             return False
+        if is_described:
+            self._usable(key)  # else counted by `run`, which does not know such calls
         asked = self._asked.get(key)
         if asked is not None and asked.route is not call.route and self._held(key) is None:
             self._asked.pop(key, None)  # it was held ahead, or its route is of old: the broker knows the call's own
@@ -186,7 +193,10 @@ class Lifts:
         if site is None:
             return False
         inputs = [0 if array is None else array.address for array in call.arrays]
-        return self._launch(site, site.tensors.memory(inputs, call.address), call.stream, call.start_ns)
+        is_done = self._launch(site, site.tensors.memory(inputs, call.address), call.stream, call.start_ns)
+        if is_done and is_described:
+            self._lent.keep(call.gpu, call.stream, call.arrays)
+        return is_done
 
     def _held(self, key: Key) -> Site | HereSite | None:
         """The call that may be launched now."""
@@ -208,6 +218,8 @@ class Lifts:
                 self.known.clear()
             if self._asked.setdefault(key, asked) is not asked:
                 return  # another thread's
+        if call.like.kind == DESCRIBED:
+            asked.not_here_until_s = math.inf  # libraries in this process go by streams that are shown
         asked.is_waiting = True
         self._growth.note(asked)
         self._look_ahead(asked)
@@ -355,7 +367,7 @@ class Lifts:
                 self._rooms[asked.gpu.uuid] = ScratchRooms(asked.gpu.memory)
         site = Site.of(asked, loaded, leave, self._rooms[asked.gpu.uuid])
         site.is_ahead = is_ahead
-        if self._compiled is not None:
+        if self._compiled is not None and asked.caller.kind != DESCRIBED:
             site.compiled = compile_site(site)
         return site
 
@@ -461,23 +473,11 @@ class Lifts:
         raise self._failure(site, exc, is_captured=False) from exc
 
     def _failure(self, site: Site, exc: CudaError, *, is_captured: bool) -> BackendError:
-        lifted, decision = site.loaded.lifted, site.decision
-        kernel_id, backend = decision.kernel_id, decision.backend
         if exc.is_sticky:
             self._faults.tell(site.gpu)
         elif not is_captured:  # another may have broken the capture
             self._refuse(site.asked, f"{NOT_LAUNCHED}: {exc.message}", site.gpu.order.page.lift_epoch)
-        text = f"{lifted.op}: {kernel_id}, which is lifted, was not launched: {exc.message}"
-        error = BackendError(text, backend=backend, kernel_id=kernel_id, **exc.facts)
-        error.report = SelectionReport(
-            op=lifted.op,
-            kernel_id=None,
-            backend=None,
-            worker_pid=None,
-            path=LIFTED,
-            attempts=(Attempt(backend, kernel_id, CudaError.code, exc.message),),
-            candidates=tuple(Candidate.from_wire(one) for one in decision.candidates),
-        )
+        error = site.failure(exc)
         self._session.note(error.report)
         return error
 
@@ -494,6 +494,7 @@ class Lifts:
     def close(self) -> None:
         """The link must have been closed, and the GPUs not."""
         self._background.join()
+        self._lent.close()
         self.known.clear()
         self._asked.clear()
         for rooms in self._rooms.values():

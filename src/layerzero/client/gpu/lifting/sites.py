@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.arrays.recognition import Kind as ArrayKind
 from layerzero.client.connection.call import Route
-from layerzero.client.connection.report import LIFTED
+from layerzero.client.connection.report import LIFTED, Attempt, Candidate, SelectionReport
 from layerzero.client.gpu.arrays import new_like
 from layerzero.client.gpu.call_cache import context_watcher, maker, streamer
 from layerzero.client.gpu.device import Gpu
@@ -22,7 +22,7 @@ from layerzero.client.gpu.session_view import Placed
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.driver import Driver
-from layerzero.ipc.errors import CudaError, ProtocolError
+from layerzero.ipc.errors import BackendError, CudaError, ProtocolError
 from layerzero.ipc.lifting.form import Copy, Fill, Lifted
 from layerzero.ipc.lifting.program import SCRATCH_STEP
 from layerzero.ipc.transport import messages
@@ -221,6 +221,22 @@ class Site:
         at = self.loaded.lifted.steps[step]
         entry = f"fill_{8 * at.itemsize}" if isinstance(at, Fill) else "copy" if isinstance(at, Copy) else "launch"
         return self.driver.error_of(abi.LAUNCH_ENTRIES[entry], number)
+
+    def failure(self, exc: CudaError) -> BackendError:
+        """What the caller gets of a launch that the driver refused, with its report."""
+        op, told = self.loaded.lifted.op, self.decision
+        text = f"{op}: {told.kernel_id}, which is lifted, was not launched: {exc.message}"
+        error = BackendError(text, backend=told.backend, kernel_id=told.kernel_id, **exc.facts)
+        error.report = SelectionReport(
+            op=op,
+            kernel_id=None,
+            backend=None,
+            worker_pid=None,
+            path=LIFTED,
+            attempts=(Attempt(told.backend, told.kernel_id, CudaError.code, exc.message),),
+            candidates=tuple(Candidate.from_wire(one) for one in told.candidates),
+        )
+        return error
 
     def record(self, start_ns: int, end_ns: int) -> tuple[Any, ...]:
         """What a report is made of (client/connection/record.py)."""

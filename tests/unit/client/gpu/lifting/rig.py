@@ -20,7 +20,7 @@ from layerzero.client.connection import arena
 from layerzero.client.connection.call import Request, Route, describe_all
 from layerzero.client.connection.record import report_of
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.gpu.arrays import current_stream
+from layerzero.client.gpu.arrays import current_stream, give
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.lifting.lifts import Lifts
 from layerzero.client.gpu.memory import memory_of
@@ -158,7 +158,7 @@ class Rig:
         with self.memory.context:
             call = Placed(request, route, arrays, out, like, self.gpu, stream, address, start_ns)
             if self.lifts.serve(call):
-                return made
+                return give(like, made)
         with self._lock:
             self.ordinary += 1
         return ORDINARY
