@@ -19,8 +19,8 @@ def test_workers_that_nobody_calls_end_and_start_again(tmp_path: Path) -> None:
     site = Site(tmp_path / "store", functions_rest_s=0.2, restart_budget=0)
     with site.environment():
         pool.PAIR.build(quiet=True)
-        site.start().connect()
         try:
+            site.start().connect()
             handle = pool.kept("here")
             home = handle.fetch()[1]
             pids = set(next(pool.gather.map([str(tmp_path / "met")] * 2, [2] * 2)))
