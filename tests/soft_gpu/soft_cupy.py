@@ -92,6 +92,27 @@ class ndarray:  # CuPy's own name
     def T(self) -> ndarray:
         return ndarray(self.shape[::-1], self.dtype, self.data, self.strides[::-1])
 
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def __add__(self, other: Any) -> ndarray:
+        return self._made_of(np.add, other)
+
+    def __mul__(self, other: Any) -> ndarray:
+        return self._made_of(np.multiply, other)
+
+    def __iadd__(self, other: Any) -> ndarray:
+        view, source = self._view(), other._view() if isinstance(other, ndarray) else other
+        driver.put(current().ptr, lambda: np.add(view, source, out=view))
+        return self
+
+    def _made_of(self, function: np.ufunc, other: Any) -> ndarray:
+        made, source = empty(self.shape, self.dtype), other._view() if isinstance(other, ndarray) else other
+        mine, view = self._view(), made._view()
+        driver.put(current().ptr, lambda: function(mine, source, out=view))
+        return made
+
     def fill(self, value: float) -> None:
         """In the order of the current stream."""
         view = self._view()

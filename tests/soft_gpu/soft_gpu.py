@@ -371,6 +371,10 @@ class SoftDriver:
         capture = self._captures.get(stream)
         return (0, ()) if capture is None or not capture.work else (capture.number, (len(capture.work),))
 
+    def capture_size(self, stream: int) -> int:
+        capture = self._captures.get(stream)
+        return 0 if capture is None else len(capture.nodes)
+
     def begin_capture(self, stream: int) -> None:
         self._captures[stream] = _Capture(next(self._handles))
 

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from layerzero.client.cli.cache import cache_app
+from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.ops import ops
 from layerzero.client.cli.options import (
@@ -76,6 +77,8 @@ bench_app = typer.Typer(help="Try what is promised under load and faults.", no_a
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
+app.add_typer(capsule_app, name="capsule")
+app.command()(replay)
 app.command()(ops)
 
 

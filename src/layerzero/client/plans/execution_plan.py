@@ -11,15 +11,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.graph_library import LIBRARIES
+from layerzero.client.plans.graph_plan import GraphPlan
 from layerzero.client.plans.keeping import KeptChoice
 from layerzero.client.plans.layout import NOBODY
 from layerzero.client.plans.passes import FIXED, Program, prepare
-from layerzero.client.plans.recording import Recording, Step, is_array, record
+from layerzero.client.plans.recording import CONSTANT, Recording, Step, is_array, record
 from layerzero.client.plans.showing import (
     PlanExplanation,
     SlotRow,
@@ -52,6 +55,7 @@ class Variant:
         self.recording: Recording | None = None
         self.program: Program | None = None
         self.frozen: FrozenPlan | None = None
+        self.graph: GraphPlan | None = None  # in its place, on a GPU
         self.choices: Choices | None = None
         self.kept: KeptChoice | None = None
         self.checked: set[str] = set()  # candidates whose chains were compared with calls
@@ -62,9 +66,12 @@ class Variant:
 class ExecutionPlan:
     """A function that runs as a plan where it can. Made by lz.plan."""
 
-    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool, keep_choice: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], warmup: int, bake_constants: bool, keep_choice: bool, is_timed: bool
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
+        self._is_timed = is_timed
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
@@ -125,7 +132,7 @@ class ExecutionPlan:
                 "plans": len(variants),
                 "misses": dict(self._misses),
                 "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
-                "peak_bytes": max((v.frozen.memory.nbytes for v in variants if v.frozen), default=0),
+                "peak_bytes": max((_peak_bytes(v) for v in variants), default=0),
             }
 
     def reset(self) -> None:
@@ -148,7 +155,11 @@ class ExecutionPlan:
         if variant.phase != FROZEN:
             raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
         with variant.lock:
-            yield from self._frozen(default_session.session(), variant).debug(_arrays_of((args, kwargs)))
+            session, inputs = default_session.session(), _arrays_of((args, kwargs))
+            if variant.graph is not None:
+                yield from self._graph(session, variant).walk(inputs)
+            else:
+                yield from self._frozen(session, variant).debug(inputs)
 
     def _miss(self, why: str) -> None:
         with self._lock:
@@ -164,7 +175,8 @@ class ExecutionPlan:
     def _variant(self, args: Any, kwargs: Any, arrays: list[Any]) -> Variant:
         policy = overlay.current()
         mode = getattr(self._owner, "training", None)  # of a module of torch
-        key = (_key((args, kwargs), arrays), None if policy is None else policy.text, _grad_mode(), mode)
+        shapes = _key((args, kwargs), arrays)
+        key = (shapes, None if policy is None else policy.text, _modes(arrays), mode)
         with self._lock:
             variant = self._variants.get(key)
             if variant is self._latest and variant is not None:
@@ -182,6 +194,9 @@ class ExecutionPlan:
         if variant.phase == CALLS:
             self._miss(variant.problem)
             return self._function(*args, **kwargs)
+        if _is_captured(arrays):
+            self._miss("its caller captures a CUDA graph, which has its calls")
+            return self._function(*args, **kwargs)
         if variant.phase == FROZEN:
             return self._replay(session, variant, arrays)
         return self._record(session, variant, args, kwargs)
@@ -198,6 +213,8 @@ class ExecutionPlan:
             variant.phase, variant.problem, variant.recording = CALLS, problem, None
         elif variant.recording is None:
             variant.recording = made
+            if made.device != CPU:  # what it made is not to keep a GPU's memory
+                made.let_go({storage.number for storage in made.storages if storage.origin == CONSTANT})
         elif variant.recordings > self._warmup:
             self._freeze(session, variant, made, args, kwargs, value)
         return value
@@ -210,6 +227,9 @@ class ExecutionPlan:
         variant.program = prepare(variant.recording, made)
         variant.recording = None
         made.let_go({number for number, home in variant.program.homes.items() if home == FIXED})
+        if made.device != CPU:
+            self._freeze_graph(session, variant, made, _arrays_of((args, kwargs)), expected)
+            return
         variant.choices = Choices(variant.program)
         if self._keeps:
             variant.kept = KeptChoice(self._function, variant.program, variant.label)
@@ -221,6 +241,36 @@ class ExecutionPlan:
             variant.checked |= {one.backend for one in variant.choices.candidates}
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
+
+    def _freeze_graph(
+        self, session: Session, variant: Variant, made: Recording, inputs: list[Any], expected: Any
+    ) -> None:
+        """As `_freeze`, on a GPU."""
+        assert variant.program is not None
+        variant.phase = FROZEN
+        graph = self._graph(session, variant)
+        if made.writes_outside:
+            variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
+            return
+        try:
+            largest_difference(expected, graph.run(inputs))
+        except InvalidArgument as exc:
+            graph.problem = f"its steps gave something else than the function: {exc.message}"
+        self._look_at(variant, graph)
+
+    def _graph(self, session: Session, variant: Variant) -> GraphPlan:
+        """Of this very connection."""
+        graph, program = variant.graph, variant.program
+        assert program is not None
+        if graph is None or graph.session is not session or graph.link is not session.link:
+            library = LIBRARIES[program.recording.kind]
+            graph = variant.graph = GraphPlan(session, program, library, is_timed=self._is_timed)
+        return graph
+
+    @staticmethod
+    def _look_at(variant: Variant, graph: GraphPlan) -> None:
+        if graph.problem:
+            variant.phase, variant.problem, variant.graph = CALLS, graph.problem, None
 
     @staticmethod
     def _frozen(session: Session, variant: Variant) -> FrozenPlan:
@@ -235,7 +285,19 @@ class ExecutionPlan:
             frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers)
         return frozen
 
+    def _replay_graph(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
+        graph = self._graph(session, variant)
+        value = graph.run(inputs)
+        if graph.why:
+            self._miss(graph.why)
+        else:
+            variant.replays += 1
+        self._look_at(variant, graph)
+        return value
+
     def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
+        if variant.graph is not None:
+            return self._replay_graph(session, variant, inputs)
         frozen = self._frozen(session, variant)
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
@@ -284,7 +346,12 @@ class ExecutionPlan:
 
 
 def plan(
-    function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False, keep_choice: bool = True
+    function: Callable[..., Any],
+    *,
+    warmup: int = 1,
+    bake_constants: bool = False,
+    keep_choice: bool = True,
+    timed: bool = False,
 ) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
@@ -293,6 +360,8 @@ def plan(
     When `warmup` more runs did the same, the plan is frozen: from then on the function is not run; its steps are, from
     memory that was laid out once, and lz calls that follow each other on one worker cross as one message. A function
     that looks at numbers of its arrays, or does something else at each run, is run as ever; `explain()` says why.
+
+    On a GPU, of torch's tensors, the steps are one CUDA graph.
 
     What the function does beside its arrays (printing, counting, lists that it fills) happens only while it is
     recorded, and twice in a run that cannot be recorded to its end. Arrays that it has of its own, such as weights, may
@@ -304,6 +373,7 @@ def plan(
     say), are kept as they were when it was recorded; without it such a function is run as ever.
     keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
     process need not time it; False times it in this process.
+    timed: on a GPU, each launch of the plan's graph is timed by two events; `timings()` has the last one's.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -312,7 +382,7 @@ def plan(
         raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
-    return ExecutionPlan(function, warmup, bake_constants, keep_choice)
+    return ExecutionPlan(function, warmup, bake_constants, keep_choice, timed)
 
 
 def _arrays_of(given: Any) -> list[Any]:
@@ -342,7 +412,8 @@ def _key(value: Any, arrays: list[Any]) -> Any:
 def _array_key(array: Any) -> Any:
     if type(array).__module__ == "numpy":
         return (type(array), array.dtype, array.shape, getattr(array, "strides", ()), array.flags.aligned)
-    return (type(array), array.dtype, array.shape, _strides_of(array), array.device, array.requires_grad)
+    has_grad = getattr(array, "requires_grad", False)
+    return (type(array), array.dtype, array.shape, _strides_of(array), array.device, has_grad)
 
 
 def _strides_of(array: Any) -> Any:
@@ -365,6 +436,27 @@ def _label(given: tuple[Any, Any]) -> str:
     return ", ".join(shown)
 
 
-def _grad_mode() -> bool:
+def _modes(arrays: list[Any]) -> Any:
+    """What torch does otherwise with the same arrays. A graph holds what it was captured with."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled()
+    if torch is None:
+        return False
+    has_grad = torch.is_grad_enabled()
+    if not arrays or not getattr(arrays[0], "is_cuda", False):
+        return has_grad
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    precise = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    return (has_grad, torch.is_inference_mode_enabled(), cast, precise)
+
+
+def _is_captured(arrays: list[Any]) -> bool:
+    """Whether the caller's stream is being captured."""
+    if not arrays or not getattr(arrays[0], "is_cuda", False):
+        return False
+    return bool(sys.modules["torch"].cuda.is_current_stream_capturing())
+
+
+def _peak_bytes(variant: Variant) -> int:
+    if variant.graph is not None:
+        return variant.graph.nbytes
+    return 0 if variant.frozen is None else variant.frozen.memory.nbytes

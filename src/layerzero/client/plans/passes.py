@@ -4,10 +4,11 @@ and which steps are not needed. Every pass says what it did; all of them leave t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import arena as arenas
 from layerzero.client.plans.comparing import NEW, constant_kind
 from layerzero.client.plans.recording import CONSTANT, INPUT, STEP, Recording, Step, Storage, Use, Value
@@ -61,10 +62,13 @@ def prepare(first: Recording, recording: Recording) -> Program:
             program.fresh_constants.add(value.storage.number)
         if kind == NEW or _is_immutable(value.obj):
             program.immutable.add(value.storage.number)
-    _choose_chained(program)
+    is_on_gpu = recording.device not in (None, CPU)
+    _choose_chained(program, _may_be_left_out if is_on_gpu else _may_be_chained)
     _fold_constants(program)
     _share_equal(program)
     _drop_unused(program)
+    if is_on_gpu:
+        program.chained.clear()  # its calls go in a CUDA graph
     _place(program)
     return program
 
@@ -86,8 +90,16 @@ def _is_immutable(obj: Any) -> bool:
 # --- which steps may cross in a chain
 
 
-def _choose_chained(program: Program) -> None:
-    program.chained = {step.number for step in program.steps if _may_be_chained(program, step)}
+def _choose_chained(program: Program, may_be: Callable[[Program, Step], bool]) -> None:
+    program.chained = {step.number for step in program.steps if may_be(program, step)}
+
+
+def _may_be_left_out(program: Program, step: Step) -> bool:
+    """Whether a call does nothing but make its result."""
+    request = step.request
+    if request is None or step.writes or OPS[request.op].in_place or "out" in step.kwargs:
+        return False
+    return all(value.array is not None for value in program.reads(step))
 
 
 def _may_be_chained(program: Program, step: Step) -> bool:

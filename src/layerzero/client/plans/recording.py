@@ -17,6 +17,7 @@ from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.facade import running
+from layerzero.client.plans.graph_library import LIBRARIES
 from layerzero.client.plans.traced import Traced, array_of, map_leaves
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
@@ -92,6 +93,8 @@ class Recording:
     constants: list[int] = field(default_factory=list)
     output: Any = None
     problem: str = ""
+    device: int | None = None  # where its arrays are: the ordinal of a GPU, or CPU; None before the first
+    kind: str = ""  # of the arrays, on a GPU
 
     @property
     def writes_outside(self) -> bool:
@@ -140,11 +143,11 @@ class FunctionRecorder:
     def record(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         step = self._step(_name_of(function), args, kwargs)
         step.function = function
-        before = {n: digest(self.made.values[n]) for n in step.reads} if not self.made.problem else {}
+        before = {n: _mark(self.made.values[n]) for n in step.reads} if not self.made.problem else {}
         got = function(*map_leaves(tuple(args), array_of), **map_leaves(dict(kwargs), array_of))
         if self.made.problem:
             return map_leaves(got, self._wrapped)
-        written = [self.made.values[n].storage for n in before if digest(self.made.values[n]) != before[n]]
+        written = [self.made.values[n].storage for n in before if _mark(self.made.values[n]) != before[n]]
         written += [self.made.values[n].storage for n in _targets(function, step)]
         step.writes = tuple({storage.number: storage for storage in written}.values())
         return self._note_result(step, got)
@@ -222,6 +225,8 @@ class FunctionRecorder:
             value = self._known.get(id(leaf)) or self._add_value(leaf, STEP, step.number)
             fresh.extend(self.made.storages[known:])
             made.append(value.number)
+            if self.made.device != CPU and getattr(leaf, "requires_grad", False):
+                self._fail(f"makes an array that takes part in gradients by {step.name}; run it under torch.no_grad()")
             return Traced(value.obj, self)
 
         result = map_leaves(got, note)
@@ -281,10 +286,9 @@ class FunctionRecorder:
         """A value for an array that is new; on the storage that it is a view of, or on one of its own."""
         try:
             array: Array | None = describe(obj)
-            if array is not None and (array.device != CPU or array.kind not in ("numpy", "torch")):
-                self._fail("works on a GPU" if array.device != CPU else f"works on a {type(obj).__name__}")
         except InvalidArgument:
             array = None
+        self._note_device(obj, array)
         start, nbytes = _extent(obj, array)
         end = start + nbytes
         homes = (s for s in self.made.storages if s.nbytes and start < s.address + s.nbytes and s.address < end)
@@ -299,6 +303,21 @@ class FunctionRecorder:
         self.made.values.append(value)
         self._known[id(obj)] = value
         return value
+
+    def _note_device(self, obj: Any, array: Array | None) -> None:
+        """A plan is on one device, and its arrays are of kinds that it knows."""
+        if array is None:
+            device, kind = (obj.device.index if getattr(obj, "is_cuda", False) else CPU), ""
+        else:
+            device, kind = array.device, array.kind
+        if self.made.device is None:
+            self.made.device, self.made.kind = device, kind
+        elif self.made.device != device:
+            self._fail("works on two devices, such as the CPU and a GPU")
+        elif device != CPU and kind and kind != self.made.kind:
+            self._fail("works on arrays of two libraries on a GPU")
+        if kind and kind not in (("numpy", "torch") if device == CPU else LIBRARIES):
+            self._fail(f"works on a {type(obj).__name__}{'' if device == CPU else ' on a GPU; allowed: torch tensors'}")
 
     def _wrapped(self, leaf: Any) -> Any:
         """After a problem: the run goes on, and nothing is noted."""
@@ -329,17 +348,23 @@ def record(
 
 
 def is_array(value: Any) -> bool:
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy, torch, cupy = sys.modules.get("numpy"), sys.modules.get("torch"), sys.modules.get("cupy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return True
-    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+    if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
+        return True
+    return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
 
 
 def _empty_like(obj: Any) -> Any:
     """An array of the same library and dtype, with no numbers."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
+        if obj.is_cuda or obj.is_meta:
+            return torch.empty_strided(obj.shape, obj.stride(), dtype=obj.dtype, device="meta")
         return torch.empty(0, dtype=obj.dtype)
+    if not isinstance(obj, (sys.modules["numpy"].ndarray, sys.modules["numpy"].generic)):
+        return obj
     return sys.modules["numpy"].empty(0, obj.dtype)
 
 
@@ -362,10 +387,20 @@ def digest(value: Value) -> bytes:
     obj, torch, data = value.obj, sys.modules.get("torch"), b""
     if torch is not None and isinstance(obj, torch.Tensor):
         if obj.numel():
-            data = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = obj.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    elif not isinstance(obj, (sys.modules["numpy"].ndarray, sys.modules["numpy"].generic)):
+        data = obj.get().tobytes()
     elif obj.size and obj.dtype != object:
         data = sys.modules["numpy"].ascontiguousarray(obj).view("u1")
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _mark(value: Value) -> bytes | int:
+    """Changes when the array is written to. On a GPU that is the tensor's version: looking at its bytes would wait."""
+    obj = value.obj
+    if getattr(obj, "is_cuda", False) and not obj.is_inference():
+        return int(obj._version)
+    return digest(value)
 
 
 def _targets(function: Callable[..., Any], step: Step) -> list[int]:

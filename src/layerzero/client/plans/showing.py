@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client.connection.report import html_of_text
 from layerzero.client.plans.recording import Step
-from layerzero.client.plans.segments import Segment
+from layerzero.client.plans.segments import OWN, Segment
 from layerzero.ipc.wording import counted
 
 if TYPE_CHECKING:
     from layerzero.client.plans.execution_plan import Variant
+    from layerzero.client.plans.graph_plan import GraphPlan
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,67 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class GraphFacts:
+    """Of a plan on a GPU. `is_captured`: it has a CUDA graph; `nodes` of it, 0 where that is not known; `calls`: how
+    many lz calls are "lifted", "in_process" or in a "worker"; `not_lifted`: a line for each of these; `difference`: of
+    the first replay from its calls, relative to the largest number; `is_direct`: there is a graph that works on the
+    caller's own memory, too; `failure`: of the last capture; `time_us`: the GPU's time of the last replay, if asked
+    for."""
+
+    is_captured: bool
+    nodes: int
+    nbytes: int
+    captures: int
+    calls: Mapping[str, int]
+    not_lifted: tuple[str, ...]
+    difference: float | None
+    is_direct: bool
+    failure: str
+    time_us: float | None
+
+    @classmethod
+    def of(cls, plan: GraphPlan) -> GraphFacts:
+        nodes = 0 if plan.graph is None else plan.graph.nodes
+        names = {step.number: f"{step.name} at {step.where}" for step in plan.program.steps}
+        away = {n: one for n, one in plan.served.items() if not one.is_here}
+        told = tuple(f"{names[n]}: {one.why or 'not known yet whether it may be lifted'}" for n, one in away.items())
+        time_us = plan.time_us()
+        calls = Counter(one.path for one in plan.served.values())
+        return cls(
+            plan.graph is not None,
+            nodes,
+            plan.nbytes,
+            plan.captures,
+            calls,
+            told,
+            plan.difference,
+            plan.is_direct,
+            plan.failure,
+            time_us,
+        )
+
+    def lines(self, calls: int, own_steps: int) -> list[str]:
+        what = f"{counted(calls, 'lz call')} and {counted(own_steps, 'step')} of own code"
+        ways = {"lifted": "lifted", "in_process": "in this process", "worker": "in their worker"}
+        shares = ", ".join(f"{self.calls[path]} {way}" for path, way in ways.items() if self.calls.get(path))
+        of = f" of {counted(self.nodes, 'node')}" if self.nodes else ""
+        head = f"in one CUDA graph{of}" if self.is_captured else "one by one until they settle"
+        found = [f"{what} {head}" + (f": {shares}" if shares else "")]
+        found += [f"  not lifted: {line}" for line in self.not_lifted[:4]]
+        if self.failure:
+            found.append(f"the last capture failed, and is tried again: {self.failure}")
+        if self.is_captured:
+            also = ", another works on the caller's own memory" if self.is_direct else ""
+            found.append(f"memory: {self.nbytes} bytes, captured {counted(self.captures, 'time')}{also}")
+        if self.difference is not None:
+            text = f"differed from its calls by {self.difference:.1e} of the largest number"
+            found.append(f"the first replay {text if self.difference else 'was bit equal to its calls'}")
+        if self.time_us is not None:
+            found.append(f"the last replay took {self.time_us:,.1f} us of the GPU")
+        return found
+
+
+@dataclass(frozen=True)
 class PlanExplanation:
     """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 while they go
     one by one, and `waits_for` says why; `at_once`: how many of those are under way at the same time; `peak_bytes`:
@@ -64,12 +127,16 @@ class PlanExplanation:
     notes: tuple[str, ...]
     choice: str
     counters: Mapping[str, Any]
+    graph: GraphFacts | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.phase}: {self.arguments}"]
         if self.problem:
             lines.append(f"  runs as calls, for {self.problem}")
-        if self.steps:
+        if self.graph is not None:
+            lines += [f"  {line}" for line in self.graph.lines(self.steps, self.own_steps)]
+            lines.append(f"  copied in the last run: {self.copied_bytes} bytes")
+        elif self.steps:
             together = f", {self.at_once} at once" if self.at_once > 1 else ""
             sent = (
                 f"in {counted(self.messages, 'message')}{together}" if self.messages else f"one by one {self.waits_for}"
@@ -88,6 +155,8 @@ class PlanExplanation:
 
 
 def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanation:
+    if variant.graph is not None:
+        return _explain_graph(variant, variant.graph, counters)
     program, frozen = variant.program, variant.frozen
     lz_steps = own = messages = at_once = peak = total = in_place = copied = 0
     passes: tuple[str, ...] = ()
@@ -127,6 +196,13 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
     return PlanExplanation(variant.phase, variant.label, variant.problem, *facts)
 
 
+def _explain_graph(variant: Variant, plan: GraphPlan, counters: Mapping[str, Any]) -> PlanExplanation:
+    steps, peak = plan.program.steps, plan.nbytes
+    own = sum(step.request is None for step in steps)
+    facts = (len(steps) - own, own, 0, 0, "", peak, peak, 0, plan.copied_bytes, tuple(plan.program.done), (), "")
+    return PlanExplanation(variant.phase, variant.label, variant.problem, *facts, counters, GraphFacts.of(plan))
+
+
 def slot_rows(variant: Variant) -> list[SlotRow]:
     if variant.frozen is None or variant.program is None:
         return []
@@ -136,6 +212,8 @@ def slot_rows(variant: Variant) -> list[SlotRow]:
 
 
 def timing_rows(variant: Variant) -> list[Timing]:
+    if variant.graph is not None:
+        return _graph_timings(variant.graph)
     if variant.frozen is None or variant.program is None:
         return []
     for segment in variant.frozen.segments:
@@ -149,8 +227,22 @@ def timing_rows(variant: Variant) -> list[Timing]:
     return found
 
 
+def _graph_timings(plan: GraphPlan) -> list[Timing]:
+    """The graph as a whole, and by what each of its steps is done."""
+    us = plan.time_us()
+    rows = [] if plan.graph is None else [Timing(-1, "CUDA graph", "", "graph", "", us or 0.0, 0)]
+    for step in plan.program.steps:
+        served = plan.served.get(step.number)
+        how, kernel_id = (OWN, "") if served is None else (served.path, served.kernel_id)
+        if step.request is None or served is not None:
+            rows.append(Timing(step.number, step.name, step.where, how, kernel_id, 0.0, 0))
+    return rows
+
+
 def mermaid(variant: Variant) -> str:
-    """Steps as boxes, arrays as arrows; one frame for each message."""
+    """Steps as boxes, arrays as arrows; one frame for each message, or for the CUDA graph."""
+    if variant.graph is not None:
+        return _graph_chart(variant.graph)
     if variant.program is None or variant.frozen is None:
         return f"flowchart TD\n  none[{variant.phase}: {variant.problem or 'not frozen yet'}]"
     for segment in variant.frozen.segments:
@@ -176,6 +268,21 @@ def mermaid(variant: Variant) -> str:
         for number in step.made:  # a view is shown as what it is a view of
             found = variant.program.value(number).number
             maker[found] = f"s{step.number}" if step.number in shown else next(iter(sources), "")
+    return "\n".join(lines)
+
+
+def _graph_chart(plan: GraphPlan) -> str:
+    program = plan.program
+    maker = {number: f"in{number}" for number in program.recording.inputs}
+    lines = ["flowchart TD", *(f"  {name}([argument {n}])" for n, name in enumerate(maker.values()))]
+    lines.append("  subgraph g [one CUDA graph]" if plan.graph is not None else "  subgraph g [calls]")
+    lines += [line for step in program.steps for line in _box(step)]
+    lines.append("  end")
+    for step in program.steps:
+        sources = dict.fromkeys(maker[value.number] for value in program.reads(step) if value.number in maker)
+        lines += [f"  {source} --> s{step.number}" for source in sources if source != f"s{step.number}"]
+        for number in step.made:
+            maker[program.value(number).number] = f"s{step.number}"
     return "\n".join(lines)
 
 

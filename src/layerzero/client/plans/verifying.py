@@ -33,7 +33,7 @@ def _difference(one: Any, other: Any) -> float:
     if one.dtype != other.dtype or tuple(one.shape) != tuple(other.shape):
         raise InvalidArgument(f"{one.dtype}{list(one.shape)} and {other.dtype}{list(other.shape)}")
     name = str(one.dtype).removeprefix("torch.")
-    first, second = (np.asarray(v.detach().double() if hasattr(v, "detach") else v, np.float64) for v in (one, other))
+    first, second = (_wide(v) for v in (one, other))
     is_finite = np.isfinite(first)
     if not np.array_equal(first[~is_finite], second[~is_finite], equal_nan=True):
         raise InvalidArgument(f"{name}{list(one.shape)} differ where numbers are not finite")
@@ -42,3 +42,14 @@ def _difference(one: Any, other: Any) -> float:
     if found > TOLERANCES.get(name, 0.0):
         raise InvalidArgument(f"{name}{list(one.shape)} differ by {found:.1e} of the largest number")
     return found
+
+
+def _wide(array: Any) -> Any:
+    """In NumPy's float64, on the CPU."""
+    import numpy as np
+
+    if hasattr(array, "detach"):
+        array = array.detach().double().cpu()
+    elif hasattr(array, "get"):
+        array = array.get()
+    return np.asarray(array, np.float64)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.arrays.recognition import CPU
+from layerzero.client.capsules.taking import Capsules
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay, start
 from layerzero.client.connection.arena_registry import ArenaRegistry
@@ -64,6 +65,7 @@ from layerzero.ipc.errors import (
     WorkerUnreachable,
 )
 from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.transport.plain import unpack_body
 from layerzero.ipc.transport.wire import Kind
 
@@ -86,6 +88,7 @@ class Session:
         self._lock = threading.RLock()
         self.last = threading.local()
         self.shadow = Shadow(self)
+        self.capsules = Capsules(self.ask, Endpoints(path.parent).worker_log)
         self._open()
         _sessions.add(self)
 
@@ -330,8 +333,10 @@ class Session:
                 submitted.route.needs_digest = True
                 number = submitted.route.number
                 self._link.send(wire.pack(Kind.POISONED, route=number, body=submitted.digest()))
-            self.last.record = report = failure(submitted, outcome)
-            error.report = report  # type: ignore[attr-defined]
+            failed = failure(submitted, outcome)
+            kept = self.capsules.take(submitted, failed) if failed.attempts else ""
+            failed = replace(failed, notes=(*failed.notes, kept)) if kept else failed
+            self.last.record = error.report = failed  # type: ignore[attr-defined]
             raise error
         body = pending.body
         if header.flags & wire.HAS_OUTCOME:
@@ -346,17 +351,13 @@ class Session:
             self.shadow.check(submitted, submitted.sample, decision)
         note = "; ".join(filter(None, (waits, submitted.route.stays_out or self.routes.why_out(decision.backend))))
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
-        self.last.record = (
-            plan,
-            copies,
-            submitted.start_ns,
-            time.perf_counter_ns(),
-            header.time,
-            attempts,
-            decision,
-            submitted.prior,
-            note,
-        )
+        start_ns, end_ns, prior = submitted.start_ns, time.perf_counter_ns(), submitted.prior
+        record = (plan, copies, start_ns, end_ns, header.time, attempts, decision, prior, note)
+        if attempts or prior:
+            report = report_of(record)
+            kept = "" if report is None else self.capsules.take(submitted, report)
+            record = (*record[:-1], "; ".join(filter(None, (note, kept))))
+        self.last.record = record
         return result
 
     def _adapt(self, submitted: Submitted, error: AdaptationRequired) -> Request:

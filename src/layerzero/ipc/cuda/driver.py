@@ -407,6 +407,18 @@ class Driver(Kernels, GraphNodes):
             return 0, ()
         return number.value, tuple((c_void_p * count.value).from_address(nodes.value))
 
+    def capture_size(self, stream: int) -> int:
+        """How many nodes the graph has by now that the stream is captured into; 0 where that cannot be told."""
+        status, graph, nodes = c_int(), c_void_p(), c_size_t()
+        try:
+            self._call("cuStreamGetCaptureInfo_v2", stream, byref(status), None, byref(graph), None, None)
+            if status.value == abi.CAPTURE_ACTIVE:
+                self._call("cuGraphGetNodes", graph, None, byref(nodes))
+        except CudaError as exc:
+            if exc.is_sticky:
+                raise
+        return int(nodes.value)
+
     def begin_capture(self, stream: int) -> None:
         """Calls that would break a capture are refused to this thread only."""
         self._call("cuStreamBeginCapture_v2", stream, abi.CAPTURE_THREAD_LOCAL)

@@ -74,6 +74,15 @@ OTHERS = (
         "free; 0: not at all (docs/dispatch.md)",
         "client, workers",
     ),
+    Variable(
+        "CAPSULES",
+        "shapes",
+        "what is kept of a call whose worker died or hung (docs/capsules.md): off, shapes, small (with arguments of up "
+        "to 1 MiB), full",
+        "client",
+    ),
+    Variable("CAPSULE_DIR", "capsules in the store", "the folder that they are kept in", "client"),
+    Variable("CAPSULE_MIB", "1024", "MiB that all capsules may take together", "client"),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
     Variable(

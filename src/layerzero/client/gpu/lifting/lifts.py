@@ -72,8 +72,7 @@ class Lifts:
         self._here = Here(session, self._faults, self._stop_here)
         self._learned: set[str] = set()  # kinds of arrays
         self._lent = Lent()
-        self._is_unknown = False  # to the broker
-        self._is_closing = False
+        self._is_unknown = self._is_closing = False  # lifting, to the broker; the session
         self._compiled = compiled_calls(self, calls.outcomes.failed, calls.run_again, session.last)
         self.run_again = calls.run_again  # until there are lifted calls
 
@@ -170,8 +169,8 @@ class Lifts:
         key = described_key(call.request, call.arrays) if is_described else self._key(call.request)
         if key is None:
             return False
-        if is_described:
-            self._usable(key)  # else counted by `run`, which does not know such calls
+        if is_described:  # else counted by `run`, which does not know such calls
+            self._usable(key)
         asked = self._asked.get(key)
         if asked is not None and asked.route is not call.route and self._held(key) is None:
             self._asked.pop(key, None)  # it was held ahead, or its route is of old: the broker knows the call's own

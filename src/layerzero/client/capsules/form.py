@@ -1,0 +1,207 @@
+"""What a capsule is: a folder with a description of one call, what became of it, and, where that was wanted, the memory
+of its arguments. It may have come from another machine: whatever is read from it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from layerzero.ipc import files
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+SCHEMA = 1
+CALL, REPORT, LOG = "call.json", "report.json", "worker.log"  # files of a capsule, beside memory_name(n)
+MAX_TEXT_BYTES = 4 << 20  # of each of those
+MAX_SEGMENTS = 64
+ALIGNMENTS = 256  # the start of a segment is known as a remainder of this
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Memory that arguments lie in, several where they overlap. `offset`: of its start, modulo ALIGNMENTS. `sha256`: ""
+    where the bytes were not kept."""
+
+    nbytes: int
+    offset: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor of a call: what it is, and where it lies."""
+
+    name: str
+    spec: TensorSpec
+    segment: int
+    start: int  # bytes from the segment's
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An attempt that ended badly; exit_signal or exit_code where its worker died."""
+
+    backend: str
+    kernel_id: str
+    outcome: str
+    detail: str
+    exit_signal: int | None
+    exit_code: int | None
+
+    @property
+    def what(self) -> str:
+        """In one word."""
+        if self.exit_signal is not None:
+            return f"signal{self.exit_signal}"
+        return f"exit{self.exit_code}" if self.exit_code is not None else self.outcome.lower()
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """A call. `arguments`: its tensors in the op's order, without those left out. `params`: its other values, as its
+    planner takes them. `output`: the spec of `out=`, where one was given. `left_out`: why no memory was kept, "" where
+    it was. `facts`: of the machine and the libraries, for people."""
+
+    name: str
+    op: str
+    made_s: float
+    arguments: tuple[Argument, ...]
+    segments: tuple[Segment, ...]
+    params: Mapping[str, Scalar | list[Any]]
+    output: TensorSpec | None
+    failures: tuple[Failure, ...]
+    served_by: str
+    left_out: str
+    facts: Mapping[str, Any]
+
+    @property
+    def failed(self) -> Failure:
+        """The first attempt, which is what the capsule was made for."""
+        return self.failures[0]
+
+    @property
+    def has_data(self) -> bool:
+        return not self.left_out
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def label(self) -> str:
+        """The call in a line."""
+        shapes = [f"{'x'.join(map(str, a.spec.shape))}:{a.spec.dtype}" for a in self.arguments]
+        params = [f"{name}={value!r:.24}" for name, value in self.params.items() if value is not None]
+        return f"{self.op}({', '.join((*shapes, *params))})"
+
+    def without_data(self) -> Capsule:
+        """The same without any bytes of the caller's."""
+        bare = tuple(replace(segment, sha256="") for segment in self.segments)
+        return replace(self, segments=bare, left_out=self.left_out or "it was shared without data")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "op": self.op,
+            "made_s": self.made_s,
+            "arguments": [
+                {"name": a.name, "spec": a.spec.to_wire(), "segment": a.segment, "start": a.start}
+                for a in self.arguments
+            ],
+            "segments": [vars(segment) for segment in self.segments],
+            "params": dict(self.params),
+            "output": None if self.output is None else self.output.to_wire(),
+            "failures": [vars(failure) for failure in self.failures],
+            "served_by": self.served_by,
+            "left_out": self.left_out,
+            "facts": dict(self.facts),
+        }
+
+
+def memory_name(number: int) -> str:
+    """The file of a segment."""
+    return f"memory-{number}.bin"
+
+
+def read(folder: Path) -> Capsule:
+    """The capsule in a folder, its hashes not compared yet. Raises InvalidArgument for what is none."""
+    try:
+        value = json.loads(files.read(folder / CALL, MAX_TEXT_BYTES))
+        capsule = _of(folder.name, value)
+    except OSError as exc:
+        raise InvalidArgument(
+            f"{folder} is no capsule: {CALL}: {exc.strerror or exc}; lz capsule list has all"
+        ) from exc
+    except LayerZeroError as exc:
+        raise InvalidArgument(f"{folder} is a damaged capsule: {exc.message}") from exc
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise InvalidArgument(f"{folder} is a damaged capsule: {type(exc).__name__}: {exc!s:.200}") from exc
+    return capsule
+
+
+def memory(folder: Path, capsule: Capsule) -> list[bytes]:
+    """The bytes of each segment. Raises InvalidArgument where they are not those that were kept."""
+    found = []
+    for number, segment in enumerate(capsule.segments):
+        path = folder / memory_name(number)
+        try:
+            data = files.read(path, segment.nbytes)
+        except OSError as exc:
+            raise InvalidArgument(f"{path}: {exc.strerror or exc}; the capsule is damaged") from exc
+        if len(data) != segment.nbytes or hashlib.sha256(data).hexdigest() != segment.sha256:
+            raise InvalidArgument(f"{path} is not what was kept: the capsule is damaged")
+        found.append(data)
+    return found
+
+
+def _of(name: str, value: Any) -> Capsule:
+    if value["schema"] != SCHEMA:
+        raise ValueError(f"schema {value['schema']!r:.20}; this version reads {SCHEMA}")
+    op = str(value["op"])
+    if op not in PUBLIC_OPS:
+        raise ValueError(f"no op is called {op!r:.40}")
+    segments = tuple(
+        Segment(_count(one["nbytes"]), _count(one["offset"]) % ALIGNMENTS, str(one["sha256"]))
+        for one in value["segments"]
+    )
+    arguments = tuple(
+        Argument(str(one["name"]), TensorSpec.from_wire(one["spec"]), _count(one["segment"]), _count(one["start"]))
+        for one in value["arguments"]
+    )
+    if len(segments) > MAX_SEGMENTS or not {a.name for a in arguments} <= set(OPS[op].inputs):
+        raise ValueError(f"arguments that {op} does not have")
+    for a in arguments:
+        if a.segment >= len(segments) or a.start + a.spec.span_bytes > segments[a.segment].nbytes:
+            raise ValueError(f"{a.name} lies outside of its memory")
+    failures = tuple(Failure(**{key: one[key] for key in Failure.__annotations__}) for one in value["failures"])
+    if not failures or not isinstance(value["params"], dict) or not isinstance(value["facts"], dict):
+        raise ValueError("fields are missing")
+    made_s, output = float(value["made_s"]), value["output"]
+    return Capsule(
+        name,
+        op,
+        made_s if math.isfinite(made_s) else 0.0,
+        arguments,
+        segments,
+        value["params"],
+        None if output is None else TensorSpec.from_wire(output),
+        failures,
+        str(value["served_by"]),
+        str(value["left_out"]),
+        value["facts"],
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no number of bytes")
+    return value

@@ -1,0 +1,229 @@
+"""`lz capsule` and `lz replay`: calls whose worker died or hung, as they were kept, and the same calls again."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerzero.client.cli.options import Json
+
+if TYPE_CHECKING:
+    from layerzero.client.capsules.form import Capsule
+    from layerzero.client.tools.replay import Outcome
+
+capsule_app = typer.Typer(help="Look at calls whose worker died or hung, as they were kept.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of lz capsule list, its beginning, or a folder.")]
+LOG_LINES = 12
+
+
+def _folder() -> Path:
+    from layerzero.client.capsules.store import folder_of
+
+    return folder_of(os.environ)
+
+
+def _find(name: str) -> tuple[Path, Capsule]:
+    from layerzero.client.capsules.form import read
+    from layerzero.client.capsules.store import find
+
+    folder = find(_folder(), name)
+    return folder, read(folder)
+
+
+@capsule_app.command("list")
+def show_all(as_json: Json = False) -> None:
+    """Print the capsules that are kept, the newest first."""
+    from rich.table import Table
+
+    from layerzero.client.capsules.store import entries
+    from layerzero.client.cli.output import note, out, print_json
+
+    folder = _folder()
+    found = list(entries(folder))[::-1]
+    if as_json:
+        rows = [_row(name, capsule, problem) for name, capsule, problem in found]
+        print_json({"folder": str(folder), "capsules": rows})
+        return
+    if not found:
+        note(f"no capsules in {folder}: no worker has died of a call, or LAYERZERO_CAPSULES is off")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in ("capsule", "kernel", "ended by", "data"):
+        table.add_column(head, overflow="fold", no_wrap=head == "ended by")
+    for name, capsule, problem in found:
+        if capsule is None:
+            table.add_row(name, problem)
+        else:
+            data = f"{capsule.nbytes:,} B" if capsule.has_data else "shapes"
+            table.add_row(name, capsule.failed.kernel_id, capsule.failed.what, data)
+    out().print(table)
+    note("lz replay NAME makes the call again, on all backends with --env all")
+
+
+def _row(name: str, capsule: Capsule | None, problem: str) -> dict[str, Any]:
+    return {"name": name, "problem": problem} if capsule is None else capsule.to_dict()
+
+
+@capsule_app.command()
+def show(name: Name, as_json: Json = False) -> None:
+    """Print what is known of a call: arguments, attempts, versions, and the end of its worker's log."""
+    from rich.text import Text
+
+    from layerzero.client.capsules.form import LOG, MAX_TEXT_BYTES
+    from layerzero.client.cli.output import out, print_json
+    from layerzero.ipc import files
+
+    folder, capsule = _find(name)
+    try:
+        lines = files.read(folder / LOG, MAX_TEXT_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    if as_json:
+        print_json({**capsule.to_dict(), "log": lines})
+        return
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(capsule.made_s))
+    said = [f"{capsule.name}, {when}", capsule.label]
+    for a in capsule.arguments:
+        strides = "" if a.spec.is_contiguous else f", strides {list(a.spec.strides)}"
+        said.append(
+            f"  {a.name}: {a.spec.dtype}{list(a.spec.shape)}{strides}, in memory {a.segment} from byte {a.start}"
+        )
+    said += [f"  {name} = {value!r:.120}" for name, value in capsule.params.items() if value is not None]
+    said += [f"attempt on {f.kernel_id} ({f.backend}): {f.what}: {f.detail}" for f in capsule.failures]
+    said.append(f"answered by {capsule.served_by}" if capsule.served_by else "no kernel answered")
+    kept = f"{capsule.nbytes:,} bytes in {len(capsule.segments)} pieces"
+    said.append(f"arguments: {kept if capsule.has_data else f'not kept: {capsule.left_out}'}")
+    said += [f"{key}: {value}" for key, value in capsule.facts.items()]
+    if lines:
+        said += ["end of the worker's log:", *(f"  {line}" for line in lines[-LOG_LINES:])]
+    out().print(Text("\n".join(said)), soft_wrap=True)
+
+
+@capsule_app.command()
+def share(
+    name: Name,
+    target: Annotated[Path, typer.Argument(metavar="FILE.tar.gz", help="To write; must not be there yet.")],
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="Leave the arguments' bytes and the worker's log out.")
+    ] = False,
+) -> None:
+    """Write a capsule into one file, for `lz replay FILE.tar.gz` elsewhere."""
+    from layerzero.client.capsules.store import pack
+    from layerzero.client.cli.output import note
+
+    folder, capsule = _find(name)
+    pack(folder, capsule, target, with_data=not no_data)
+    held = "its arguments' bytes and its worker's log" if capsule.has_data and not no_data else "no bytes of arguments"
+    note(f"{target}: {target.stat().st_size:,} bytes, with {held}")
+
+
+@capsule_app.command()
+def remove(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME...]", help="Of lz capsule list.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+) -> None:
+    """Remove capsules."""
+    from layerzero.client.capsules import store
+    from layerzero.client.cli.output import note
+    from layerzero.ipc.errors import InvalidArgument
+
+    folder = _folder()
+    if bool(names) == everything:
+        raise InvalidArgument("name capsules to remove, or say --all")
+    gone = store.names(folder) if everything else [_kept(folder, name) for name in names or ()]
+    for name in gone:
+        store.remove(folder / name)
+    note(f"removed: {', '.join(gone) or 'nothing was there'}")
+
+
+def _kept(folder: Path, name: str) -> str:
+    """One in the store: what lies elsewhere is not ours to remove."""
+    from layerzero.client.capsules.store import find
+    from layerzero.ipc.errors import InvalidArgument
+
+    found = find(folder, name)
+    if found.parent != folder:
+        raise InvalidArgument(f"{name!r:.80} is not in {folder}; remove it yourself")
+    return found.name
+
+
+def replay(
+    name: Annotated[str, typer.Argument(metavar="CAPSULE", help="A name of lz capsule list, a folder, or a .tar.gz.")],
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="On this one; may be repeated.")
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option("--env", metavar="all", help="all: on every backend that has the op.")
+    ] = None,
+    times: Annotated[int, typer.Option("--times", "-n", min=1, help="So often on each.")] = 1,
+    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random arguments, where a capsule has no data.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a capsule's call again, by a broker of its own: on the backend that failed, on others, or on all.
+
+    Ends with 1 when a run gave no answer, or a wrong one."""
+    from layerzero.client.capsules import form, store
+    from layerzero.client.cli.output import FAILED, err, note, print_json
+    from layerzero.client.tools.replay import is_far, replay
+    from layerzero.ipc.errors import InvalidArgument
+
+    if env not in (None, "all"):
+        raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
+    with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
+        if name.endswith(".tar.gz"):
+            folder = store.unpack(Path(name), Path(unpacked))
+            capsule = form.read(folder)
+        else:
+            folder, capsule = _find(name)
+        data = form.memory(folder, capsule) if capsule.has_data else []
+    if not capsule.has_data:
+        note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
+    wanted = None if env == "all" else list(dict.fromkeys(backend or [capsule.failed.backend]))
+    with err().status(f"{capsule.op} ...") as status:
+        found = replay(
+            capsule,
+            data,
+            backends=wanted,
+            times=times,
+            timeout_s=timeout_s,
+            seed=seed,
+            begins=lambda one: status.update(f"{capsule.op} on {one} ..."),
+        )
+    far = {one.backend for one in found if is_far(one, capsule)}
+    if as_json:
+        rows = [{**one.to_dict(), "is_far": one.backend in far} for one in found]
+        print_json({"capsule": capsule.name, "call": capsule.label, "has_data": capsule.has_data, "backends": rows})
+    else:
+        _show_outcomes(capsule, found, far)
+    if far or not all(one.is_right for one in found):
+        raise typer.Exit(FAILED)
+
+
+def _show_outcomes(capsule: Capsule, found: list[Outcome], far: set[str]) -> None:
+    import statistics
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from layerzero.client.cli.output import out
+    from layerzero.client.connection.report import time_text
+
+    out().print(Text(capsule.label), soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in ("backend", "runs", "kernel", "from the reference", "why"):
+        table.add_column(head, overflow="fold")
+    for one in found:
+        runs = ", ".join(f"{what} {count}" for what, count in one.runs.items())
+        why = "; ".join(detail for what, detail in one.details.items() if what != "ok")
+        error = "" if one.error is None else "same numbers" if not one.error else f"{one.error:.1e}"
+        error += ", WRONG" if one.backend in far else ""
+        error += ", other bits at each run" if not one.is_same else ""
+        kernel = time_text(statistics.median(one.kernel_us)) if one.kernel_us else ""
+        table.add_row(one.backend, runs, kernel, error.removeprefix(", "), Text(why[:240]))
+    out().print(table)

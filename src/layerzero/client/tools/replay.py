@@ -1,0 +1,233 @@
+"""Making a capsule's call again: on each backend, some times, by a broker of its own that ends with it. Workers may
+die of it: nobody else needs them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from layerzero.client.capsules.form import ALIGNMENTS, Capsule
+from layerzero.client.connection.call import Request
+from layerzero.client.connection.report import SelectionReport
+from layerzero.client.facade import default_session
+from layerzero.client.facade.memory import empty
+from layerzero.client.planning import attention_plans, plans, token_plans
+from layerzero.client.tools.inputs import random_inputs
+from layerzero.ipc.errors import DeadlineExceeded, EnvError, InvalidArgument, LayerZeroError, NoBackend
+from layerzero.ipc.vocabulary.numerics import TOLERANCE
+from layerzero.ipc.vocabulary.ops import OPS
+
+# The broker of a replay: a worker that dies is there again at once, and inputs may kill as many as they are sent to.
+_SETTINGS = {
+    "LAYERZERO_RESTART_BUDGET": "100000",
+    "LAYERZERO_BACKOFF_S": "0.01",
+    "LAYERZERO_BACKOFF_MAX_S": "0.01",
+    "LAYERZERO_POISON_QUARANTINE_S": "0.001",
+    "LAYERZERO_EXPRESS": "false",
+    "LAYERZERO_CAPSULES": "off",
+    "LAYERZERO_STANDBY": "0",
+}
+START_S = 300.0  # until a worker has answered its first call
+
+
+@dataclass
+class Outcome:
+    """What became of the runs on one backend. `runs`: by what they ended in, "ok" for an answer. `kernel_us`: of each
+    that ended well. `error`: how far the furthest result is from the reference, as a share of its largest number; None
+    where there is nothing to compare. `is_same`: all results have the same bits."""
+
+    backend: str
+    runs: dict[str, int] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    kernel_us: list[float] = field(default_factory=list)
+    error: float | None = None
+    is_same: bool = True
+
+    @property
+    def is_right(self) -> bool:
+        """Every run gave an answer, and none that is wrong."""
+        return set(self.runs) == {"ok"}
+
+    def note(self, what: str, detail: str = "") -> None:
+        self.runs[what] = self.runs.get(what, 0) + 1
+        self.details.setdefault(what, detail)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "is_right": self.is_right}
+
+
+def replay(
+    capsule: Capsule,
+    data: Sequence[bytes],
+    *,
+    backends: Sequence[str] | None = None,
+    times: int = 1,
+    timeout_s: float | None = None,
+    seed: int = 0,
+    begins: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Make the call on each of the backends; None: on all that have the op. `data`: the capsule's memory; where that is
+    empty, random numbers of this seed. Results are compared with those of the first backend that gave one, torch before
+    the others. Needs NumPy, and ml_dtypes for dtypes that NumPy lacks. Raises EnvError without, InvalidArgument for
+    backends that are not there."""
+    with own_broker() as session:
+        known = {row["name"]: row["ops"] for row in session.ask("status")["backends"]}
+        named = backends if backends is not None else [name for name, ops in known.items() if capsule.op in ops]
+        for name in named:
+            if name not in known:
+                raise InvalidArgument(f"no backend is called {name!r:.80}; known: {', '.join(known)}")
+        arguments = lay_out(capsule, data, seed)
+        found: dict[str, Outcome] = {}
+        reference: list[Any] | None = None
+        for name in sorted(named, key=lambda one: (one != "torch", one)):
+            begins(name)
+            found[name] = outcome = Outcome(name)
+            reference = _run(session, capsule, arguments, outcome, times, timeout_s, reference)
+    return [found[name] for name in named]
+
+
+@contextmanager
+def own_broker() -> Iterator[Any]:
+    """A session with a broker for this process alone, in a folder of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lz-replay-") as folder,
+        mock.patch.dict(os.environ, {**_SETTINGS, "LAYERZERO_RUNTIME_DIR": folder}),
+    ):
+        default_session.connect(runtime_dir=Path(folder))
+        try:
+            yield default_session.session()
+        finally:
+            default_session.disconnect()
+
+
+def lay_out(capsule: Capsule, data: Sequence[bytes], seed: int) -> dict[str, Any]:
+    """The arguments as NumPy's arrays in shared memory: with the strides, the overlaps and the alignment that kernels
+    met. Without data: random numbers, which share no memory. Raises EnvError, OutOfMemory."""
+    specs = {a.name: a.spec for a in capsule.arguments}
+    if not data and capsule.arguments:
+        return random_inputs(capsule.op, specs, seed)
+    try:
+        import numpy as np
+    except ImportError as exc:
+        raise EnvError(
+            "a capsule's arguments are NumPy's arrays, which is not installed here",
+            cause=str(exc),
+            repair="pip install 'layerzero-broker[demo]'",
+        ) from exc
+    if any(not hasattr(np, a.spec.dtype) and a.spec.dtype != "bool" for a in capsule.arguments):
+        try:
+            import ml_dtypes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # teaches NumPy the names
+        except ImportError as exc:
+            raise EnvError(
+                "NumPy lacks dtypes of the capsule, and ml_dtypes is not installed here",
+                cause=str(exc),
+                repair="pip install ml_dtypes",
+            ) from exc
+    blocks = []
+    for segment, kept in zip(capsule.segments, data, strict=True):
+        room = empty(segment.nbytes + ALIGNMENTS, "uint8")
+        start = (segment.offset - room.ctypes.data) % ALIGNMENTS
+        block = room[start : start + segment.nbytes]
+        block[...] = np.frombuffer(kept, np.uint8)
+        blocks.append(block)
+    made = {}
+    for a in capsule.arguments:
+        spec, block = a.spec, blocks[a.segment]
+        strides = tuple(step * spec.itemsize for step in spec.strides)
+        if spec.numel:
+            made[a.name] = np.ndarray(spec.shape, np.dtype(spec.dtype), block, a.start, strides)
+        else:
+            made[a.name] = np.empty(spec.shape, spec.dtype)
+    return made
+
+
+def request_of(capsule: Capsule, arguments: dict[str, Any], backend: str, timeout_s: float | None) -> Request:
+    """Raises InvalidArgument for an op whose calls cannot be made from their arguments alone."""
+    name = f"plan_{capsule.op}"
+    planner = next((getattr(m, name) for m in (plans, attention_plans, token_plans) if hasattr(m, name)), None)
+    if planner is None:
+        raise InvalidArgument(f"calls of {capsule.op} cannot be replayed; lz capsule show has what is known")
+    args = tuple(arguments.get(one) for one in OPS[capsule.op].inputs)
+    return Request(capsule.op, args, dict(capsule.params), planner, None, backend, timeout_s)
+
+
+def _run(
+    session: Any,
+    capsule: Capsule,
+    arguments: dict[str, Any],
+    outcome: Outcome,
+    times: int,
+    timeout_s: float | None,
+    reference: list[Any] | None,
+) -> list[Any] | None:
+    """Fill the outcome; the reference for those that follow."""
+    before = {name: array.copy() for name, array in arguments.items()}
+    first: list[Any] | None = None
+    for number in range(times):
+        request = request_of(capsule, arguments, outcome.backend, timeout_s if number else timeout_s or START_S)
+        try:
+            results = _results(session.run(request), request)
+        except LayerZeroError as exc:
+            outcome.note(*_why(exc))
+            if isinstance(exc, (NoBackend, InvalidArgument)):
+                break  # it will say so each time
+        else:
+            report = session.last_report()
+            outcome.note("ok")
+            if isinstance(report, SelectionReport) and report.kernel_us:
+                outcome.kernel_us.append(report.kernel_us)
+            if first is not None and any(a.tobytes() != b.tobytes() for a, b in zip(first, results, strict=True)):
+                outcome.is_same = False
+            first = first or [result.copy() for result in results]
+            if reference is not None:
+                far = max((_distance(a, b) for a, b in zip(results, reference, strict=True)), default=0.0)
+                outcome.error = max(far, outcome.error or 0.0)
+        for name, array in arguments.items():  # ops in place, and kernels that write where they must not
+            array[...] = before[name]
+    return reference if reference is not None else first
+
+
+def _results(value: Any, request: Request) -> list[Any]:
+    if value is None:  # of an op in place
+        inputs = OPS[request.op].inputs
+        return [request.args[inputs.index(name)] for name in OPS[request.op].in_place]
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _why(exc: LayerZeroError) -> tuple[str, str]:
+    """In a word, and the detail."""
+    report: Any = getattr(exc, "report", None)
+    ends = [a for a in (report.attempts if report is not None else ()) if a.outcome is not None]
+    if ends and ends[-1].exit_signal is not None:
+        return f"signal {ends[-1].exit_signal}", ends[-1].detail
+    if ends and ends[-1].exit_code is not None and not isinstance(exc, DeadlineExceeded):
+        return f"exit {ends[-1].exit_code}", ends[-1].detail
+    return exc.code, exc.message
+
+
+def _distance(one: Any, other: Any) -> float:
+    """Of results from the reference, as a share of its largest number, which counts as 1 at least; infinite where one
+    is finite and the other is not."""
+    import numpy as np
+
+    a, b = (np.asarray(x).astype(np.float64) for x in (one, other))
+    if a.shape != b.shape or not np.array_equal(np.isnan(a), np.isnan(b)):
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        far = np.abs(a - b)
+    far[(a == b) | np.isnan(a)] = 0
+    finite = np.abs(b[np.isfinite(b)])
+    return float(far.max(initial=0.0) / max(1.0, finite.max(initial=0.0)))
+
+
+def is_far(outcome: Outcome, capsule: Capsule) -> bool:
+    """Whether its results are further from the reference than kernels of that dtype may be."""
+    dtypes = [a.spec.dtype for a in capsule.arguments if a.spec.dtype in TOLERANCE]
+    most = max((TOLERANCE[dtype] for dtype in dtypes), default=0.0)
+    return outcome.error is not None and outcome.error > most

@@ -1,0 +1,306 @@
+"""Calls whose worker died or hung are kept, and can be made again: what is in a capsule, who can read it, and that none
+costs a call anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.backends.toy import EXIT0, HANG, RAISE, SEGV, fault
+from tests.process.harness import Site
+from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
+
+import layerzero as lz_
+from layerzero.client.capsules import form, store, taking
+from layerzero.ipc.errors import InvalidArgument
+
+Sites = Callable[..., Site]
+
+
+@pytest.fixture
+def capsules(tmp_path: Path) -> Path:
+    """The folder that they are kept in."""
+    return tmp_path / "capsules"
+
+
+@pytest.fixture
+def new(new_site: Sites, capsules: Path) -> Sites:
+    def make(mode: str = "full", **settings: Any) -> Site:
+        site = new_site(standby=0, **settings)
+        site.environ["LAYERZERO_CAPSULES"] = mode
+        site.environ["LAYERZERO_CAPSULE_DIR"] = str(capsules)
+        return site
+
+    return make
+
+
+def crash(x: Any, **options: Any) -> Any:
+    """A silu of which one worker dies. Its result, which another one gives."""
+    result = lz_.silu(x, **options)
+    assert np.allclose(result, x / (1 + np.exp(-x)), rtol=1e-5)
+    return result
+
+
+def only(folder: Path) -> form.Capsule:
+    (name,) = store.names(folder)
+    return form.read(folder / name)
+
+
+def deadly(action: int, *shape: int, backend: str = "alpha") -> np.ndarray:
+    x = np.linspace(-2, 2, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    x.flat[0] = fault(action, backend)
+    return x
+
+
+# --- what is kept
+
+
+def test_a_crash_is_kept_with_its_arguments_and_named_in_the_report(new: Sites, capsules: Path) -> None:
+    site = new()
+    site.connect()
+    x = deadly(SEGV, 3, 5)
+    crash(x)
+    capsule = only(capsules)
+    (note,) = [one for one in lz_.last_report().notes if "capsule" in one]
+    assert note.endswith(f"capsule of the failure: lz replay {capsule.name}")
+    assert (capsule.op, capsule.failed.backend, capsule.failed.exit_signal) == ("silu", "alpha", signal.SIGSEGV)
+    assert "SIGSEGV" in capsule.name
+    assert capsule.served_by == lz_.last_report().kernel_id
+    (memory,) = form.memory(capsules / capsule.name, capsule)
+    assert memory == x.tobytes()
+    assert capsule.facts["versions"] == {"toy": "1.0"}
+    for path in [capsules, capsules / capsule.name]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "has_data"), [("shapes", 3, False), ("small", 3, True), ("small", 9000, False)]
+)
+def test_what_is_kept_is_what_was_asked_for(new: Sites, capsules: Path, mode: str, rows: int, has_data: bool) -> None:
+    """No byte of an argument is on disk unless somebody wanted it there."""
+    site = new(mode)
+    site.connect()
+    crash(deadly(SEGV, rows, 64))
+    capsule = only(capsules)
+    assert capsule.has_data == has_data
+    assert any(path.suffix == ".bin" for path in (capsules / capsule.name).iterdir()) == has_data
+    assert capsule.arguments[0].spec.shape == (rows, 64)
+
+
+def test_by_default_shapes_are_kept_and_off_keeps_nothing(new: Sites, capsules: Path) -> None:
+    site = new()
+    del site.environ["LAYERZERO_CAPSULES"]
+    site.connect()
+    crash(deadly(SEGV, 4, 4))
+    assert not only(capsules).has_data
+    lz_.disconnect()
+    site.environ["LAYERZERO_CAPSULES"] = "off"
+    site.connect()
+    crash(deadly(EXIT0, 4, 4))
+    assert len(store.names(capsules)) == 1
+
+
+def test_a_misspelt_mode_is_refused_with_those_that_there_are(new: Sites) -> None:
+    with pytest.raises(lz_.ConfigError, match="LAYERZERO_CAPSULES: 'ful'; allowed: off, shapes, small, full"):
+        new("ful").connect()
+
+
+def test_an_exception_of_a_kernel_needs_no_capsule(new: Sites, capsules: Path) -> None:
+    """It tells all by itself, and its worker lives."""
+    site = new()
+    site.connect()
+    crash(deadly(RAISE, 4, 4))
+    assert store.names(capsules) == []
+
+
+def test_a_call_that_nobody_can_serve_is_kept_and_its_error_names_it(new: Sites, capsules: Path) -> None:
+    site = new()
+    site.connect()
+    with pytest.raises(lz_.BackendError) as error:
+        lz_.silu(deadly(SEGV, 4, 4), backend="alpha")
+    capsule = only(capsules)
+    assert capsule.served_by == ""
+    assert capsule.name in str(error.value.report)  # type: ignore[attr-defined]
+
+
+def test_a_call_that_hangs_is_kept(new: Sites, capsules: Path) -> None:
+    site = new(timeout_s=0.5)
+    site.connect()
+    site.wait_ready("alpha", "beta")
+    with pytest.raises(lz_.DeadlineExceeded):
+        lz_.silu(deadly(HANG, 4, 4), backend="alpha")
+    assert only(capsules).failed.kernel_id.startswith("alpha.")
+
+
+def test_a_failure_like_one_of_before_is_kept_once(new: Sites, capsules: Path) -> None:
+    """A crash loop must not fill the disk; other shapes and other ends are others."""
+    site = new(restart_budget=1000, backoff_s=0.01, backoff_max_s=0.01)
+    site.connect()
+    for x in (*[deadly(SEGV, 4, 4)] * 3, deadly(SEGV, 4, 5), deadly(EXIT0, 4, 4)):
+        with pytest.raises(lz_.BackendError):
+            lz_.silu(x, backend="alpha")
+    assert len(store.names(capsules)) == 3
+
+
+def test_a_folder_that_cannot_be_written_costs_no_call_and_is_said(new: Sites, capsules: Path) -> None:
+    site = new()
+    site.connect()
+    capsules.write_text("in the way")
+    crash(deadly(SEGV, 4, 4))
+    assert any("no capsule of the failure was kept: " in one for one in lz_.last_report().notes)
+
+
+def test_memory_is_kept_as_kernels_met_it(new: Sites, capsules: Path) -> None:
+    """Strides of a view in shared memory; a dense copy of one that was copied for them."""
+    site = new()
+    site.connect()
+    shared = lz_.empty((6, 8), "float32")
+    shared[...] = deadly(SEGV, 6, 8)
+    crash(shared[:, ::2])
+    first = only(capsules)
+    assert first.arguments[0].spec.strides == (8, 2)
+    store.remove(capsules / first.name)
+    with pytest.raises(lz_.BackendError):
+        lz_.silu(
+            deadly(EXIT0, 6, 8, backend="beta")[:, ::2], backend="beta" if first.failed.backend == "alpha" else "alpha"
+        )
+    second = only(capsules)
+    assert second.arguments[0].spec.is_contiguous
+    (memory,) = form.memory(capsules / second.name, second)
+    assert memory == np.ascontiguousarray(deadly(EXIT0, 6, 8, backend="beta")[:, ::2]).tobytes()
+
+
+# --- what is done with one
+
+
+@pytest.fixture
+def kept(new: Sites, capsules: Path) -> tuple[Site, form.Capsule]:
+    site = new()
+    site.connect()
+    crash(deadly(SEGV, 3, 5))
+    lz_.disconnect()
+    return site, only(capsules)
+
+
+def test_replay_makes_the_call_again_on_every_backend(kept: tuple[Site, form.Capsule]) -> None:
+    """The one that died dies each time, the others give the same numbers; exit code 1 says so. Nothing is left."""
+    site, capsule = kept
+    done = lz(site, "replay", capsule.name, "--env", "all", "--times", "3", "--json")
+    rows = {row["backend"]: row for row in data(done, FAILED)["backends"]}
+    assert rows["alpha"]["runs"] == {f"signal {int(signal.SIGSEGV)}": 3}
+    for name in ("beta", "gamma"):
+        assert rows[name]["runs"] == {"ok": 3}
+        assert rows[name]["is_same"]
+        assert not rows[name]["is_far"]
+    healthy = lz(site, "replay", capsule.name, "-b", "beta", "-n", "2")
+    assert healthy.returncode == DONE, healthy.stderr
+    assert "ok 2" in healthy.stdout
+    assert max(map(len, healthy.stdout.splitlines())) <= 100
+
+
+def test_list_show_and_remove(kept: tuple[Site, form.Capsule]) -> None:
+    site, capsule = kept
+    rows = data(lz(site, "capsule", "list", "--json"))["capsules"]
+    assert [row["name"] for row in rows] == [capsule.name]
+    assert capsule.name in lz(site, "capsule", "list").stdout.replace("\n", "")
+    shown = lz(site, "capsule", "show", capsule.name[:20])
+    assert shown.returncode == DONE, shown.stderr
+    for text in ("silu(3x5:float32)", "alpha.silu", "60 bytes"):
+        assert text in shown.stdout
+    missing = lz(site, "capsule", "show", "nonsense")
+    assert missing.returncode == USAGE
+    assert "lz capsule list has all" in missing.stderr
+    assert lz(site, "capsule", "remove", capsule.name).returncode == DONE
+    assert data(lz(site, "capsule", "list", "--json"))["capsules"] == []
+
+
+def test_a_shared_capsule_runs_elsewhere_and_without_data_has_none(
+    kept: tuple[Site, form.Capsule], tmp_path: Path
+) -> None:
+    site, capsule = kept
+    whole, bare = tmp_path / "whole.tar.gz", tmp_path / "bare.tar.gz"
+    assert lz(site, "capsule", "share", capsule.name, str(whole)).returncode == DONE
+    assert lz(site, "capsule", "share", capsule.name, str(bare), "--no-data").returncode == DONE
+    with tarfile.open(bare) as packed:
+        assert not [name for name in packed.getnames() if name.endswith((".bin", ".log"))]
+    again = lz(site, "capsule", "share", capsule.name, str(bare))
+    assert again.returncode == USAGE
+    assert "is there already" in again.stderr
+    assert lz(site, "capsule", "remove", "--all").returncode == DONE
+    rows = data(lz(site, "replay", str(whole), "--json"), FAILED)["backends"]
+    assert rows[0]["runs"] == {f"signal {int(signal.SIGSEGV)}": 1}
+    rows = data(lz(site, "replay", str(bare), "--json"))["backends"]
+    assert rows[0]["runs"] == {"ok": 1}, "random numbers do not ask for a fault"
+
+
+# --- capsules of others
+
+
+def test_damaged_capsules_are_refused_by_name(kept: tuple[Site, form.Capsule], capsules: Path) -> None:
+    site, capsule = kept
+    folder = capsules / capsule.name
+    memory = folder / form.memory_name(0)
+    memory.write_bytes(b"x" * memory.stat().st_size)
+    done = lz(site, "replay", capsule.name)
+    assert done.returncode == USAGE
+    assert "the capsule is damaged" in done.stderr
+    call = json.loads((folder / form.CALL).read_text())
+    for change in (
+        {"schema": 2},
+        {"op": "rm"},
+        {"segments": [{"nbytes": -1, "offset": 0, "sha256": ""}]},
+        {"segments": []},
+        {"arguments": [{**call["arguments"][0], "start": 8}]},
+        {"arguments": [{**call["arguments"][0], "name": "../x"}]},
+        {"failures": []},
+        {"params": 3},
+    ):
+        (folder / form.CALL).write_text(json.dumps({**call, **change}))
+        with pytest.raises(InvalidArgument, match="damaged"):
+            form.read(folder)
+    (folder / form.CALL).unlink()
+    os.mkfifo(folder / form.CALL)
+    with pytest.raises(InvalidArgument, match="no capsule"):
+        form.read(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../out/call.json", "/abs/call.json", "a/b/call.json", "a/other.json", "a/call.json "]
+)
+def test_archives_write_nothing_beside_a_capsules_files(tmp_path: Path, name: str) -> None:
+    archive, target = tmp_path / "bad.tar.gz", tmp_path / "in"
+    target.mkdir()
+    source = tmp_path / "source"
+    source.write_text("{}")
+    with tarfile.open(archive, "w:gz") as packed:
+        info = packed.gettarinfo(str(source))
+        info.name = name
+        with source.open("rb") as file:
+            packed.addfile(info, file)
+    with pytest.raises(InvalidArgument, match="no capsule"):
+        store.unpack(archive, target)
+    assert list(tmp_path.glob("out*")) == []
+    assert [path for path in target.rglob("*") if path.is_file()] == []
+
+
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
+    for number in range(store.MOST + 3):
+        (tmp_path / f"2026{number:04}").mkdir()
+        (tmp_path / f"2026{number:04}" / "x").write_bytes(bytes(10))
+    store.keep_within(tmp_path, 1 << 20)
+    assert store.names(tmp_path)[0] == "20260003"
+    store.keep_within(tmp_path, 35)
+    assert store.names(tmp_path) == [f"2026{number:04}" for number in range(store.MOST, store.MOST + 3)]
+
+
+def test_modes_are_read_as_they_are_written() -> None:
+    assert taking.mode_of({}) == "shapes"
+    assert taking.mode_of({"LAYERZERO_CAPSULES": " FULL "}) == "full"
