@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from layerzero.client.tools.ready import ReadinessReport as ReadinessReport, readiness_check as readiness_check
     from layerzero.client.connection.report import SelectionReport as SelectionReport
     from layerzero.client.session.session import Session as Session
+    from layerzero.client.tools.compare import compare as compare
+    from layerzero.client.tools.compare_report import CompareReport as CompareReport
     from layerzero.client.tools.solve import SolveReport as SolveReport, solve as solve
     from layerzero.client.planning.tokenizer import TokenizerFile as TokenizerFile
     from layerzero.client.tools.tune import tune as tune
@@ -118,6 +120,8 @@ _HOME = {
     "layerzero.client.facade.default_session": "connect disconnect ensure_connected session",
     "layerzero.client.facade.memory": "empty empty_like share",
     "layerzero.client.tools.calls": "Call",
+    "layerzero.client.tools.compare": "compare",
+    "layerzero.client.tools.compare_report": "CompareReport",
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",

@@ -250,7 +250,8 @@ class Site:
         env: Mapping[str, str] | None = None,
         **claims: object,
     ) -> None:
-        """Before the start: one more toy backend. `ndim`: it takes arrays of so many dimensions only. `provider`:
+        """Before the start: one more toy backend, or as BACKEND@VERSION a version of one. `ndim`: it takes arrays of so
+        many dimensions only. `provider`:
         Python source instead of the toy's. `twice`: an op with a second kernel, NAME.OP.again, of a lower
         priority. `env`: more variables of its worker. `claims`: more fields of its silu
         kernel."""
@@ -274,6 +275,7 @@ class Site:
             descriptor["ops"][twice].append({**first, "kernel_id": f"{name}.{twice}.again", "priority": priority - 1})
         (self.manifests / f"{name}.json").write_text(json.dumps(descriptor))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
+        manifest += f'version_of = "{name.partition("@")[0]}"\n' if "@" in name else ""
         variables = "".join(f'{key} = "{value}"\n' for key, value in {"LZ_TOY_NAME": name, **(env or {})}.items())
         (self.manifests / f"{name}.toml").write_text(f"{manifest}[env]\n{variables}")
         self.environ["LAYERZERO_MANIFEST_DIRS"] = f"{BACKENDS}:{self.manifests}"

@@ -49,6 +49,7 @@ EXTRA: dict[str, set[str]] = {
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
     "envs/matrix/child_tests.py": {"pytest"},
+    "envs/matrix/inside/lz_call.py": {"", "workers"},  # which the environment under test has of us, if anything
     "envs/matrix/inside/lz_matrix_inside.py": {"pytest"},
     "envs/matrix/pytest_plugin.py": {"pytest"},
     # What was decided of calls, by which policy, and how that is printed.
@@ -105,6 +106,8 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"
 LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
 MAY_LOAD_CODE = {
     "__init__.py",
+    "client/cli/bisect.py",  # the user's own module, which the command line names
+    "envs/matrix/inside/lz_call.py",
     "envs/matrix/runner.py",
     "workers/boot.py",
     "workers/functions/code.py",

@@ -22,7 +22,8 @@ from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 SCHEMA_VERSION = "1.0"
 MAX_BYTES = 1 << 20  # of a descriptor
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+# Of a version beside another backend (envs/versions), BACKEND@VERSION, and BACKEND@VERSION.KERNEL of its kernels.
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.@-]{0,63}$")]
 Positive = Annotated[int, Field(ge=1)]
 Attr = str | int | float | bool | None
 Platform = Literal["cpu", "cuda", "rocm", "hpu"]

@@ -42,6 +42,7 @@ _BY_CALLER: Mapping[Reason, Transform] = {
 # Reasons that lie not in the call: what to do, and the detail says to what.
 _BY_OPERATOR: Mapping[Reason, str] = {
     Reason.NOT_PINNED: "leave out backend=",
+    Reason.VERSION_NOT_NAMED: "name the version: backend=, or in the policy",
     Reason.NOT_INSTALLED: "build the environment",
     Reason.ENV_CHANGED: "build the environment again",
     Reason.SOURCE_NOT_ALLOWED: "allow its sources",

@@ -152,7 +152,9 @@ def build(
     end_cleanly_on_sigterm()
     if offline and wheelhouse is None and overlay is None:
         raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
-    found, refused = choose(names, manifests, python, add_cli.site(ctx, store, manifests))
+    known = add_cli.site(ctx, store, manifests)
+    names = add_cli.versions_of(names, known, variant)
+    found, refused = choose(names, manifests, python, known)
     chosen = [
         manifest
         for manifest in found

@@ -33,7 +33,8 @@ BUILTIN = Path(__file__).resolve().parent / "manifests"
 VariantName = Literal["cpu", "cu12", "cu13"]
 # What the worker code itself needs; added to every venv, so that no manifest can forget it.
 WORKER_REQUIREMENTS = ("pyzmq>=26", "msgpack>=1.0.8")
-NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
+# Of a version beside another backend (envs/versions), BACKEND@VERSION.
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,63}(@[0-9][a-z0-9.]{0,31})?$"
 Minor = Annotated[str, StringConstraints(pattern=r"^3\.[1-9][0-9]$")]
 _NOT_IN_TEXT = ("name", "path", "source", "own_python")
 # The builder sets these; a manifest that overrode them would cut the worker off from its own code.
@@ -127,6 +128,7 @@ class EnvManifest(BaseModel):
     summary: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     provider: str  # module of layerzero.workers.providers, or a .py path relative to the manifest
     descriptor: str  # capabilities/descriptors/NAME.json, or a .json path relative to the manifest
+    version_of: str | None = None  # the backend beside which it is another version; then the name is BACKEND@VERSION
     interpreter: Literal["venv", "host"] = "venv"
     own_python: Minor | None = None  # `python`, where with_python chose another
     python: Minor | None = None
@@ -165,6 +167,16 @@ class EnvManifest(BaseModel):
             raise ValueError('interpreter "host" builds nothing: pythons and [variants.*] must be absent')
         if self.hub is not None and set(self.hub.build) != set(self.variants):
             raise ValueError("hub.build must name a folder of the repository's build/ for each of [variants.*]")
+        return self
+
+    @model_validator(mode="after")
+    def _named_as_version(self) -> EnvManifest:
+        base, separator, _ = self.name.partition("@")
+        if (base if separator else None) != self.version_of:
+            raise ValueError(
+                f"version_of is {self.version_of!r}, and the file is called {self.name}.toml; allowed: version_of = "
+                '"NAME" in a file NAME@VERSION.toml, and no version_of in others'
+            )
         return self
 
     @property

@@ -283,6 +283,7 @@ CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
     ),
 }  # fmt: skip
 ELSEWHERE = {  # codes about state; the broker and its parts raise them
+    Reason.VERSION_NOT_NAMED,
     Reason.BACKEND_DISABLED,
     Reason.BACKEND_ERROR,
     Reason.BACKEND_IMPORT_FAILED,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,12 @@ class PolicySource:
             "known": {"ops": list(known.ops), "kernels": dict(known.kernels), "backends": list(known.backends)},
         }
 
-    def set_known(self, known: Known) -> None:
-        """The names that a policy may use from now on; files are read with them when they change."""
+    def set_known(self, known: Known) -> Policy:
+        """The names that a policy may use from now on, also one that a caller sets; files are read with them when they
+        change. Returns the same policy with these names."""
         self._known = known
+        self.policy = replace(self.policy, _known=known)
+        return self.policy
 
     def refresh(self, now_s: float) -> Policy | None:
         """The new policy when the file has changed, else None. A file that is broken now leaves the policy as it is and
@@ -93,7 +97,7 @@ class PolicySource:
             return None
         reading, self._reading = self._reading, None
         try:
-            self.policy = reading.result()
+            self.policy = replace(reading.result(), _known=self._known)  # it may have grown since the reading began
         except ConfigError as exc:
             self.problem = f"{exc.message}\nthe policy from before stays in force"
             return None

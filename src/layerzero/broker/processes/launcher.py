@@ -30,6 +30,8 @@ from layerzero.envs.manifest import NAME_PATTERN, EnvManifest, Problem, Source, 
 from layerzero.envs.probe import caches, compilation, probe
 from layerzero.envs.trust import third_party
 from layerzero.envs.trust.allowed import Allowed
+from layerzero.envs.versions import declaration
+from layerzero.envs.versions.declaration import Wanted
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
 from layerzero.ipc.vocabulary import pools
 
@@ -41,7 +43,7 @@ MAX_BACKENDS = 1000
 
 class Launcher:
     """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem. Environments of
-    functions that are declared later are learned when they are asked for.
+    functions and versions that are declared later are learned when they are asked for.
 
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
@@ -114,24 +116,31 @@ class Launcher:
             self.unusable[name] = missing
 
     def learn(self, backend: str) -> tuple[Capability, Rejection | None, str] | None:
-        """An environment of functions that was declared since the start: its descriptor, why it cannot be used as it
-        is, and its lock hash. None for any other. Raises ConfigError, EnvError where its files cannot be read, or where
-        there are too many."""
-        environment = pools.environment_of(backend)
-        path = functions.folder(self._settings.store) / f"{environment}.toml"
-        if not re.fullmatch(NAME_PATTERN, backend) or environment in self.refused or not path.is_file():
+        """An environment of functions, a further worker of one, or a version, that was declared since the start: its
+        descriptor, why it cannot be used as it is, and its lock hash. None for any other. Raises ConfigError, EnvError
+        where its files cannot be read, or where there are too many."""
+        store, is_version = self._settings.store, Wanted.of(backend) is not None
+        name = backend if is_version else pools.environment_of(backend)
+        path = (declaration.folder(store) if is_version else functions.folder(store)) / f"{name}.toml"
+        if not re.fullmatch(NAME_PATTERN, backend) or name in self.refused or not path.is_file():
             return None
         if len(self.capabilities) >= MAX_BACKENDS:
             raise EnvError(f"this broker has {MAX_BACKENDS} backends, the most that it takes; run: lz down")
         manifest = load(path)
-        capabilities, refused = descriptors.read_all({environment: manifest})
-        if not functions.is_ours(manifest) or refused:
+        capabilities, refused = descriptors.read_all({name: manifest})
+        if refused or not (manifest.version_of in self.manifests if is_version else functions.is_ours(manifest)):
             return None
-        capability = functions.of_worker(capabilities[environment], backend)
+        capability = capabilities[name] if name == backend else functions.of_worker(capabilities[name], backend)
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
         return capability, self.missing(backend), self.env_ids().get(backend, "")
+
+    def new_versions(self) -> list[str]:
+        """Versions that were declared since the start, of backends that are here."""
+        paths = declaration.folder(self._settings.store).glob("*@*.toml")
+        found = [path.stem for path in sorted(paths) if path.stem not in self.capabilities]
+        return [name for name in found if name.partition("@")[0] in self.manifests and name not in self.refused]
 
     def stand_in(self, backend: str) -> ImportedBackend | None:
         """What serves in the place of this backend's environment; None where that is built."""

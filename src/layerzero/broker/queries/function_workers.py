@@ -17,10 +17,13 @@ from layerzero.ipc.vocabulary.ops import OPS
 
 
 def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Look again for an environment of functions: one that was declared, or built, after this broker had looked; for
-    its first `workers`, 1 if left out. `serves`: these can be used now, whoever's question this broker has learned of
-    them by."""
+    """Look again for an environment of functions, or a version: one that was declared, or built, after this broker had
+    looked; for its first `workers`, 1 if left out; without a name for all versions. `serves`: these can be used now,
+    whoever's question this broker has learned of them by."""
     name, count = params.get("backend"), params.get("workers", 1)
+    if name is None:
+        learned = [_learn(server, one) for one in server.launcher.new_versions()]
+        return {"serves": any(learned)}
     if not isinstance(name, str):
         raise _unknown(server, name)
     several = pools.members(name, count) if count != 1 else (name,)
@@ -35,7 +38,8 @@ def _learn(server: BrokerView, name: str) -> bool:
             raise _unknown(server, name)
         capability, missing, env = found
         server.handle(ev.BackendLearned(name, capability, missing, env))
-        server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
+        server.handle(ev.PolicyChanged(policy))
         return missing is None
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names

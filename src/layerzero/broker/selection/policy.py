@@ -42,6 +42,7 @@ from layerzero.ipc.errors import ConfigError, InvalidArgument
 from layerzero.ipc.vocabulary.policy import BROKER_WIDE
 
 DEFAULT = "default"
+VERSION_MARK = "@"  # in the name of a version beside another backend, and in those of its kernels
 MAX_OVERLAY_LAYERS = 64
 MAX_OVERLAY_BYTES = 48 << 10  # a ROUTE, which has one in it, may have 64 KiB
 _LISTS = ("allow_sources", "avoid_sources", "allow_kernels", "avoid_kernels")
@@ -113,11 +114,13 @@ class Lock:
 
 
 class PolicyForCall:
-    """The policy for one call: what `Policy.judge` needs to look up once and not for every kernel."""
+    """The policy for one call: what `Policy.judge` needs to look up once and not for every kernel. `pinned`: the
+    backend that the call names, if any."""
 
-    __slots__ = ("_limits", "_lock", "_op", "_rules")
+    __slots__ = ("_limits", "_lock", "_op", "_pinned", "_rules")
 
-    def __init__(self, policy: Policy, context: SelectionContext) -> None:
+    def __init__(self, policy: Policy, context: SelectionContext, pinned: str = "") -> None:
+        self._pinned = pinned
         names = op_names(context.op, is_causal=context.is_causal)
         self._op = context.op
         self._rules = tuple(rule for rule in policy.rules if rule.applies(context))
@@ -128,9 +131,14 @@ class PolicyForCall:
 
     def judge(self, kernel_id: str, backend: str) -> PolicyVerdict:
         """Reasons against this kernel, and its bonus."""
-        if self._lock is None and not self._limits and not self._rules:
+        is_unnamed = VERSION_MARK in backend and not self._names(kernel_id, backend)
+        if self._lock is None and not self._limits and not self._rules and not is_unnamed:
             return _NOTHING
         rejections = []
+        if is_unnamed:
+            base = backend.partition(VERSION_MARK)[0]
+            detail = f"{backend} is a version beside {base}, and neither the call nor the policy names it"
+            rejections.append(Rejection(Reason.VERSION_NOT_NAMED, detail, f"backend={backend!r}"))
         lock = self._lock
         if lock is not None and not any_matches(kernel_id, (lock.kernel,)):
             detail = f"{self._op} is locked to {lock.kernel!r} ({lock.origin})"
@@ -142,6 +150,17 @@ class PolicyForCall:
         bonuses = [(rule, rule.bonus_for(kernel_id, backend)) for rule in self._rules]
         why = tuple(f"prefer {', '.join(rule.prefer)}: {bonus:+g} ({rule.origin})" for rule, bonus in bonuses if bonus)
         return PolicyVerdict(tuple(rejections), sum(bonus for _, bonus in bonuses), why)
+
+    def _names(self, kernel_id: str, backend: str) -> bool:
+        """Whether the call, or what the policy allows, prefers or locks, names a version: with its mark, which "*" and
+        the name of its backend lack."""
+        if backend == self._pinned:
+            return True
+        patterns = [pattern for limit in self._limits if limit.is_allowing for pattern in limit.patterns]
+        patterns += [pattern for rule in self._rules for pattern in rule.prefer]
+        patterns += [self._lock.kernel] if self._lock is not None else []
+        meant = tuple(pattern for pattern in patterns if VERSION_MARK in pattern)
+        return any_matches(kernel_id, meant) or any_matches(backend, meant)
 
 
 _NOTHING = PolicyVerdict()
@@ -188,9 +207,9 @@ class Policy:
         """Where it says so: of this very kernel, of its backend, or of all, `*`."""
         return next((name for name in (kernel_id, backend) if name in self.backend_isolation), "*")
 
-    def policy_for_call(self, context: SelectionContext) -> PolicyForCall:
-        """The policy's ruling on one call, which judges many kernels."""
-        return PolicyForCall(self, context)
+    def policy_for_call(self, context: SelectionContext, pinned: str = "") -> PolicyForCall:
+        """The policy's ruling on one call, which judges many kernels. `pinned`: the backend that it names."""
+        return PolicyForCall(self, context, pinned)
 
     def judge(self, context: SelectionContext, kernel_id: str, backend: str) -> PolicyVerdict:
         """What locks, lists and rules say of one kernel for one call."""

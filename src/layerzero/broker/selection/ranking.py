@@ -331,7 +331,7 @@ class Engine:
             shape_class(context.op, context.inputs, context.attrs, context.outputs),
         )
         chosen, miss = self._planned(context, policy)
-        policy_for_call = policy.policy_for_call(context)
+        policy_for_call = policy.policy_for_call(context, spec.pinned)
         verdicts: list[Verdict] = []
         for static in statics:
             verdict = self._judge(spec, context, policy, policy_for_call, static, unavailable, now_s, subject)

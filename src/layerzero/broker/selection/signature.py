@@ -172,6 +172,8 @@ class Verdict:
         by_code = {reason.code: reason for reason in self.others}
         if Reason.NOT_PINNED in by_code:
             return "need the call to be pinned to another backend"
+        if Reason.VERSION_NOT_NAMED in by_code:
+            return "are versions beside another backend, which serve calls that name them"
         if Reason.NOT_FOR_MACHINE in by_code and self.kernel is not None:
             return f"need {DEVICE_NAMES[self.kernel.platform or 'cpu']}"
         if self.refused_in is not None and self.kernel is not None:

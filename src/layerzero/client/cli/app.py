@@ -12,8 +12,10 @@ import platformdirs
 import typer
 from typer.core import TyperGroup
 
+from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
+from layerzero.client.cli.compare import compare
 from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.ops import ops
 from layerzero.client.cli.options import (
@@ -80,6 +82,8 @@ app.add_typer(lift_app, name="lift")
 app.add_typer(capsule_app, name="capsule")
 app.command()(replay)
 app.command()(ops)
+app.command()(compare)
+app.command("bisect")(cli_bisect.bisect)
 
 
 @app.callback()
@@ -403,17 +407,18 @@ def matrix(
 ) -> None:
     """Try which backends can share an environment and a process: resolver, files, imports, results. Prints the fewest
     environments that serve all of them. Conflicts are results: the exit code is 0."""
+    from layerzero.envs.versions import declaration
+
+    folders = declaration.folders(store, manifests or ())
     if bisect is not None or test is not None:
         if bisect is None or test is None or sets or html:
             raise typer.BadParameter("--bisect and --test need each other, and go without --set and --html")
-        from layerzero.client.cli import bisect as cli_bisect
-
-        cli_bisect.bisect(
+        cli_bisect.of_matrix(
             bisect,
             backends or (),
             test=test,
             store=store,
-            folders=manifests or (),
+            folders=folders,
             timeout_s=timeout,
             as_json=as_json,
         )
@@ -425,7 +430,7 @@ def matrix(
         sets=sets or (),
         html=html,
         store=store,
-        folders=manifests or (),
+        folders=folders,
         jobs=jobs,
         timeout_s=timeout,
         fresh=fresh,

@@ -169,6 +169,7 @@ def tell_about_environments(words: Sequence[str]) -> None:
     """After `lz env build` or `probe`: a running broker looks again at the backends among `words`, or at all."""
     try:
         with connection(start.endpoints()) as session:
+            session.ask("learn")  # of versions that it has not seen yet
             known = {row["name"] for row in session.ask("status")["backends"]}
             for name in known.intersection(words) or known:
                 session.ask("reset", backend=name)

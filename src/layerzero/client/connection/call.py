@@ -85,11 +85,13 @@ class Sample:
 
     blocks: list[memoryview]
     refs: list[bytes]
-    is_checked: bool  # and not for tuning alone
+    is_checked: bool  # and not for tuning, or for watchers, alone
+    is_watched: bool = False
     output: bytes = b""
     kernel_id: str = ""
     reference: str = ""  # kernel id
     backend: str = ""  # of the reference
+    decision: messages.Decision | None = None  # by which it was served
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -31,7 +31,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 MAX_ROUTES = 4096
 MAX_CHECKED = 4096
 MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
-_BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.@-]{0,63}")
 
 
 class Routes:

@@ -29,8 +29,8 @@ class Sampler(Protocol):
         """Whether any calls are sampled."""
 
     def draw_on_gpu(self, overlay: str) -> bool | None:
-        """Whether this call is to be compared (True) or is for tuning alone (False); None: it is not sampled.
-        `overlay`: the caller's policy, as text."""
+        """Whether this call is to be compared (True) or is for tuning and watchers alone (False); None: it is not
+        sampled. `overlay`: the caller's policy, as text."""
 
     def count(self, what: str) -> None:
         """Say what became of a sample."""

@@ -2,8 +2,9 @@
 compared. The broker is told how far they were apart; broker/selection/shadow.py decides what follows. A call on a GPU
 is copied there, and run again there, in a stream of the thread's own; the two results are compared in host memory.
 
-The same samples serve background tuning: where policy gives time for it (`tune_budget`), the broker may ask to run one
-on a kernel that it knows little about, and notes the time.
+Watchers (`Shadow.watch`, for lz.compare) are shown calls as well, and may run them again; of that the broker is told
+nothing. The same samples serve background tuning: where policy gives time for it (`tune_budget`), the broker may ask to
+run one on a kernel that it knows little about, and notes the time.
 
 Both are off by default; policy turns them on (`shadow_rate`, `tune_budget`), and `Shadow.rate` goes before it. A call
 that is not sampled pays for one comparison of integers; calls on a GPU take the way in Python as long as any are
@@ -20,6 +21,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from layerzero.client.connection import arena as arenas
@@ -29,6 +31,7 @@ from layerzero.client.connection.overlay import Scope, only
 from layerzero.client.connection.report import Copy, SelectionReport
 from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.gpu.samples import MAX_SAMPLE_BYTES, REASON, GpuSample
+from layerzero.client.session.watched import ONLY_UNNAMED, WatchedCall, Watcher
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import NO_ARENA, REF, Kind
@@ -73,7 +76,10 @@ class Shadow:
         self._next_gpu_call = NEVER  # as next_seq, of calls on GPUs
         self._has_stream = False  # the thread has one on a GPU, and stays: streams are not given back
         self._of_overlays: dict[str, float] = {}  # what policy says with each on top, where it is more than 0
-        self._rate = self._tune_rate = 0.0  # the highest in force
+        self._rate = self._tune_rate = self._watch_rate = 0.0  # the highest in force
+        self._watchers: tuple[Watcher, ...] = ()
+        self._unseen = 0  # samples that are queued, or being looked at
+        self._seen = threading.Condition(self._lock)
         self.rate = rate
 
     @property
@@ -110,13 +116,33 @@ class Shadow:
                     del self._of_overlays[next(iter(self._of_overlays))]
             self._settle(TUNE_RATE if tunes else 0.0)
 
+    def watch(self, watcher: Watcher) -> None:
+        """Show it calls from now on."""
+        self._set_watchers((*self._watchers, watcher))
+
+    def unwatch(self, watcher: Watcher, timeout_s: float) -> bool:
+        """Show it no more calls. Returns whether those that it was to see have been looked at within `timeout_s`."""
+        with self._seen:
+            is_done = self._seen.wait_for(lambda: not self._unseen, timeout_s)
+        self._set_watchers(tuple(one for one in self._watchers if one is not watcher))
+        return is_done
+
+    def _set_watchers(self, watchers: tuple[Watcher, ...]) -> None:
+        self._watchers, self._watch_rate = watchers, max((one.rate for one in watchers), default=0.0)
+        is_on = self._rate or self._tune_rate or watchers
+        self.next_seq = self._next_gpu_call = 0 if is_on else NEVER
+
+    @property
+    def _highest(self) -> float:
+        return max(self._rate, self._tune_rate, self._watch_rate)
+
     def _settle(self, tune_rate: float) -> None:
         before = self._rate, self._tune_rate
         rates = list(self._of_overlays.values())
         self._rate = self.own_rate if self.own_rate is not None else max(rates, default=0.0)
         self._tune_rate = tune_rate
         if before != (self._rate, tune_rate):
-            self.next_seq = self._next_gpu_call = 0 if self._rate or tune_rate else NEVER
+            self.next_seq = self._next_gpu_call = 0 if self._rate or tune_rate or self._watchers else NEVER
 
     @property
     def is_on(self) -> bool:
@@ -124,19 +150,19 @@ class Shadow:
         return self.next_seq != NEVER
 
     def draw_on_gpu(self, overlay: str) -> bool | None:
-        """Whether a call on a GPU that comes now is to be compared (True) or is for tuning alone (False); None: it is
-        not sampled. `overlay`: the caller's policy, as text."""
+        """Whether a call on a GPU that comes now is to be compared (True) or is for tuning and watchers alone (False);
+        None: it is not sampled. `overlay`: the caller's policy, as text."""
         self._gpu_calls += 1
         if self._gpu_calls < self._next_gpu_call:
             return None
-        is_due, highest = self._next_gpu_call > 0, max(self._rate, self._tune_rate)
+        is_due, highest = self._next_gpu_call > 0 or bool(self._watchers), self._highest
         number = self._session.link.welcome.number
         self._next_gpu_call = self._gpu_calls + gap(number, self._gpu_calls, highest)
         is_checked = random.random() * highest < self._rate_of(overlay)
-        if not is_due or not (is_checked or self.tunes):
+        if not is_due or not (is_checked or self.tunes or self._watchers):
             return None
         if self._queue.full():  # before anything is copied
-            self.count("dropped")
+            self._drop()
             return None
         return is_checked
 
@@ -154,20 +180,37 @@ class Shadow:
     def take(self, submitted: Submitted, seq: int) -> Sample | None:
         """Copy the inputs of a call that was just sent, and settle which call is next. The caller waits for this."""
         # 0: the rate was just set. The first sample is a gap away, like all others.
-        is_due, highest = self.next_seq > 0, max(self._rate, self._tune_rate)
+        # Whoever watches wants the first call, too.
+        is_due, highest = self.next_seq > 0 or bool(self._watchers), self._highest
         self.next_seq = seq + gap(submitted.link.welcome.number, seq, highest)
         is_checked = random.random() * highest < self._rate_of(submitted.route.overlay)
-        return self._copy(submitted, is_checked=is_checked) if is_due and (is_checked or self.tunes) else None
+        is_watched = random.random() * highest < self._watch_rate
+        if not is_due or not (is_checked or is_watched or self.tunes):
+            return None
+        if is_watched and not (is_checked or self.tunes) and self._queue.full():  # before anything is copied
+            self._drop()
+            return None
+        return self._copy(submitted, is_checked=is_checked, is_watched=is_watched)
 
-    def _copy(self, submitted: Submitted, *, is_checked: bool) -> Sample | None:
+    def _drop(self) -> None:
+        self.count("dropped")
+        self._miss("the queue was full")
+
+    def _miss(self, why: str) -> None:
+        for watcher in self._watchers:
+            watcher.miss(why)
+
+    def _copy(self, submitted: Submitted, *, is_checked: bool, is_watched: bool) -> Sample | None:
         plan = submitted.route.plan
         if OPS[plan.op].sized_output or OPS[plan.op].in_place or len(plan.outputs) != 1 or not plan.outputs[0].numel:
+            self._miss("several results, results of unknown size and ops in place are not watched")
             return None
         refs = [REF.unpack_from(submitted.refs, i * REF.size) for i in range(len(plan.inputs) + 1)]
         if sum(nbytes for number, _, _, nbytes in refs if number != NO_ARENA) > MAX_SAMPLE_BYTES:
             self.counts["too_large"] += 1
+            self._miss(f"more than {MAX_SAMPLE_BYTES >> 20} MiB of arrays")
             return None
-        sample = Sample([], [], is_checked)
+        sample = Sample([], [], is_checked, is_watched)
         for name, (number, _, offset, nbytes) in zip(OPS[plan.op].inputs, refs[:-1], strict=True):
             if number == NO_ARENA:
                 sample.refs.append(REF.pack(NO_ARENA, 0, 0, 0))
@@ -185,12 +228,12 @@ class Shadow:
         if reference is None:
             if sample.is_checked:
                 self.counts["no_reference"] += 1
-            if not self.tunes:
+            if not (self.tunes or sample.is_watched):
                 return
         number, _, offset, nbytes = REF.unpack_from(submitted.refs, len(submitted.refs) - REF.size)
         sample.output = bytes(self._session.arena_registry.arena(number).view[offset : offset + nbytes])
         submitted.copies.append(Copy("out", nbytes, "client", REASON))
-        sample.kernel_id = decision.kernel_id
+        sample.kernel_id, sample.decision = decision.kernel_id, decision
         if reference is not None:
             sample.reference, sample.backend = reference
         self._enqueue((submitted, sample))
@@ -200,8 +243,9 @@ class Shadow:
             try:
                 self._queue.put_nowait(sample)
             except queue.Full:
-                self.counts["dropped"] += 1
+                self._drop()
                 return
+            self._unseen += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="lz-shadow", daemon=True)
                 self._thread.start()
@@ -213,7 +257,7 @@ class Shadow:
                 return None
             for candidate in decision.candidates:
                 reasons = {reason["code"] for reason in candidate["reasons"]}
-                if candidate["backend"] == backend and reasons <= {"NOT_PINNED"}:
+                if candidate["backend"] == backend and reasons <= ONLY_UNNAMED:
                     return candidate["kernel_id"], backend
         return None
 
@@ -236,6 +280,10 @@ class Shadow:
             except LayerZeroError as exc:  # the reference failed, or the broker is gone
                 self.counts["failed"] += 1
                 self.last_error = f"{exc.code}: {exc.message}"
+            finally:
+                with self._seen:
+                    self._unseen -= 1
+                    self._seen.notify_all()
             del item  # what it holds is freed now, not at the next sample
 
     def _look(self, submitted: Submitted, sample: Sample) -> None:
@@ -243,10 +291,19 @@ class Shadow:
             self._compare(submitted, sample)
         if self.tunes:
             self._tune(submitted, sample)
+        if sample.is_watched:
+            assert sample.decision is not None
+            spec = submitted.route.plan.outputs[0]
+            run = partial(self._run, submitted, sample)
+            self._show(WatchedCall(submitted.route.plan, sample.decision, memoryview(sample.output), spec, run))
+
+    def _show(self, call: WatchedCall) -> None:
+        for watcher in self._watchers:
+            watcher.look(call)
 
     def _compare(self, submitted: Submitted, sample: Sample) -> None:
         spec = submitted.route.plan.outputs[0]
-        output = self._run(submitted, sample, sample.backend, sample.reference)
+        output, _ = self._run(submitted, sample, sample.backend, sample.reference)
         error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
         self.counts["compared"] += 1
         answer = self._session.ask(
@@ -278,6 +335,19 @@ class Shadow:
             self._compare_on_gpu(sample, decision.kernel_id, *reference)
         if self.tunes:
             self._tune_on_gpu(sample)
+        if self._watchers:
+            assert sample.output is not None
+            dense = memoryview(gather(memoryview(sample.output.load()), sample.output.spec))
+            spec = TensorSpec.contiguous(sample.output.spec.dtype, sample.output.spec.shape)
+            self._show(WatchedCall(sample.route.plan, decision, dense, spec, partial(self._rerun_on_gpu, sample)))
+
+    def _rerun_on_gpu(self, sample: GpuSample, backend: str, kernel_id: str) -> tuple[memoryview, float]:
+        """Several runs, until the worker has told a time; the last one's output, in host memory."""
+        for _ in range(TUNED_RUNS):
+            found, report = self._run_on_gpu(sample, backend, kernel_id)
+            if report.kernel_us:
+                break
+        return memoryview(gather(memoryview(found.load()), found.spec)), report.kernel_us or 0.0
 
     def _compare_on_gpu(self, sample: GpuSample, kernel_id: str, reference: str, backend: str) -> None:
         assert sample.output is not None
@@ -310,8 +380,8 @@ class Shadow:
         assert isinstance(value, GpuArray)
         return value, report
 
-    def _run(self, submitted: Submitted, sample: Sample, backend: str, kernel_id: str) -> memoryview:
-        """The output of a sample on one kernel, in memory of its own."""
+    def _run(self, submitted: Submitted, sample: Sample, backend: str, kernel_id: str) -> tuple[memoryview, float]:
+        """The output of a sample on one kernel, in memory of its own, and the kernel's time in microseconds."""
         plan, link = submitted.route.plan, submitted.link
         spec = plan.outputs[0]
         output, arena, place = arenas.pool.allocate(spec.span_bytes)
@@ -325,7 +395,7 @@ class Shadow:
             raise pending.error
         if pending.header is not None and pending.header.kind == Kind.FAILED:
             raise from_wire(messages.decode(pending.body, messages.Outcome).error)
-        return output
+        return output, 0.0 if pending.header is None else pending.header.time / 1e3
 
 
 def gap(seed: int, counter: int, rate: float) -> int:

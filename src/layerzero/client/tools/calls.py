@@ -47,9 +47,10 @@ class Call:
     def function(self) -> Callable[..., Any]:
         return api.function_of(self.op)
 
-    def explain(self) -> SelectionReport:
-        """As lz.explain."""
-        return api.explain(self.function, device=self.device, **{**self.arrays, **self.params})
+    def explain(self, backend: str | None = None) -> SelectionReport:
+        """As lz.explain, of the call pinned to `backend`."""
+        pinned = {} if backend is None else {"backend": backend}
+        return api.explain(self.function, device=self.device, **{**self.arrays, **self.params, **pinned})
 
     def signature(self) -> bytes:
         """What the broker knows it by."""
@@ -68,8 +69,12 @@ class Call:
         """Run it on this very kernel, and wait for the result, on a GPU too. There `kernel_us` is of an earlier run on
         that kernel, 0 when no new time is known: a worker measures some runs, and tells with a later one. Raises what
         the op raises; no other kernel answers, and no other call's failure is raised."""
+        return self.result_on(kernel_id, backend, arguments)[1]
+
+    def result_on(self, kernel_id: str, backend: str, arguments: Mapping[str, Any]) -> tuple[Any, SelectionReport]:
+        """As `run_on`, with the result."""
         with Scope(only(kernel_id)):
-            return api.run_apart(self.function, **arguments, backend=backend)[1]
+            return api.run_apart(self.function, **arguments, backend=backend)
 
     @property
     def is_on_gpu(self) -> bool:

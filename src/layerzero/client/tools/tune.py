@@ -61,7 +61,7 @@ def tune_calls(
     if not 0.0 < budget_s < float("inf"):
         raise InvalidArgument(f"budget_s is {budget_s!r}; allowed: a positive number of seconds")
     began_s = time.monotonic()
-    trials: list[_Trial | TunedCall] = []
+    trials: list[Trial | TunedCall] = []
     was_interrupted = False
     setup_s = 0.0  # starts of workers, compilations: they take as long as they take
     for index, call in enumerate(calls):
@@ -76,14 +76,14 @@ def tune_calls(
                 elapsed_s = time.monotonic() - began_s
                 on_progress(Progress(index, len(calls), call.label, doing, rounds, elapsed_s))
 
-        trial = _Trial(call, tell)
+        trial = Trial(call, tell)
         trials.append(trial)
         try:
             trial.run(left_s / (len(calls) - index))
         except KeyboardInterrupt:
             was_interrupted = True
         setup_s += trial.setup_s
-    begun = [trial for trial in trials if isinstance(trial, _Trial)]
+    begun = [trial for trial in trials if isinstance(trial, Trial)]
     try:
         while not was_interrupted and (unsettled := [trial for trial in begun if not trial.is_over]):
             left_s = budget_s - (time.monotonic() - began_s - setup_s)
@@ -93,7 +93,7 @@ def tune_calls(
             begun.append(begun.pop(begun.index(unsettled[0])))
     except KeyboardInterrupt:
         was_interrupted = True
-    done = tuple(one.result(is_cut_short=was_interrupted) if isinstance(one, _Trial) else one for one in trials)
+    done = tuple(one.result(is_cut_short=was_interrupted) if isinstance(one, Trial) else one for one in trials)
     return TuneReport(done, time.monotonic() - began_s, budget_s, was_interrupted)
 
 
@@ -122,11 +122,14 @@ class _Runner:
         return TunedKernel(self.kernel_id, self.backend, kernel, call, self.first_ms, self.is_settled, self.error)
 
 
-class _Trial:
-    """One call on all kernels that accept it. Rounds of one run each, in turn, so that a busy moment meets all."""
+class Trial:
+    """One call on all kernels that accept it, or on `candidates`. Rounds of one run each, in turn, so that a busy
+    moment meets all. `tell` hears what it does, and how many rounds are done."""
 
-    def __init__(self, call: Call, tell: Callable[[str, int], None]) -> None:
-        self._call, self._tell = call, tell
+    def __init__(
+        self, call: Call, tell: Callable[[str, int], None], candidates: Sequence[Candidate] | None = None
+    ) -> None:
+        self._call, self._tell, self._candidates = call, tell, candidates
         self.setup_s = 0.0  # until every worker had answered once
         self._rounds = 0
         self._before: SelectionReport | None = None
@@ -145,8 +148,11 @@ class _Trial:
         began_s = time.monotonic()
         self._before = self._call.explain()
         self._tell("compiling", 0)
-        self._call.compile({candidate.backend for candidate in in_line(self._before)})
-        accepted = [candidate for candidate in self._call.explain().candidates if candidate.accepted]
+        if self._candidates is None:
+            self._call.compile({candidate.backend for candidate in in_line(self._before)})
+            accepted = [candidate for candidate in self._call.explain().candidates if candidate.accepted]
+        else:
+            accepted = list(self._candidates)
         self._runners += [_Runner(candidate) for candidate in accepted if not candidate.lifted_only]
         if not self._runners:
             return

@@ -34,7 +34,7 @@ MAX_CALLS = 4096
 MAX_BACKENDS = 64
 MAX_BYTES = 4 << 30
 _MAX_FILE_BYTES = {"backends": 8 << 20, "calls": 16 << 20, "code": 1 << 30}
-_PATH = r"^(backends/[a-z0-9][a-z0-9_.-]{0,63}\.json|calls/[0-9a-f]{64}|code/[0-9a-f]{64})$"
+_PATH = r"^(backends/[a-z0-9][a-z0-9_.@-]{0,63}\.json|calls/[0-9a-f]{64}|code/[0-9a-f]{64})$"
 
 
 class File(BaseModel):

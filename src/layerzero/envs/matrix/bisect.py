@@ -30,6 +30,7 @@ class Tried:
     why: str
     evidence: str = ""
     seconds: float = 0.0
+    is_kept: bool = False  # from an earlier run
 
 
 @dataclass(frozen=True)

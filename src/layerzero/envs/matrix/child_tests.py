@@ -26,7 +26,8 @@ from layerzero.envs.matrix import kept
 from layerzero.envs.matrix.inside import lz_matrix_inside
 from layerzero.envs.matrix.resolver import Refused, Resolved, resolve, the_uv
 from layerzero.envs.matrix.subjects import choose
-from layerzero.envs.matrix.trier import pytest_version, test_environ
+from layerzero.envs.matrix.target import pytest_version
+from layerzero.envs.matrix.trier import test_environ
 from layerzero.envs.probe.child import Ended, run_process
 from layerzero.ipc.errors import EnvError
 

@@ -27,6 +27,11 @@ def cells(root: Path) -> Path:
     return root / "matrix" / "cells"
 
 
+def tries(root: Path) -> Path:
+    """What came of versions that were tried; the time of a file says when it was last used."""
+    return root / "matrix" / "tries"
+
+
 def cell_seconds(root: Path) -> float:
     """How long a cell takes: the mean of what is kept, or a guess where nothing is."""
     seconds = []
@@ -45,7 +50,7 @@ def collect(root: Path, *, dry_run: bool = False) -> Iterator[tuple[Path, int]]:
     """Remove what killed runs left and what was not used for long; (path, bytes that the disk got back) of each."""
     yield from collect_work(work(root), dry_run=dry_run)
     yield from collect_tests(tests(root), dry_run=dry_run)
-    for path in sorted(cells(root).glob("*")):
+    for path in sorted([*cells(root).glob("*"), *tries(root).glob("*")]):
         if (freed := _expired(path, CELL_UNUSED_S)) is not None:
             if not dry_run:
                 path.unlink(missing_ok=True)

@@ -1,71 +1,90 @@
-"""A user's test in a throw-away environment that has given requirements: a script, or a file for pytest."""
+"""A user's script, test or function in a throw-away environment that has given requirements."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version as installed_version
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from layerzero.envs.build import interpreters
+from layerzero.envs.build import stage
 from layerzero.envs.build.environ import tool_environ
 from layerzero.envs.build.installers import ToolFailed
+from layerzero.envs.build.interpreters import Python
+from layerzero.envs.matrix import kept
 from layerzero.envs.matrix.bisect import Outcome, Range, Tried
-from layerzero.envs.matrix.resolver import Refused, resolve
+from layerzero.envs.matrix.resolver import Refused, Resolved, resolve
 from layerzero.envs.matrix.subjects import Subject
+from layerzero.envs.matrix.target import Target
 from layerzero.envs.matrix.trial import Lab
 from layerzero.envs.probe.child import Ended
 
 _TAIL = 3000
 
 
-def is_for_pytest(test: str) -> bool:
-    """A file named as pytest wants it, or a node in one; anything else is a script."""
-    return "::" in test or Path(test).name.startswith("test_") or test.endswith("_test.py")
-
-
-def trier(lab: Lab, wanted: Range, beside: Sequence[Subject], test: str) -> Callable[[str], Tried]:
-    """A function that tries one version: `test` beside what `beside` requires. An exit code other than 0 fails, and so
-    do a signal and no end in time."""
-    python = interpreters.find(next((one.python for one in beside), interpreters.host().minor), wanted.name)
+def trier(lab: Lab, wanted: Range, beside: Sequence[Subject], target: Target, python: Python) -> Callable[[str], Tried]:
+    """A function that tries one version: `target` beside what `beside` requires. An exit code other than 0 fails, and
+    so do a signal and no end in time. What the same lock and the same sources gave before is kept (`Lab.is_fresh`)."""
     requirements = [text for one in beside for text in (*one.requirements, *one.needs)]
+    requirements += target.requirements
     settings = {key: value for one in beside for key, value in one.env.items() if "{" not in value}
-    if is_for_pytest(test):
-        requirements.append(f"pytest=={pytest_version()}")
+    if target.kind == "function":
+        settings["PYTHONPATH"] = str(stage.stage(lab.store.absolute()))
+    sources = target.digest()
 
     def run(version: str) -> Tried:
         start = time.monotonic()
         resolved = resolve(lab.tool, [f"{wanted.name}=={version}", *requirements], python)
         if isinstance(resolved, Refused):
             return Tried(version, Outcome.SKIPPED, resolved.summary, resolved.message)
+        path = kept.tries(lab.store.absolute()) / f"{_key(resolved, python, sources, settings)}.json"
+        before = None if lab.is_fresh else _kept(path, version)
+        if before is not None:
+            return before
         try:
             with lab.environment(resolved, python) as folder:
-                ended = lab.run(_command(folder, test), test_environ(settings))
+                ended = lab.run(target.command(folder), test_environ(settings))
         except ToolFailed as exc:
             lab.check()  # it may have been ended
             return Tried(version, Outcome.SKIPPED, str(exc).strip().splitlines()[-1], str(exc))
-        return _judge(version, ended, lab.timeout_s, round(time.monotonic() - start, 2))
+        tried = _judge(version, ended, lab.timeout_s, round(time.monotonic() - start, 2))
+        if ended.code is not None and ended.death != "SIGKILL":  # a busy machine or its killer may be behind those
+            _keep(path, tried)
+        return tried
 
     return run
 
 
-def pytest_version() -> str:
-    """Of the running process, so that a test means the same there. PackageNotFoundError where there is none."""
-    return installed_version("pytest")
-
-
 def test_environ(settings: Mapping[str, str]) -> dict[str, str]:
     """A user's test may need the user's variables; pytest's own state is the outer run's."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return tool_environ(kept, {"PYTHONNOUSERSITE": "1", **settings})
+    passed = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return tool_environ(passed, {"PYTHONNOUSERSITE": "1", **settings})
 
 
-def _command(folder: Path, test: str) -> list[str]:
-    python = str(folder / "bin" / "python")
-    if is_for_pytest(test):
-        return [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", str(test)]
-    return [python, str(test)]
+def _key(resolved: Resolved, python: Python, sources: str, settings: Mapping[str, str]) -> str:
+    facts = [resolved.text, python.version, str(python.path), sources, sorted(settings.items())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _kept(path: Path, version: str) -> Tried | None:
+    """What was found before; its file is used now."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        tried = Tried(**{**data, "outcome": Outcome(data["outcome"])})
+        os.utime(path)
+        return replace(tried, is_kept=True) if tried.version == version else None
+    return None
+
+
+def _keep(path: Path, tried: Tried) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps({**asdict(tried), "outcome": tried.outcome.value}), encoding="utf-8")
+    aside.replace(path)
 
 
 def _judge(version: str, ended: Ended, timeout_s: float, seconds: float) -> Tried:

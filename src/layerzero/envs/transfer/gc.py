@@ -14,6 +14,7 @@ from layerzero.envs.build.build import RECORD, built_with, plan
 from layerzero.envs.manifest import EnvManifest, discover
 from layerzero.envs.matrix import kept
 from layerzero.envs.probe.probe import record_path
+from layerzero.envs.versions import declaration
 from layerzero.ipc.errors import ConfigError, EnvError
 
 
@@ -40,7 +41,7 @@ def collect(
     builders left, verdicts, what the matrix has not used for long. `undecided`: names whose manifests cannot be read
     now, which is no reason to throw their environments away. `dry_run`: only say what that would be."""
     root = root.absolute()
-    folders = functions.folders(root, folders)
+    folders = declaration.folders(root, functions.folders(root, folders))
     found, problems = discover(folders)
     current: set[str] = set()
     undecided = {*undecided, *(problem.name for problem in problems)}

@@ -18,6 +18,7 @@ from layerzero.envs import manifest as manifests
 from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.trust.allowed import Allowed, kept, record_path
 from layerzero.envs.trust.bundle import ENTRY_POINTS, MAX_FILE_BYTES, Bundle, package_parts, read_folder
+from layerzero.envs.versions import declaration
 from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.logs import log
@@ -106,9 +107,10 @@ def places(backends: Path) -> tuple[dict[str, Place], list[Problem]]:
 def discover(
     folders: Sequence[Path], *, backends: Path, store: Path, allowed: Mapping[str, Allowed]
 ) -> tuple[dict[str, EnvManifest], list[Problem]]:
-    """All manifests: those of `folders` (manifest.discover), those of functions' environments, and then those from
-    outside, which have a `source`."""
-    found, problems = manifests.discover(functions.folders(store, folders))
+    """All manifests: those of `folders` (manifest.discover), those of functions' environments and of versions, and then
+    those from outside, which have a `source`."""
+    found, problems = manifests.discover(declaration.folders(store, functions.folders(store, folders)))
+    problems += declaration.renew(found, store)
     outside, doubles = places(backends)
     problems += doubles
     for name, place in sorted(outside.items()):

@@ -408,3 +408,52 @@ def test_a_kernel_that_stays_in_its_worker_pays_for_the_way() -> None:
     for kernel_id in others:
         one.note_staying(kernel_id, cell, "NOT_CAPTURABLE")
     assert [v.kernel_id for v in ranked(one, on_gpu()) if v.is_accepted] == kernels, "nobody is lifted: all pay"
+
+
+# --- versions beside a backend
+
+
+def with_version() -> Engine:
+    """alpha, and a version of it that is preferred by its priority."""
+    base = CAPABILITIES["alpha"]
+    renamed = {
+        op: [{**k.model_dump(), "kernel_id": f"alpha@2{k.kernel_id.removeprefix('alpha')}", "priority": 99} for k in ks]
+        for op, ks in base.ops.items()
+    }
+    version = Capability.model_validate({**base.model_dump(), "backend": "alpha@2", "ops": renamed})
+    return engine({**CAPABILITIES, "alpha@2": version})
+
+
+@pytest.mark.parametrize(
+    ("values", "first"),
+    [
+        ({}, "alpha"),
+        ({"allow_sources": ["*"]}, "alpha"),
+        ({"allow_sources": ["alpha"]}, "alpha"),
+        ({"allow_sources": ["alpha*"]}, "alpha"),
+        ({"avoid_sources": ["alpha", "alpha@3"]}, "beta"),
+        ({"avoid_sources": ["beta@2"]}, "alpha"),
+        ({"allow_sources": ["alpha@2"]}, "alpha@2"),
+        ({"allow_sources": ["alpha@*", "alpha"]}, "alpha@2"),
+        ({"allow_kernels": ["alpha@2.silu"]}, "alpha@2"),
+        ({"rules": [{"prefer": ["alpha@2"]}]}, "alpha@2"),
+        ({"rules": [{"match": {"op": "matmul"}, "prefer": ["alpha@2"]}]}, "alpha"),
+        ({"locks": {"silu": "alpha@2.silu"}}, "alpha@2"),
+    ],
+)
+def test_a_version_serves_calls_whose_policy_names_it(values: dict[str, Any], first: str) -> None:
+    """Whoever builds an old one to compare with does not want to be served by it."""
+    one = with_version()
+    one.set_policy(Policy.of(Layer("test", values)))
+    assert order(one)[0] == first
+
+
+def test_a_version_serves_a_call_that_is_pinned_to_it() -> None:
+    one = with_version()
+    assert order(one, route_body(backend="alpha@2")) == ["alpha@2"]
+    assert order(one, route_body(backend="alpha")) == ["alpha"]
+
+
+def test_a_version_that_nobody_names_says_how_to() -> None:
+    reasons = next(v for v in ranked(with_version()) if v.backend == "alpha@2").reasons
+    assert [(r.code, r.repair) for r in reasons] == [(Reason.VERSION_NOT_NAMED, "backend='alpha@2'")]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from layerzero.envs.matrix.bisect import Found, Outcome, Range, Tried, parse_range, search
-from layerzero.envs.matrix.trier import is_for_pytest
+from layerzero.envs.matrix.target import is_for_pytest
 from layerzero.ipc.errors import ConfigError
 
 LETTERS = {"p": Outcome.PASSED, "f": Outcome.FAILED, "s": Outcome.SKIPPED}

@@ -1,1 +1,5 @@
-"""What is loaded inside an environment under test, where this folder is on sys.path."""
+"""Files that run inside the environment under test, by path: nothing else of ours is imported there."""
+
+from pathlib import Path
+
+CALLER = Path(__file__).resolve().with_name("lz_call.py")
