@@ -3,9 +3,10 @@ results/functions.md.
 
     python bench/functions.py [--quick]
 
-Floor: a process that echoes pickles over multiprocessing.Pipe. Peer: loky's executor, where it is installed; neither
-has another environment. Rounds alternate between all; a figure is the least of the rounds' medians and, behind it, the
-middle one, since other processes make rounds longer, never shorter.
+Floor: a process that echoes pickles over multiprocessing.Pipe. Peers, where they are installed: loky, rpyc,
+executorlib, Appose, an actor of Ray's (function_peers.py); none has another environment here. Rounds alternate between
+all; a figure is the least of the rounds' medians and, behind it, the middle one, since other processes make rounds
+longer, never shorter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,10 +61,6 @@ def items() -> Any:
         yield None
 
 
-def same(value: Any = None) -> Any:
-    return value
-
-
 def echo(connection: Connection) -> None:
     while True:
         connection.send(connection.recv())
@@ -74,6 +72,7 @@ def figure(rounds: list[float]) -> str:
 
 def main() -> None:
     from common import at_most, finish, own_broker, p50_us, parser, verdict  # what these functions' environment lacks
+    from function_peers import peers
 
     args = parser(__doc__, "few and short rounds").parse_args()
     rounds, count = (3, 50) if args.quick else (15, 300)
@@ -86,17 +85,8 @@ def main() -> None:
         ours.send(value)
         return ours.recv()
 
-    loky: Callable[[Any], Any] | None = None
-    if find_spec("loky") is not None:
-        from loky import get_reusable_executor
-
-        executor = get_reusable_executor(max_workers=1)
-
-        def loky(value: Any) -> Any:
-            return executor.submit(same, value).result()
-
     plain = np.zeros(FLOATS)
-    with own_broker():
+    with own_broker(), peers(is_quick=args.quick) as others:
         start = time.monotonic()
         null.warmup()
         first_s = time.monotonic() - start
@@ -118,9 +108,8 @@ def main() -> None:
             "pipe null": lambda: piped(None),
             "pipe 1 MiB": lambda: piped(plain),
         }
-        if loky is not None:
-            run = loky
-            calls |= {"loky null": lambda: run(None), "loky 1 MiB": lambda: run(plain)}
+        for peer, run in others.items():
+            calls |= {f"{peer} null": partial(run, None), f"{peer} 1 MiB": partial(run, plain)}
         found: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
@@ -134,7 +123,8 @@ def main() -> None:
             rates.append(IN_FLIGHT / (time.monotonic() - start))
     child.terminate()
     null_us, mib = min(found["null"]), min(found["1 MiB, shared"])
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    blank = [""] * (1 + len(others))
     for name, peer in (
         ("null", "null"),
         ("64 bytes, shared", "null"),
@@ -150,14 +140,13 @@ def main() -> None:
         aim = f"at most {NULL_US:g}: {verdict(null_us <= NULL_US)}" if name == "null" else ""
         if name == "1 MiB, shared":
             aim = f"of null: {at_most(mib / null_us, MIB_RATIO)}"
-        beside = figure(found[f"loky {peer}"]) if loky is not None else "not installed"
-        rows.append((f"{name}, us", figure(found[name]), figure(found[f"pipe {peer}"]), beside, aim))
+        beside = [figure(found[f"{one} {peer}"]) for one in others]
+        rows.append((f"{name}, us", figure(found[name]), figure(found[f"pipe {peer}"]), *beside, aim))
     rows.append(
         (
             f"{IN_FLIGHT} in flight, calls a second",
             f"{max(rates):,.0f}",
-            "",
-            "",
+            *blank,
             "100,000: " + verdict(max(rates) >= 1e5),
         )
     )
@@ -165,8 +154,7 @@ def main() -> None:
         (
             "start of a built environment to its first answer, s",
             f"{first_s:.2f}",
-            "",
-            "",
+            *blank,
             "0.3: " + verdict(first_s <= 0.3),
         )
     )
@@ -174,9 +162,11 @@ def main() -> None:
     notes = (
         "In brackets the middle of the rounds' medians; before it, the least. The machine was shared with other work, "
         "so that figures vary by a factor of two and more between runs.",
-        "The pipe and loky copy the array there and back, and have no other environment; take() sends it one way.",
+        "The pipe and the peers copy the array there and back, and have no other environment; take() sends it one way. "
+        "Appose's array was put into shared memory by hand before, and goes by name; executorlib looks each 10 ms.",
     )
-    headings = ("what", "lz.isolated", "multiprocessing.Pipe", "loky", "aim")
+    headings = ("what", "lz.isolated", "multiprocessing.Pipe", *others, "aim")
+    versions |= {"peers": {name: version(name) for name in others}}
     finish("functions", "Functions in environments of their own", versions, headings, rows, notes, is_quick=args.quick)
 
 

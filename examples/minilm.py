@@ -132,7 +132,7 @@ def libraries(reports: list[lz.SelectionReport]) -> str:
 def show_as_plan(encoder: SentenceEncoder, texts: list[str], vectors: Vectors, show: Callable[..., None]) -> None:
     """The same model once more, its calls recorded and then run as one message to each worker in turn."""
     reports = encoder.reports  # calls of a plan that is replayed have none
-    plan = encoder.forward = lz.plan(encoder.forward)
+    plan = encoder.forward = lz.plan(encoder.forward, fixed_weights=True)
     for _ in range(PLAN_ROUNDS):
         start_s = time.perf_counter()
         planned = encoder.encode(texts)

@@ -60,10 +60,55 @@ BPE: dict[str, Any] = {
 }
 
 
+SPLIT = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["Ġ", "w"], ["o", "r"], ["Ġw", "or"], ["Ã", "©"]]
+BYTE_LEVEL: dict[str, Any] = {
+    **BPE,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "model": {
+        **BPE["model"],
+        "vocab": {
+            token: i for i, token in enumerate([*reference.byte_level_alphabet(), *("".join(pair) for pair in SPLIT)])
+        },
+        "merges": [" ".join(pair) for pair in SPLIT],
+    },
+}
+EXTENDED = {**BYTE_LEVEL, "model": {**BYTE_LEVEL["model"], "ignore_merges": True}}  # as Llama 3 has it
+ROOTS = ["▁", "k", "e", "r", "n", "l", "s"]
+CHARACTERS: dict[str, Any] = {  # as Llama 2 has it
+    **BPE,
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    },
+    "pre_tokenizer": None,
+    "decoder": None,
+    "model": {
+        **BPE["model"],
+        "unk_token": "<unk>",
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "vocab": {
+            token: i
+            for i, token in enumerate(
+                ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *ROOTS, "er", "▁k", "▁ker", "ne", "nel", "▁kernel"]
+            )
+        },
+        "merges": ["e r", "▁ k", "▁k er", "n e", "ne l", "▁ker nel"],
+    },
+}
+
+
 def with_pairs(document: dict[str, Any]) -> dict[str, Any]:
     """The same BPE model in the form that newer releases write."""
     merges = [merge.split(" ") for merge in document["model"]["merges"]]
     return {**document, "model": {**document["model"], "merges": merges}}
+
+
+LINES = ["hello world, hellé\n 12's", "", "  été\thell  "]
 
 
 class Maker:
@@ -76,10 +121,19 @@ class Maker:
             self.tokenize("WordPiece", WORD_PIECE, "plain", texts, special, limit)
         self.tokenize("BPE", BPE, "merges-strings", ["abc cab", "aéa bcb"], True, None)
         self.tokenize("BPE", with_pairs(BPE), "merges-pairs", ["abc cab", "aéa bcb"], True, None)
+        self.tokenize("byte level", BYTE_LEVEL, "merges-strings", LINES, True, None)
+        self.tokenize("byte level", with_pairs(BYTE_LEVEL), "merges-pairs", LINES, True, 4)
+        self.tokenize("byte level, whole", EXTENDED, "extended", LINES, True, None)
+        self.tokenize("characters", CHARACTERS, "merges-strings", ["kernel  kern\n", "né", "", "漢 s"], True, None)
+        self.tokenize("characters", with_pairs(CHARACTERS), "merges-pairs", ["kernels", "er漢"], True, 5)
         rows = [[1, 3, 4, 11, 2], [], [8, 14, 16]]
         for skip in (True, False):
             self.detokenize("WordPiece", WORD_PIECE, "plain", rows, skip)
         self.detokenize("BPE", BPE, "merges-strings", [[6, 0], [7, 3]], True)
+        rows = [[259, 260, 195, 169, 195], [262, 108, 999], []]
+        self.detokenize("byte level", BYTE_LEVEL, "merges-strings", rows, True)
+        self.detokenize("byte level", with_pairs(BYTE_LEVEL), "merges-pairs", rows, False)
+        self.detokenize("byte level", EXTENDED, "extended", rows, True)
 
     def tokenize(
         self, name: str, document: dict[str, Any], kind: str, texts: list[str], special: bool, limit: int | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +307,38 @@ def swiglu(gate: Array, up: Array) -> F64:
     return silu(gate) * up.astype(np.float64)
 
 
+def relu(x: Array) -> F64:
+    return np.maximum(x.astype(np.float64), 0.0)
+
+
+def sigmoid(x: Array) -> F64:
+    return np.asarray(0.5 + 0.5 * np.tanh(x.astype(np.float64) / 2))
+
+
+def tanh(x: Array) -> F64:
+    return np.asarray(np.tanh(x.astype(np.float64)))
+
+
+def quick_gelu(x: Array) -> F64:
+    return np.asarray(x.astype(np.float64) * sigmoid(1.702 * x.astype(np.float64)))
+
+
+def hardswish(x: Array) -> F64:
+    return np.asarray(x.astype(np.float64) * np.clip(x.astype(np.float64) + 3, 0, 6) / 6)
+
+
+def mish(x: Array) -> F64:
+    return np.asarray(x.astype(np.float64) * np.tanh(np.logaddexp(x.astype(np.float64), 0)))
+
+
+def geglu(gate: Array, up: Array, *, approximate: str) -> F64:
+    return gelu(gate, approximate=approximate) * up.astype(np.float64)
+
+
+def reglu(gate: Array, up: Array) -> F64:
+    return relu(gate) * up.astype(np.float64)
+
+
 def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
@@ -359,6 +392,14 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
+    "geglu": geglu,
+    "reglu": reglu,
+    "relu": relu,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+    "quick_gelu": quick_gelu,
+    "hardswish": hardswish,
+    "mish": mish,
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,
@@ -388,19 +429,19 @@ def tokenize(
     document: dict[str, Any], texts: list[str], *, add_special_tokens: bool, max_length: int | None
 ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     """ids, splits and offsets for documents with a WhitespaceSplit pre-tokenizer, a WordPiece or BPE model, an optional
-    Lowercase normalizer and an optional BertProcessing."""
+    Lowercase normalizer and an optional BertProcessing; for byte-level ones, and for Llama 2's."""
     model, processor = document["model"], document["post_processor"] if add_special_tokens else None
-    lower = document["normalizer"] is not None
     ids: list[int] = []
     splits, offsets = [0], []
     for text in texts:
         row: Tokens = []
-        start = 0
-        for word in text.split():
-            start = text.index(word, start)
-            split = _word_pieces if model["type"] == "WordPiece" else _merge
-            row += [(i, start + a, start + b) for i, a, b in split(model, word.lower() if lower else word)]
-            start += len(word)
+        if model["type"] == "WordPiece":
+            for found in re.finditer(r"\S+", text):
+                pieces = _word_pieces(model, found.group().lower() if document["normalizer"] else found.group())
+                row += [(i, found.start() + a, found.start() + b) for i, a, b in pieces]
+        else:
+            for symbols in _symbols(document, text):
+                row += _merge(model, symbols)
         if max_length is not None:
             row = row[: max_length - (2 if processor else 0)]
         if processor:
@@ -426,32 +467,63 @@ def _word_pieces(model: dict[str, Any], word: str) -> Tokens:
     return pieces
 
 
-def _merge(model: dict[str, Any], word: str) -> Tokens:
-    """Merge the pair of lowest rank, leftmost first, until none is left."""
+# GPT-2's pattern for texts of letters and digits that Python's \w tells alike.
+_PIECES = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+def byte_level_alphabet() -> list[str]:
+    """A visible character for each byte: its own, or the next one from U+0100 on."""
+    is_visible = [33 <= b <= 126 or 161 <= b <= 172 or b >= 174 for b in range(256)]
+    return [chr(b if is_visible[b] else 256 + is_visible[:b].count(False)) for b in range(256)]
+
+
+def _symbols(document: dict[str, Any], text: str) -> list[Tokens]:
+    """What a BPE model starts from, by word: (symbol, start, end) in the text."""
+    kind = (document["pre_tokenizer"] or {}).get("type")
+    if kind == "ByteLevel":
+        letters = byte_level_alphabet()
+        return [
+            [(letters[b], i, i + 1) for i in range(*found.span()) for b in text[i].encode()]
+            for found in _PIECES.finditer(text)
+        ]
+    if kind == "WhitespaceSplit":
+        return [[(text[i], i, i + 1) for i in range(*found.span())] for found in re.finditer(r"\S+", text)]
+    spaced = [("▁", 0, 1), *((c.replace(" ", "▁"), i, i + 1) for i, c in enumerate(text))] if text else []
+    known = document["model"]["vocab"]
+    return [
+        [(symbol, *at) for c, *at in spaced for symbol in ([c] if c in known else [f"<0x{b:02X}>" for b in c.encode()])]
+    ]
+
+
+def _merge(model: dict[str, Any], parts: Tokens) -> Tokens:
+    """Merge the pair of lowest rank, leftmost first, until none is left; or take the word as it is, if that is a token
+    and merges are ignored then."""
     ranks = {tuple(m.split(" ") if isinstance(m, str) else m): rank for rank, m in enumerate(model["merges"])}
-    parts = list(word)
+    whole = "".join(symbol for symbol, _, _ in parts)
+    if model.get("ignore_merges") and whole in model["vocab"]:
+        parts = [(whole, parts[0][1], parts[-1][2])]
     while True:
-        pairs = [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in ranks]
+        pairs = [(ranks[a[0], b[0]], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if (a[0], b[0]) in ranks]
         if not pairs:
-            break
+            return [(model["vocab"][symbol], start, end) for symbol, start, end in parts]
         _, i = min(pairs)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    row, start = [], 0
-    for part in parts:
-        row.append((model["vocab"][part], start, start + len(part)))
-        start += len(part)
-    return row
+        one, other = parts[i : i + 2]
+        parts[i : i + 2] = [(one[0] + other[0], one[1], other[2])]
 
 
 def detokenize(document: dict[str, Any], rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
-    """Texts for documents with a WordPiece decoder without cleanup, or none (tokens joined by spaces)."""
+    """Texts for documents with a WordPiece decoder without cleanup, a ByteLevel one, or none (tokens joined by
+    spaces)."""
     names = {i: token for token, i in document["model"]["vocab"].items()}
     special = {token["id"] for token in document["added_tokens"] if token["special"]}
     texts = []
     for row in rows:
         tokens = [names[i] for i in row if i in names and not (skip_special_tokens and i in special)]
         text = " ".join(tokens)
-        if document["decoder"] is not None:
+        if (document["decoder"] or {}).get("type") == "ByteLevel":
+            letters = {letter: b for b, letter in enumerate(byte_level_alphabet())}
+            text = bytes(letters[c] for c in "".join(tokens)).decode(errors="replace")
+        elif document["decoder"] is not None:
             text = text.replace(" " + document["decoder"]["prefix"], "")
         texts.append(text)
     return texts

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
-from layerzero.client.planning import attention_plans, plans, token_plans
+from layerzero.client.planning import activation_plans, attention_plans, plans, token_plans
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-DIGEST = {"tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
+DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
 
 
 def planned(op: str, rng: Random) -> Plan:
@@ -154,6 +155,11 @@ def _norm_backward(rng: Random, plan: Any) -> Plan:
     return made
 
 
+def _activation(plan: Any, rng: Random) -> Plan:
+    made: Plan = plan(_tensor(rng, _float(rng), *_extents(rng, rng.randint(0, 3))))
+    return made
+
+
 def _quantize(rng: Random) -> Plan:
     shape = _extents(rng, 2, least=1)
     scale = TensorSpec.contiguous("float32", (rng.choice((1, shape[0])), rng.choice((1, shape[1]))))
@@ -204,6 +210,9 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "gelu": lambda rng: plans.plan_gelu(_tensor(rng, _float(rng), *_extents(rng, 2)), rng.choice(("none", "tanh"))),
     "silu": lambda rng: plans.plan_silu(_tensor(rng, _float(rng), *_extents(rng, rng.randint(0, 3)))),
     "swiglu": lambda rng: token_plans.plan_swiglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),
+    "geglu": lambda rng: activation_plans.plan_geglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),
+    "reglu": lambda rng: activation_plans.plan_reglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),
+    **{op: partial(_activation, plan) for op, plan in activation_plans.PLANS.items()},
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

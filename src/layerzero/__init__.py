@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from layerzero.client.tools.calls import Call as Call
     from layerzero.client.tools.compile import compile as compile
     from layerzero.client.tools.dry_run import PlanReport as PlanReport, dry_run as dry_run
+    from layerzero.client.facade.activation_ops import (
+        geglu as geglu,
+        hardswish as hardswish,
+        mish as mish,
+        quick_gelu as quick_gelu,
+        reglu as reglu,
+        relu as relu,
+        sigmoid as sigmoid,
+        tanh as tanh,
+    )
     from layerzero.client.facade.attention_ops import (
         attention_backward as attention_backward,
         attention_forward as attention_forward,
@@ -70,6 +80,8 @@ if TYPE_CHECKING:
     from layerzero.functions.environment import env as env
     from layerzero.functions.decorator import isolated as isolated
     from layerzero.functions.handle import Handle as Handle
+    from layerzero.functions.model import Model as Model
+    from layerzero.functions.model import load as load
     from layerzero.functions.module import module as module
     from layerzero.client.facade.policy import (
         avoid as avoid,
@@ -124,6 +136,7 @@ _HOME = {
     "layerzero.client.tools.compare_report": "CompareReport",
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
+    "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
     "layerzero.client.facade.norm_ops": "layer_norm_backward rms_norm_backward",
     "layerzero.client.facade.ops": (
@@ -144,6 +157,7 @@ _HOME = {
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",
     "layerzero.functions.handle": "Handle",
+    "layerzero.functions.model": "Model load",
     "layerzero.functions.module": "module",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "

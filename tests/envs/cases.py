@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
@@ -312,6 +313,13 @@ def rope_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield case(f"empty {shape}", shape, 8)
 
 
+def geglu_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for approximate in ("none", "tanh"):
+        for case in swiglu_cases(rng):
+            more = {"approximate": approximate}
+            yield Case(f"{case.name} {approximate}", case.tensors, more, case.layouts, case.out_layout)
+
+
 def swiglu_cases(rng: np.random.Generator) -> Iterator[Case]:
     for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
         yield Case(f"{shape}", (normal(rng, *shape) * 3, normal(rng, *shape)))
@@ -501,6 +509,9 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "append_kv": append_cases,
     "rope": rope_cases,
     "swiglu": swiglu_cases,
+    "geglu": geglu_cases,
+    "reglu": swiglu_cases,
+    **dict.fromkeys(ACTIVATIONS, functools.partial(activation_cases, attrs=[{}])),
     "matmul": matmul_cases,
     "linear": linear_cases,
     "softmax": softmax_cases,

@@ -41,3 +41,40 @@ class Scaled:
 
     def sees(self, values: Any) -> tuple[bool, bool]:
         return bool(values.flags.writeable), bool(self.factors.flags.writeable)
+
+
+def like(x: Any, scale: float = 2.0) -> tuple[Any, Any]:
+    return x.shape, x.dtype
+
+
+@lz.isolated(NEW, shapes=like)
+def scaled(x: Any, scale: float = 2.0, *, out: Any) -> Any:
+    import numpy
+
+    return numpy.multiply(x, scale, out=out)
+
+
+@lz.isolated(OLD, shapes=lambda x: [(x.shape, "float64"), ((x.shape[0],), "float32")])
+def sums(x: Any, out: Any) -> Any:
+    import numpy
+
+    for target, axis in zip(out, (None, 1), strict=True):
+        numpy.copyto(target, x if axis is None else x.sum(axis=axis), casting="unsafe")
+    return out
+
+
+@lz.isolated(NEW, shapes=like)
+def shifted(x: Any) -> Any:
+    return x + 1
+
+
+@lz.isolated(NEW, shapes=lambda x, text: like(x))
+def talkative(x: Any, *, text: str, out: Any) -> Any:
+    out[...] = x
+    print(text)
+    return [out, out[1:], out + 1]
+
+
+@lz.isolated(NEW, shapes=lambda: ("three", "float32"))
+def shapeless(out: Any) -> Any:
+    return out

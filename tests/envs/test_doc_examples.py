@@ -29,6 +29,8 @@ NOT_RUN = {
     "docs/diffusers.md": "the program needs Diffusers: tests/diffusion_models",
     "docs/engines.md": "the program needs flashinfer: tests/serving_engines",
     "docs/functions.md": "it needs an environment of its own: test_functions.py runs examples/functions.py",
+    "docs/models.md": "it needs an environment of its own and a model: test_models.py has both",
+    "docs/versions.md": "it needs environments of other versions: test_versions.py builds some",
     "docs/transformers.md": "the program needs Transformers: tests/transformer_models",
     "docs/torch.md": "the program needs torch itself: tests/frameworks",
     "docs/matrix.md": "it is a test for pytest: test_matrix_pytest.py runs such",

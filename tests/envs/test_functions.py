@@ -47,7 +47,7 @@ def site(own_store: Path) -> Iterator[Site]:
 
 
 @pytest.mark.timeout(600)  # it may have to download two NumPys
-def test_the_example_has_two_numpys_and_two_protobufs(own_store: Path) -> None:
+def test_the_example_has_two_of_each_in_one_program(own_store: Path) -> None:
     """As a newcomer runs it."""
     site = Site(own_store)
     try:
@@ -56,11 +56,11 @@ def test_the_example_has_two_numpys_and_two_protobufs(own_store: Path) -> None:
         site.stop()
     assert answer.returncode == 0, answer.stderr
     said = answer.stdout
-    assert "Versions(numpy='1.26.4', protobuf='3.20.3')" in said
-    assert "Versions(numpy='2." in said
-    assert "protobuf='6." in said
-    assert "the same message True" in said
-    assert "1,048,576 bytes of arrays uncopied" in said
+    assert "old {'numpy': '1.26.4', 'protobuf': '3.20.3', 'onnxruntime': '1.16.3'} new {'numpy': '2." in said
+    assert "'protobuf': '6." in said
+    assert "'torch': '2.13" in said
+    assert float(said.partition("largest difference ")[2].split()[0]) < 1e-4
+    assert said.count("0 copied") == 2
 
 
 DTYPES = ["bool", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64"]
@@ -188,3 +188,53 @@ def test_modules_of_two_numpys_by_name() -> None:
         assert new.random.Generator.random(rng, 3).tolist() == np.random.default_rng(7).random(3).tolist()
     with new.poly1d(np.array([1.0, 2.0])) as line:
         assert (line(np.array([3.0])).tolist(), line.order) == ([5.0], 1)
+
+
+def test_a_result_of_a_declared_shape_is_made_where_it_lies(site: Site) -> None:
+    """Whatever its size: no copy, and no second trip."""
+    for count in (3, 100_000):
+        x = lz.share(np.arange(float(count)))
+        np.testing.assert_array_equal(fn.scaled(x, 3.0), x * 3)
+        report = fn.scaled.last_report()
+        assert (report.copies, report.uncopied_bytes, report.attempts) == ((), 2 * x.nbytes, 1)
+    np.testing.assert_array_equal(fn.scaled.submit(x).result(), x * 2)
+    np.testing.assert_array_equal(fn.scaled.local(x), x * 2)
+
+
+def test_several_results_of_declared_shapes(site: Site) -> None:
+    x = lz.share(np.ones((50, 200)))
+    whole, rows = fn.sums(x)
+    np.testing.assert_array_equal(whole, x)
+    np.testing.assert_array_equal(rows, np.full(50, 200))
+    assert fn.sums.last_report().copies == ()
+
+
+def test_a_function_without_out_copies_its_result_once(site: Site) -> None:
+    x = lz.share(np.zeros(300_000))
+    np.testing.assert_array_equal(fn.shifted(x), x + 1)
+    assert [(copy.arg, copy.nbytes) for copy in fn.shifted.last_report().copies] == [("result", x.nbytes)]
+
+
+@pytest.mark.parametrize("chars", [5, 20_000])
+def test_what_is_placed_and_what_is_not_come_together(
+    site: Site, chars: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts of what was placed, too; also where what was printed has no room before it."""
+    x = lz.share(np.arange(1000.0))
+    fn.talkative(x, text="t" * chars)  # no shape tells of the third result; the next answer has room for it
+    whole, part, other = fn.talkative(x, text="t" * chars)
+    np.testing.assert_array_equal(whole, x)
+    np.testing.assert_array_equal(part, x[1:])
+    np.testing.assert_array_equal(other, x + 1)
+    assert f"[numpy-new] {'t' * chars}" in capsys.readouterr().out
+    copied = fn.talkative.last_report().copies
+    assert len(copied) == (3 if chars > 1000 else 1)
+
+
+def test_what_is_no_shape_is_refused(site: Site) -> None:
+    with pytest.raises(lz.InvalidArgument, match=r"shapeless: shapes gives .'three', 'float32'.; allowed: .shape, dt"):
+        fn.shapeless()
+    with pytest.raises(lz.InvalidArgument, match="missing a required argument"):
+        fn.scaled()
+    with pytest.raises(lz.InvalidArgument, match="without keep=True"):
+        fn.shifted.options(keep=True)

@@ -3,8 +3,11 @@ calls lz.silu and not torch.ops.layerzero.silu."""
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from tests.frameworks.torch_cases import random
 
 import layerzero as lz
 import layerzero.torch as lzt
+from layerzero.client.connection.arena import pool
 
 ops = torch.ops.layerzero
 pytestmark = [  # of torch's own code
@@ -362,3 +366,76 @@ def test_an_accelerated_model_is_exported_with_our_ops(strict: bool) -> None:
     called = [str(node.target) for node in program.graph.nodes if "layerzero" in str(node.target)]
     assert len(called) == TAKEN
     torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+# --- faults ------------------------------------------------------------------------------------------------------
+
+VICTIMS: list[int] = []
+
+
+@torch.library.custom_op("lztest::fault", mutates_args=())
+def fault(x: torch.Tensor, in_forward: bool, is_now: bool) -> torch.Tensor:
+    """x. The worker of the last call dies, where that is now: in forward or in backward."""
+    report = lz.last_report()
+    if in_forward == is_now and not VICTIMS and report is not None and report.worker_pid not in (None, os.getpid()):
+        VICTIMS.append(report.worker_pid)
+        os.kill(report.worker_pid, signal.SIGKILL)
+    return x.clone()
+
+
+@fault.register_fake
+def _(x: torch.Tensor, in_forward: bool, is_now: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, bool, bool], output: torch.Tensor) -> None:
+    ctx.in_forward = inputs[1]
+
+
+def _back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return torch.ops.lztest.fault(grad, ctx.in_forward, False), None, None
+
+
+fault.register_autograd(_back, setup_context=_keep)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("in_forward", [True, False], ids=["forward", "backward"])
+def test_a_worker_dies_in_the_middle_of_a_compiled_model(in_forward: bool) -> None:
+    """Between two nodes of the graph. The results are torch's, and no memory of a call stays behind."""
+    compiled = torch.compile(Halves(ops), fullgraph=True, backend="aot_eager")
+    weights = [random(16, 16, seed=n, needs_grad=True) for n in range(2)]
+    x = random(4, 6, 16, seed=3, needs_grad=True)
+    expected = Halves(F)(x, *weights, in_forward, kills=False)
+    right = torch.autograd.grad(expected.square().sum(), (x, *weights))
+    VICTIMS.clear()
+    slots = []
+    for _ in range(3):
+        found = compiled(x, *weights, in_forward)
+        torch.testing.assert_close(found, expected)
+        grads = torch.autograd.grad(found.square().sum(), (x, *weights))
+        for one, other in zip(grads, right, strict=True):
+            torch.testing.assert_close(one, other)
+        assert lz.last_report().worker_pid not in VICTIMS
+        del found, grads, one
+        gc.collect()
+        slots.append(pool.stats()["slots"])
+    assert len(VICTIMS) == 1
+    assert slots[-1] <= slots[0]
+
+
+class Halves(torch.nn.Module):
+    """Attention and a norm, and between them whatever happens."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(
+        self, x: torch.Tensor, one: torch.Tensor, other: torch.Tensor, in_forward: bool, kills: bool = True
+    ) -> torch.Tensor:
+        attend = getattr(self.f, "attention", None) or self.f.scaled_dot_product_attention
+        y = self.f.linear(x, one)
+        y = attend(y, y, y)
+        y = torch.ops.lztest.fault(y, in_forward, True) if kills else y
+        return self.f.layer_norm(self.f.linear(self.f.silu(y), other), (16,))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS
+
 Case = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -29,6 +31,9 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
         "silu": [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {}), ((t(4, 6)[::2].t(),), {})],
         "gelu": [((t(3, 4),), {}), ((t(3, 4), "tanh"), {})],
         "swiglu": [((t(3, 4), t(3, 4, seed=1)), {}), (tuple(t(3, 8).chunk(2, -1)), {})],
+        "geglu": [((t(3, 4), t(3, 4, seed=1)), {}), ((t(3, 4), t(3, 4, seed=1), "tanh"), {})],
+        "reglu": [((t(3, 4), t(3, 4, seed=1)), {}), (tuple(t(3, 8).chunk(2, -1)), {})],
+        **{op: [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {})] for op in ACTIVATIONS},
         "softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
         "layer_norm": [
             ((t(3, 4), [4], t(4, seed=1), t(4, seed=2), 1e-4), {}),
@@ -166,6 +171,14 @@ NATIVE: dict[str, Callable[..., torch.Tensor]] = {
     "silu": F.silu,
     "gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up, approximate="none": F.gelu(gate, approximate=approximate) * up,
+    "reglu": lambda gate, up: F.relu(gate) * up,
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "hardswish": F.hardswish,
+    "mish": F.mish,
     "softmax": F.softmax,
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,

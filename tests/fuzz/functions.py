@@ -76,7 +76,7 @@ def find(reference: Any) -> None:
 
 def run(data: bytes) -> None:
     head, payload = frames.read(memoryview(data))
-    if head[0] == frames.HOLD and len(head) > 1 and type(head[1]) is list and head[1]:
+    if head[0] in (frames.HOLD, frames.PLACE) and len(head) > 1 and type(head[1]) is list and head[1]:
         head = head[1]
 
     def get(node: list[Any]) -> _Array:
@@ -129,10 +129,12 @@ def seeds() -> dict[str, bytes]:
     def tree(value: Any) -> Any:
         return values.encode(value, put, "value", refer)
 
+    placed = [frames.CALL, code, tree([here]), tree({}), 30]
     return {
         "call": bytes(Frame([frames.CALL, code, tree(value), tree({"x": lent}), 30])),
         "arrays": bytes(Frame([frames.CALL, code, tree([here, lent, here]), tree({}), 30], payload)),
         "hold": bytes(Frame([frames.HOLD, [frames.CALL, code, tree([1, here]), tree({}), 30], frames.OWN], payload)),
+        "place": bytes(Frame([frames.PLACE, placed, [["numpy", "int8", [2], [1]]]], payload)),
         "held": bytes(Frame([frames.CALL, code, tree([_Held(REFERENCE), 1]), tree({"x": _Held([1, 2])}), 30])),
         "itself": bytes(Frame([frames.USE, REFERENCE, frames.ITSELF, "", tree([]), tree({}), 30])),
         "use": bytes(Frame([frames.USE, REFERENCE, frames.METHOD, "add", tree([lent]), tree({"n": 1}), 30])),

@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.harness import Site, is_running, wait_until
+from tests.backends.toy import HANG, fault
+from tests.process.harness import Site, is_paused, is_running, wait_until
 from tests.process.planned import W, X, agree, block, expected, settled, silu, some, two_ready
 
 import layerzero as lz
@@ -54,6 +56,60 @@ def test_a_worker_lost_in_any_step_costs_one_attempt_and_no_result(
     assert served in (("faulty",) if action == "raise" else ("alpha", "beta"))
     for seed in range(10):
         agree(plan(some(seed)), silu(silu(silu(some(seed)))))
+
+
+def three(a: Any, b: Any, c: Any) -> Any:
+    """Three steps in one chain, each on an argument of its own, that may ask for a fault."""
+    return tuple(lz.silu(x, backend="alpha") for x in (a, b, c))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_broker_killed_in_a_step_ends_the_run_and_no_later_one(site: Site, step: int) -> None:
+    """The run knows at once; its memory is not used again, and the next broker's workers run the plan."""
+    plan, pid = settled(lz.plan(three), X, X + 1, X + 2), site.broker_pid
+    assert pid is not None
+    given = [X, X + 1, X + 2]
+    given[step] = given[step].copy()
+    given[step].flat[0] = fault(HANG, "alpha")
+    alpha = site.backend("alpha")["pid"]
+    with ThreadPoolExecutor(1) as thread:
+        hanging = thread.submit(plan, *given)
+        wait_until(lambda: site.backend("alpha")["running"])
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(lz.BrokerLost):
+            hanging.result(timeout=30)
+    wait_until(lambda: not is_running(alpha))
+    lz.disconnect()
+    site.start().connect()
+    for seed in range(3):
+        one, other, last = (some(seed + n) for n in range(3))
+        for got, wanted in zip(plan(one, other, last), (silu(one), silu(other), silu(last)), strict=True):
+            agree(got, wanted)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_client_killed_in_a_step_harms_nobody(site: Site, step: int) -> None:
+    """Its chain ends, its memory is given back, and the worker serves others."""
+    other = site.python(
+        "import numpy as np\n"
+        "from tests.backends.toy import PAUSE, fault\n"
+        "from tests.process.test_plan_faults import three\n"
+        "lz.connect()\n"
+        "x = [np.ones((4, 6), np.float32) for _ in range(3)]\n"
+        "plan = lz.plan(three, keep_choice=False)\n"
+        "while plan(*x) is None or plan.phase != 'FROZEN' or not plan.explain().messages: pass\n"
+        f"x[{step}][0] = fault(PAUSE, 'alpha')\n"
+        "plan(*x)\n"
+    )
+    alpha = site.backend("alpha")["pid"]
+    wait_until(lambda: is_paused(alpha))
+    os.kill(other.pid, signal.SIGKILL)
+    other.communicate()
+    os.kill(alpha, signal.SIGCONT)
+    plan = settled(lz.plan(three), X, X + 1, X + 2)
+    agree(plan(X, X + 1, X + 2)[0], silu(X))
+    assert {t.kernel_id for t in plan.timings()} == {"alpha.silu"}
+    assert site.events("worker.exited") == []
 
 
 def test_a_worker_killed_between_runs_is_no_matter(site: Site) -> None:

@@ -345,6 +345,37 @@ def test_calls_on_constants_alone_are_not_made_again(site: Site) -> None:
     agree(plan(X), X @ silu(fixed) + X @ silu(loose))
 
 
+def test_what_changes_nothing_is_left_out(site: Site) -> None:
+    """Transposes that cancel, copies that nobody writes to, and arithmetic that keeps every bit; -0.0 + 0 does not."""
+
+    def function(x: Any) -> Any:
+        y = lz.silu(x * 2.0)
+        z = ((y.T.T * 1).copy() - 0) / np.float32(1)
+        return lz.silu(z) + 1.0
+
+    plan = settled(lz.plan(function), X)
+    assert "identities: " in str(plan.explain())
+    assert [t.name for t in plan.timings()] == ["mul", "silu", "silu", "add"]
+    agree(plan(X), silu(silu(2 * X)) + 1)
+
+    def keeps(x: Any) -> Any:
+        copied = (y := lz.silu(x)).copy()
+        copied += y
+        zero = lz.silu(x) * -0.0 + 0.0
+        return copied, np.signbit(zero), lz.silu(x) * 1
+
+    plan = lz.plan(keeps)
+    for seed in range(6):
+        copied, signs, own = plan(some(seed))
+        agree(copied, 2 * silu(some(seed)))
+        assert not signs.any()
+        own += 1
+    left = lz.plan(function, passes=["unused"])
+    agree(settled(left, X, messages=2)(X), silu(silu(2 * X)) + 1)
+    assert "identities: " not in str(left.explain()).replace("passes left out", "")
+    assert "mul" in [t.name for t in left.timings()][2:]
+
+
 def test_slots_are_shared_by_what_is_not_needed_at_once(site: Site) -> None:
     """Peak memory is that of what lives at one time, and is in the explanation."""
 

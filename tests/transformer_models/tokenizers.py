@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from tokenizers import (
 )
 from transformers import BatchEncoding, BertTokenizer, PreTrainedTokenizerFast
 
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 CORPUS = [
     "The kernel runs in an environment of its own, and the broker passes memory to it.",
     "Kernels die; another kernel of the same kind serves the call, and nobody notices.",
@@ -117,12 +122,56 @@ def unigram() -> PreTrainedTokenizerFast:
     )
 
 
+def llama_3() -> PreTrainedTokenizerFast:
+    """Byte-level, with a pattern of its own; pieces that are tokens need no merges, which 0.13 does not know."""
+    rust = Tokenizer(models.BPE(ignore_merges=True))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), level])
+    rust.decoder = decoders.ByteLevel()
+    special, alphabet = ["<begin>", "<end>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()
+    rust.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
+    )
+    rust.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single="<begin> $A", pair="<begin> $A <begin>:1 $B:1", special_tokens=[("<begin>", 0)]
+            ),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<begin>", eos_token="<end>", pad_token="<pad>")
+
+
+def llama_2() -> PreTrainedTokenizerFast:
+    """Merges of characters, bytes for those that it does not know, and a blank before each text."""
+    rust = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()  # words, to learn from
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*special, *(f"<0x{b:02X}>" for b in range(256))])
+    rust.train_from_iterator(CORPUS, trainer)
+    document = json.loads(rust.to_str())
+    document["added_tokens"] = document["added_tokens"][: len(special)]
+    rust = Tokenizer.from_str(json.dumps({**document, "pre_tokenizer": None}))
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    rust.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+
+
 def bert() -> BertTokenizer:
     """A class of a model's own, which builds its parts itself."""
     return BertTokenizer(vocab=word_piece().get_vocab())
 
 
 KINDS = {"word pieces": word_piece, "byte pairs": byte_pairs, "gpt2": gpt2, "unigram": unigram, "bert": bert}
+KINDS |= {"llama 2": llama_2, "llama 3": llama_3}
 
 
 def minilm() -> Path | None:

@@ -36,7 +36,6 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {
-    "client/capsules/store.py": {"platformdirs"},  # the user's cache folder, as the command line has it
     "client/chaos": {""},
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.

@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from layerzero.capabilities.device import DeviceSpec, DeviceType
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, TOKENIZER_ATTRS, Heads, heads
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 # Attributes whose value is data: kernels take as long for one as for another.
-DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
+DATA_ATTRS = frozenset({"scale", "eps", *TOKENIZER_ATTRS}) - {"tokenizer_format", "normalizer_id"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class SelectionContext:
 
     Extents are counted in elements; a property is None (or empty) where the op or the call has no such thing. dtypes
     are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (quantization, KV cache, packed
-    weights, dropout, parts of a tokenizer) are read from `attrs` under the name of their property."""
+    weights, dropout) are read from `attrs` under the name of their property."""
 
     op: str
     inputs: tuple[TensorSpec | None, ...]
@@ -200,28 +200,28 @@ class SelectionContext:
 
     @property
     def tokenizer_id(self) -> str | None:
-        """What identifies the tokenizer as a whole: the attribute, else the SHA-256 of its file."""
-        named: str | None = self.attrs.get("tokenizer_id")
-        return named if named is not None else self.attrs.get("tokenizer_digest")
+        """The library that computes exactly what the tokenizer's file says, besides tokenizers; else the SHA-256 of
+        the file."""
+        return self.attrs.get("tokenizer_id")
 
     @property
     def vocab_hash(self) -> str | None:
-        """Of the vocabulary alone; a kernel limited to some vocabularies refuses calls that do not say theirs."""
+        """SHA-256 of the vocabulary."""
         return self.attrs.get("vocab_hash")
 
     @property
     def merges_hash(self) -> str | None:
-        """Of the merge rules."""
+        """SHA-256 of the merge rules."""
         return self.attrs.get("merges_hash")
 
     @property
     def added_tokens_hash(self) -> str | None:
-        """Of the tokens added to the vocabulary."""
+        """SHA-256 of the tokens added to the vocabulary."""
         return self.attrs.get("added_tokens_hash")
 
     @property
     def normalizer_id(self) -> str | None:
-        """Name of the normalizer."""
+        """Types of the normalizers, such as "Prepend+Replace", or "none"."""
         return self.attrs.get("normalizer_id")
 
     @property

@@ -99,15 +99,18 @@ class Inside:
 
 class Arguments:
     """The arguments of a call, encoded once; `keep` holds them while they are lent. `loans`: of objects among them.
-    `backends`: those that may serve it, which an object among them leaves one of."""
+    `backends`: those that may serve it, which an object among them leaves one of. `library`: of arrays there."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], backends: Sequence[str]) -> None:
-        """Raises InvalidArgument with the place of what cannot go to another environment."""
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], backends: Sequence[str], library: str = ""
+    ) -> None:
+        """`library`: what the worker has arrays of, whose they may be here; each its own when left out. Raises
+        InvalidArgument with the place of what cannot go to another environment."""
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
         self.loans: list[Loan] = []
         self.keep = (args, kwargs, self.loans)
-        self.backends = backends
+        self.backends, self.library = backends, library
         self._payload, self._lent = Payload(), _Lent()
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
@@ -118,6 +121,10 @@ class Arguments:
         """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""
         call = [*head, *self._trees]
         return Frame(call if stays == frames.NOTHING else [frames.HOLD, call, stays], self._payload)
+
+    def placed(self, call: list[Any], outs: list[Any]) -> Frame:
+        """The frame of a call that is given memory of its answer for these results."""
+        return Frame([frames.PLACE, [*call, *self._trees], outs], self._payload)
 
     def note_kept(self, reason: str) -> None:
         """The worker copies all arrays."""
@@ -141,7 +148,7 @@ class Arguments:
         array = _array(value)
         if array is None:
             return None
-        library, place = array.kind, None
+        library, place = self.library or array.kind, None
         if not array.needs_copy:
             place = arenas.pool.find(array.address, array.spec.span_bytes)
             node = None if place is None else self._lent.add(library, array.spec, *place)
@@ -202,7 +209,8 @@ class Exchange:
         self._session, self._label, self._env = session, label, env
         self._backends, self._backend = backends, backends[0]
         self._stays, self._params = stays, {"of": of}
-        self.answer_bytes = 0
+        self.answer_bytes = self.placed_bytes = 0  # placed: of arrays that were made where they lie
+        self.library = ""  # of arrays here; each its own when empty
 
     def request(
         self,
@@ -238,10 +246,12 @@ class Exchange:
         try:
             head, payload = frames.read(memory)
             match head:
-                case [frames.RETURNED, tree, list(output)]:
+                case [frames.RETURNED, tree, list(output)] | [frames.PLACED, tree, list(output), list()]:
                     self._show(output)
                     find = None if self._stays == frames.NOTHING else _reference
-                    value = values.decode(tree, _opener(memory, payload, copies), resolve, "result", find)
+                    places, payload = (head[3], memory) if head[0] == frames.PLACED else ([], payload)
+                    opener = self._opener(memory, payload, copies, places)
+                    value = values.decode(tree, opener, resolve, "result", find)
                     if self._stays == frames.ALL and not isinstance(value, Reference):
                         raise ProtocolError("no reference to what it holds")
                     self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
@@ -279,6 +289,32 @@ class Exchange:
             return Answer(error=InvalidArgument(text))
         return Answer(error=BackendError(f"{self._label}: no answer begins with {head[0]}", backend=self._backend))
 
+    def _opener(
+        self, memory: memoryview, payload: memoryview, copies: list[Copy], places: list[Any]
+    ) -> Callable[[list[Any]], Any]:
+        """Arrays of a result: views of the whole answer `memory`, whose slot is free again after the last of them.
+        `places`: offsets of those that were made there."""
+        start = len(memory) - len(payload)
+        wholes: dict[str, Any] = {}
+
+        def get(node: list[Any]) -> Any:
+            library, spec, part = frames.read_array(node, [payload], LIBRARIES)
+            library = self.library or library
+            if library not in sys.modules:
+                raise InvalidArgument(f"it has an array of {library}, which this process has not imported")
+            if not spec.is_contiguous:
+                raise ProtocolError(f"{spec} has gaps")
+            if node[-1] in places:
+                self.placed_bytes += len(part)
+            elif spec.numel:
+                copies.append(Copy("result", len(part), "worker", "a function's result lies in its own memory"))
+            if library not in wholes:
+                wholes[library] = _whole(library, memory)
+            first = start + node[-1]
+            return _array_on(library, wholes[library][first : first + len(part)], spec)
+
+        return get
+
     def _remote(self, kind: str, message: str, trace: str) -> RemoteError:
         text = f"{self._label} in {self._env} raised {kind}: {message}\n{trace.rstrip()}"
         return RemoteError(text, type=kind, message=message, traceback=trace, env=self._env)
@@ -313,27 +349,6 @@ def _joined(output: list[Any]) -> list[Any]:
 
 def _reference(tree: list[Any]) -> Reference:
     return Reference.from_tree(tree, is_answer=True)
-
-
-def _opener(memory: memoryview, payload: memoryview, copies: list[Copy]) -> Callable[[list[Any]], Any]:
-    """Arrays of a result: views of the whole answer `memory`, whose slot is free again after the last of them."""
-    start = len(memory) - len(payload)
-    wholes: dict[str, Any] = {}
-
-    def get(node: list[Any]) -> Any:
-        library, spec, part = frames.read_array(node, [payload], LIBRARIES)
-        if library not in sys.modules:
-            raise InvalidArgument(f"it has an array of {library}, which this process has not imported")
-        if not spec.is_contiguous:
-            raise ProtocolError(f"{spec} has gaps")
-        if spec.numel:
-            copies.append(Copy("result", len(part), "worker", "a function's result lies in its own memory"))
-        if library not in wholes:
-            wholes[library] = _whole(library, memory)
-        first = start + node[-1]
-        return _array_on(library, wholes[library][first : first + len(part)], spec)
-
-    return get
 
 
 def _whole(library: str, memory: memoryview) -> Any:

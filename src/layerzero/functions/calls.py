@@ -52,6 +52,7 @@ class Options:
     fallback: Callable[..., Any] | None = None
     idempotent: bool = False
     keep: bool = False
+    shapes: Callable[..., Any] | None = None
     workers: int | None = None
     shadow: float = 0.0
     tolerance: float = 1e-5
@@ -62,9 +63,9 @@ class Options:
 class FunctionReport:
     """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
     where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
-    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay. `selection`: the broker's report of
-    the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and constructed again.
-    `shadow`: what came of a shadow check of it; empty where there was none."""
+    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay, results included. `selection`: the
+    broker's report of the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and
+    constructed again. `shadow`: what came of a shadow check of it; empty where there was none."""
 
     function: str
     env: str
@@ -137,9 +138,10 @@ class Call:
         self._attempts = 0
         self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
         self._loan: Loan | None = None  # of the object that is called
-        self._rebuilds = 0
+        self._rebuilds = self._placed_bytes = 0
         self._has_repeated = self._is_taught = False
         self._shadow = ""
+        self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
 
@@ -192,8 +194,10 @@ class Call:
             found = self._session.run(self._request())
         assert isinstance(found, Answer)
         exchange, owner = self._exchange, self.owner
-        if exchange is not None and exchange.answer_bytes > owner._room:
-            owner._room = exchange.answer_bytes + exchange.answer_bytes // 8
+        if exchange is not None:
+            self._placed_bytes = exchange.placed_bytes
+            if exchange.answer_bytes > owner._room:
+                owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
 
     def _request(self) -> Any:
@@ -205,16 +209,21 @@ class Call:
         name = places.env_of(given.backends[0]).name
         of = places.of(given.nbytes)
         self._exchange = exchange = Exchange(self._session, given.backends, self.label, name, self._stays, of)
+        exchange.library = self._library
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
             self._frame(given),
             given.lent,
-            room=owner._room,
+            room=self._room(),
             timeout_s=self.options.timeout_s,
             copies=list(given.copies),
             keep=(given.keep, self._loan),
         )
+
+    def _room(self) -> int:
+        """Bytes for the answer."""
+        return self.owner._room
 
     def _frame(self, given: Arguments) -> Frame:
         return given.frame(frames.CALL, self.owner._places.tree(given.backends), stays=self._stays)
@@ -264,7 +273,7 @@ class Call:
                 return False
             self._rebuilds += 1
             if given.loans:
-                self.given = Arguments(self.args, self.kwargs, given.backends)
+                self.given = Arguments(self.args, self.kwargs, given.backends, given.library)
         except LayerZeroError:
             self._note("")
             raise
@@ -293,7 +302,7 @@ class Call:
         options = replace(self.options, shadow=0.0, fallback=None, idempotent=False)
         given = Arguments(self.args, self.kwargs, places.backends_of(others[0]))
         try:
-            told = Call(self.owner, given, self.args, self.kwargs, options).finish()
+            told = self._again(given, options).finish()
             found = difference(value, told, self.options.tolerance)
             self._shadow = f"differs from {others[0].name}: {found}" if found else f"agrees with {others[0].name}"
         except LayerZeroError as exc:
@@ -302,11 +311,15 @@ class Call:
         if found:
             _log.warning("%s: shadow check: %s", self.label, self._shadow)
 
+    def _again(self, given: Arguments, options: Options) -> Call:
+        """The same call elsewhere."""
+        return Call(self.owner, given, self.args, self.kwargs, options)
+
     def _note(self, served_by: str) -> None:
         """It has ended: what a report is made of, without the arguments."""
         given = self.given
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
-        self._uncopied_bytes = 0 if given is None else given.uncopied_bytes
+        self._uncopied_bytes = self._placed_bytes + (0 if given is None else given.uncopied_bytes)
         self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
         self._wrap = None
         self.owner._last.call = self
@@ -420,4 +433,7 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
         pools.demand_workers(made.workers)
     if type(made.keep) is not bool:
         raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
+    if made.shapes is not None and (made.keep or not callable(made.shapes)):
+        text = "what stays there with keep=True needs none" if made.keep else f"shapes is {made.shapes!r:.80}"
+        raise InvalidArgument(f"lz.isolated: {text}; allowed: a function of the same arguments, without keep=True")
     return made

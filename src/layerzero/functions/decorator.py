@@ -25,6 +25,7 @@ def isolated(
     fallback: Callable[..., Any] | None = None,
     idempotent: bool = False,
     keep: bool = False,
+    shapes: Callable[..., Any] | None = None,
     on_death: str | None = None,
     workers: int | None = None,
     shadow: float = 0.0,
@@ -38,7 +39,9 @@ def isolated(
     environments, the one that is wanted first in front: each is a candidate for each call. timeout_s: how long a call
     may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
-    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. on_death, of classes:
+    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. shapes, of
+    functions: takes the same arguments and gives (shape, dtype) of the result, or a list of such, so that its memory is
+    there before: a parameter `out` of the function gets it. on_death, of classes:
     "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
     the next call of it. workers: how many processes of the environment serve it, so that calls run side by side;
     as the environment says when left out. shadow: this share of the calls runs in a second environment, too; results
@@ -48,7 +51,8 @@ def isolated(
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
     given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
-    options = options_of(Options, **given, shadow=shadow, tolerance=tolerance, process=process)
+    more = {"shapes": shapes, "shadow": shadow, "tolerance": tolerance, "process": process}
+    options = options_of(Options, **given, **more)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

@@ -25,6 +25,7 @@ from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.handle import Handle
 from layerzero.functions.places import Candidate, Places
+from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
 from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
@@ -91,7 +92,12 @@ class Isolated(Generic[P, R]):
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
         self._places = Places([Candidate(where, code), *others], options.workers)
+        self._has_out = takes_out(function, options)
         self._signature = None if function is None else inspect.signature(function)
+        if self._has_out and self._signature is not None:
+            self._signature = without_out(self._signature)
+        if options.shapes is not None and self._is_stream:
+            raise InvalidArgument(f"{code.label}: shapes is for functions; items of a generator come without")
         self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
         self._last = threading.local()
@@ -145,10 +151,12 @@ class Isolated(Generic[P, R]):
         """Run it here, in this process, with what is installed here."""
         if self._function is None:
             raise InvalidArgument(f"{self._label} is a function of its environment alone")
+        if self._has_out:
+            kwargs[OUT] = self._shaped(args, kwargs).empty()
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
-        """The same function with other options: timeout_s, fallback, idempotent, keep, workers. Raises
+        """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers. Raises
         InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         return self._changed(options, self._places.candidates[1:])
@@ -180,9 +188,9 @@ class Isolated(Generic[P, R]):
         except ImportError as exc:
             text = f"{self._label}.as_torch_op needs torch 2.13 or newer: pip install 'layerzero-broker[torch]' ({exc})"
             raise InvalidArgument(text) from exc
-        if self._is_stream or self._is_coroutine or self._options.keep:
+        if self._is_stream or self._is_coroutine or self._options.keep or self._has_out:
             text = f"{self._label}: an op of torch has tensors as results"
-            raise InvalidArgument(f"{text}; not of generators, coroutines or keep=True")
+            raise InvalidArgument(f"{text}; not of generators, coroutines, keep=True or out=")
         is_remote = isinstance(backward, Isolated)
         return define(self, self._label, name, schema, fake, backward, is_remote, arrays)
 
@@ -297,7 +305,13 @@ class Isolated(Generic[P, R]):
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
         options = self._options
+        if options.shapes is not None:
+            return ShapedCall(self, given, args, kwargs, options, self._shaped(args, kwargs), has_out=self._has_out)
         return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))
+
+    def _shaped(self, args: Any, kwargs: Any) -> Shaped:
+        assert self._options.shapes is not None
+        return Shaped(self._label, self._options.shapes, args, kwargs)
 
 
 def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:

@@ -274,6 +274,8 @@ class Method:
 
 
 def _demand_no_fallback(options: Options) -> None:
+    if options.shapes is not None:
+        raise InvalidArgument("lz.isolated: shapes is for functions; results of methods are copied once")
     if options.fallback is not None:
         raise InvalidArgument("lz.isolated: fallback is for functions; an object has its state there alone")
 

@@ -24,12 +24,15 @@ class Use(Call):
         kwargs: Any,
         options: Options,
         wrap: Wrap | None = None,
+        libraries: tuple[str, str] = ("", ""),
     ) -> None:
-        given = Arguments(args, kwargs, (stay.backend,))
+        """`libraries`: of arrays there and of those of the result here; each its own when empty."""
+        given = Arguments(args, kwargs, (stay.backend,), libraries[0])
         label = f"{stay.label}.{name}" if name else stay.label
         super().__init__(owner, given, args, kwargs, options, label, wrap)
         self._how, self._name = how, name
         self._stay: Stay | None = stay
+        self._library = libraries[1]
 
     def _frame(self, given: Arguments) -> Frame:
         if self._how == frames.SET:

@@ -29,10 +29,23 @@ def gelu(info: Any, dims: Dims, input: Tensor, approximate: str = "none", **opti
     return ops.gelu(_front(input, dims[0]), approximate, **options), 0
 
 
-def swiglu(info: Any, dims: Dims, gate: Tensor, up: Tensor, **options: Any) -> tuple[Tensor, int]:
-    """As silu; what is not mapped is expanded, which copies nothing here."""
-    size = info.batch_size
-    return ops.swiglu(_mapped(gate, dims[0], size), _mapped(up, dims[1], size), **options), 0
+def each(name: str) -> Rule:
+    """As silu, of another activation."""
+
+    def rule(info: Any, dims: Dims, input: Tensor, **options: Any) -> tuple[Tensor, int]:
+        return getattr(ops, name)(_front(input, dims[0]), **options), 0
+
+    return rule
+
+
+def gated(name: str) -> Rule:
+    """Of swiglu and its like: as silu; what is not mapped is expanded, which copies nothing here."""
+
+    def rule(info: Any, dims: Dims, gate: Tensor, up: Tensor, *args: Any, **options: Any) -> tuple[Tensor, int]:
+        size = info.batch_size
+        return getattr(ops, name)(_mapped(gate, dims[0], size), _mapped(up, dims[1], size), *args, **options), 0
+
+    return rule
 
 
 def softmax(info: Any, dims: Dims, input: Tensor, dim: int, **options: Any) -> tuple[Tensor, int]:

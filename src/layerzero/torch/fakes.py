@@ -28,13 +28,17 @@ def gelu(input: Tensor, approximate: str = "none", **_: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
-def swiglu(gate: Tensor, up: Tensor, **_: Any) -> Tensor:
-    """As `gate`; equal shapes."""
-    _same("swiglu", gate=gate, up=up)
-    _need(gate.dim() == up.dim(), lambda: _shapes("swiglu", "equal shapes", gate=gate, up=up))
-    for one, other in zip(gate.shape, up.shape, strict=True):
-        _need(one == other, lambda: _shapes("swiglu", "equal shapes", gate=gate, up=up))
-    return gate.new_empty(gate.shape)
+def gated(op: str) -> Callable[..., Tensor]:
+    """Of swiglu and its like: as `gate`; equal shapes."""
+
+    def fake(gate: Tensor, up: Tensor, approximate: str = "none", **_: Any) -> Tensor:
+        _same(op, gate=gate, up=up)
+        _need(gate.dim() == up.dim(), lambda: _shapes(op, "equal shapes", gate=gate, up=up))
+        for one, other in zip(gate.shape, up.shape, strict=True):
+            _need(one == other, lambda: _shapes(op, "equal shapes", gate=gate, up=up))
+        return gate.new_empty(gate.shape)
+
+    return fake
 
 
 def softmax(input: Tensor, dim: int, **_: Any) -> Tensor:

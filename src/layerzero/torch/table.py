@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch import attention, autocasting, batching, fakes, gradients, norms
+from layerzero.torch import activations, attention, autocasting, batching, fakes, gradients, norms
 
 ANY: frozenset[str] = frozenset()
 
@@ -218,11 +218,33 @@ TABLE: dict[str, OpEntry] = {
         OpEntry(
             "swiglu",
             "Tensor gate, Tensor up",
-            fakes.swiglu,
+            fakes.gated("swiglu"),
             gradients.swiglu,
             {"gate": ANY, "up": frozenset({"gate"})},
             autocasting.widest,
-            batching.swiglu,
+            batching.gated("swiglu"),
+        ),
+        *(
+            OpEntry(name, "Tensor input", fakes.silu, formula, {"input": ANY}, batch=batching.each(name))
+            for name, formula in activations.FORMULAS.items()
+        ),
+        OpEntry(
+            "geglu",
+            'Tensor gate, Tensor up, str approximate="none"',
+            fakes.gated("geglu"),
+            activations.geglu,
+            {"gate": ANY, "up": frozenset({"gate"})},
+            autocasting.widest,
+            batching.gated("geglu"),
+        ),
+        OpEntry(
+            "reglu",
+            "Tensor gate, Tensor up",
+            fakes.gated("reglu"),
+            activations.reglu,
+            {"gate": ANY, "up": frozenset({"gate"})},
+            autocasting.widest,
+            batching.gated("reglu"),
         ),
         OpEntry(
             "quantize",

@@ -26,7 +26,7 @@ def traced(request: Request) -> Any:
         args = (grad, x, options.pop("normalized_shape"), weight, options.pop("eps"))
     elif request.op == "softmax":
         args = (*request.args, options.pop("dim"))
-    elif request.op == "gelu":
+    elif request.op in ("gelu", "geglu"):
         args = (*request.args, options.pop("approximate"))
     elif request.op == "attention":
         named = ("dropout_p", "is_causal", "scale", "enable_gqa")

@@ -29,6 +29,11 @@ ATTRS: dict[str, dict[str, Any]] = {
     "tokenize": {
         "tokenizer_digest": "d",
         "tokenizer_format": "0.13",
+        "tokenizer_id": "d",
+        "vocab_hash": "vocab",
+        "merges_hash": "merges",
+        "added_tokens_hash": "added",
+        "normalizer_id": "none",
         "add_special_tokens": True,
         "max_length": None,
         "return_offsets": False,

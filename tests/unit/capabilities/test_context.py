@@ -88,9 +88,15 @@ def test_field_is_read_from_its_attribute(name: str) -> None:
     assert not getattr(call("silu", spec(4)), name)
 
 
-def test_tokenizer_is_known_by_the_digest_of_its_file() -> None:
-    """The client sends no other name."""
-    assert call("tokenize", *[spec(3, dtype="uint8")] * 3).tokenizer_id == "d"
+def test_times_of_one_vocabulary_are_those_of_another() -> None:
+    """And not those of another normalizer, which takes time, or format."""
+
+    def key(**parts: str) -> str:
+        return call("tokenize", *[spec(3, dtype="uint8")] * 3, **parts).perf_key()
+
+    for name in ("tokenizer_digest", "tokenizer_id", "vocab_hash", "merges_hash", "added_tokens_hash"):
+        assert key(**{name: "x"}) == key()
+    assert len({key(), key(normalizer_id="NFC"), key(tokenizer_format="x")}) == 3
 
 
 def test_sm_is_that_of_the_device() -> None:
@@ -157,7 +163,7 @@ DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
         name: lambda name=name: call("tokenize", *[spec(3, dtype="uint8")] * 3, **{name: "x"})  # type: ignore[misc]
         for name in (
             *("tokenizer_digest", "tokenizer_format", "vocab_hash", "merges_hash", "added_tokens_hash"),
-            *("normalizer_id", "return_offsets", "max_length"),
+            *("normalizer_id", "tokenizer_id", "return_offsets", "max_length"),
         )
     },
 }

@@ -13,7 +13,7 @@ from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.manifest import discover
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import GATED, OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify.cases import cases
 from layerzero.workers.certify.problems import PROBLEMS
@@ -53,7 +53,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
         **dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), (dense(64, 128), dense(64, 128), dense(128))),
-        "swiglu": (dense(64, 128), dense(64, 128)),
+        **dict.fromkeys(("swiglu", *GATED), (dense(64, 128), dense(64, 128))),
         "rope": (dense(1, 64, 16, 128), dense(1, 64, 64), dense(1, 64, 64)),
         "attention_varlen": (*[dense(256, 16, 64)] * 3, *[TensorSpec.contiguous("int32", (5,))] * 2),
         "paged_attention": (

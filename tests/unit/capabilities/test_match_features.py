@@ -265,7 +265,7 @@ CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
         Reason.VOCAB_HASH_MISMATCH,
         "vocab_hash='x'; allowed: a",
     ),
-    "merges": (tokenize({"merges_hashes": ["a"]}), Reason.MERGES_HASH_MISMATCH, "merges_hash=None; allowed: a"),
+    "merges": (tokenize({"merges_hashes": ["a"]}), Reason.MERGES_HASH_MISMATCH, "merges_hash='merges'; allowed: a"),
     "added tokens": (
         tokenize({"added_tokens_hashes": []}, added_tokens_hash="x"),
         Reason.ADDED_TOKENS_MISMATCH,

@@ -24,12 +24,12 @@ _FILES = (CALL, REPORT, LOG)
 
 
 def folder_of(environ: Mapping[str, str]) -> Path:
-    """LAYERZERO_CAPSULE_DIR, or `capsules` in the store: LAYERZERO_STORE or the user's cache folder."""
-    import platformdirs  # only where a capsule is made or read
-
+    """LAYERZERO_CAPSULE_DIR, or `capsules` in the store: LAYERZERO_STORE, or the user's cache folder, by the XDG Base
+    Directory Specification."""
     if environ.get("LAYERZERO_CAPSULE_DIR"):
         return Path(environ["LAYERZERO_CAPSULE_DIR"]).absolute()
-    return Path(environ.get("LAYERZERO_STORE") or platformdirs.user_cache_path("layerzero")).absolute() / "capsules"
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerzero"
+    return Path(environ.get("LAYERZERO_STORE") or cache).absolute() / "capsules"
 
 
 def names(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from layerzero.client.connection.report import ADAPTED, Attempt, Copy
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
 from layerzero.ipc.transport import messages, wire
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_TIMEOUT_S = 86_400
@@ -274,6 +274,7 @@ def parameter(op: str, name: str) -> str:
 
 _OF_INPUT = frozenset(
     {"linear", "softmax", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward", "gelu", "silu"}
+    | set(ACTIVATIONS)
 )
 
 

@@ -34,8 +34,7 @@ def tokenize(
     data, splits = texts.encode_texts(items)
     max_length = texts.check_max_length(max_length)
     params = {
-        "tokenizer_digest": file.digest,
-        "tokenizer_format": file.format,
+        **file.attrs,
         "add_special_tokens": bool(add_special_tokens),
         "max_length": max_length,
         "return_offsets": bool(return_offsets),
@@ -78,8 +77,7 @@ def detokenize(
     file = texts.open_tokenizer(tokenizer)
     flat, splits, is_single = texts.encode_ids(ids)
     params = {
-        "tokenizer_digest": file.digest,
-        "tokenizer_format": file.format,
+        **file.attrs,
         "skip_special_tokens": bool(skip_special_tokens),
     }
 

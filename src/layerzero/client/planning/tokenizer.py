@@ -20,16 +20,18 @@ FILE_NAME = "tokenizer.json"
 
 
 class TokenizerFile:
-    """A tokenizer.json: its bytes, their SHA-256 and the file format that a kernel must be able to read.
+    """A tokenizer.json: its bytes, their SHA-256, the file format that a kernel must be able to read, and in `attrs`
+    these two and the hashes of its parts, as calls say them.
 
     Make it once and pass it to each call: a path costs a stat per call, bytes cost a hash.
     """
 
-    __slots__ = ("__weakref__", "data", "digest", "format", "name")
+    __slots__ = ("__weakref__", "attrs", "data", "digest", "format", "name")
 
     def __init__(self, data: bytes, name: str = "tokenizer") -> None:
         """Raises ConfigError when the bytes are no tokenizer.json."""
         from layerzero.ipc.vocabulary.tokenizer_format import tokenizer_format
+        from layerzero.ipc.vocabulary.tokenizer_identity import tokenizer_parts
 
         try:
             document = json.loads(data)
@@ -43,6 +45,11 @@ class TokenizerFile:
         self.name = name
         self.digest = hashlib.sha256(data).hexdigest()
         self.format = tokenizer_format(document)
+        self.attrs = {
+            "tokenizer_digest": self.digest,
+            "tokenizer_format": self.format,
+            **tokenizer_parts(document, self.digest),
+        }
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> TokenizerFile:

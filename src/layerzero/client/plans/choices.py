@@ -3,6 +3,7 @@
 A kernel that is the fastest by itself may not be in its place: crossing to another worker takes time, and libraries
 that keep their threads spinning take cores from each other. So each call's own best, and each backend that serves some
 of the calls, preferred for all of them, are tried in turn, in runs that their caller wanted anyway; the fastest stays.
+With that backend the plan is then tried without the fusions that were made: one that does not pay is undone.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ BONUS = 5_000.0  # above measured times and dispatch tables, below what lz.prefe
 
 @dataclass(eq=False)
 class Candidate:
-    """`backend` is "" for each call's own best. `us`: the median of its runs, 0 for one that was not timed."""
+    """`backend` is "" for each call's own best. `us`: the median of its runs, 0 for one that was not timed. `program`:
+    which one runs, of those that the plan has."""
 
     backend: str
     us: float = 0.0
     times: list[int] = field(default_factory=list)
+    program: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.backend, self.program
 
     @functools.cached_property
     def wish(self) -> Overlay | None:
@@ -39,22 +46,49 @@ class Candidate:
 class Choices:
     """Of one variant of a plan. `chosen` is what is tried, and in the end what stays."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, programs: Sequence[Program]) -> None:
+        """`programs`: the one with all fusions, and those that lack some (preparing.py)."""
+        program = programs[0]
+        self._without = [one.without for one in programs]
         served = {step.kernel.partition(".")[0] for step in program.steps if step.number in program.chained}
         others = [Candidate(name) for name in sorted(served - {""})] if len(served - {""}) > 1 else []
         self.candidates: Sequence[Candidate] = (Candidate(""), *others)
         self._left = list(self.candidates) if others else []
         self._waited = 0
         self.chosen = self.candidates[0]
+        self.fused: Sequence[Candidate] = ()  # of the chosen backend: with all fusions, and without some
+        if not others:
+            self._try_fusions()
 
     def settle(self, candidates: Sequence[Candidate], chosen: str) -> None:
         """It was timed before: these were tried, and this one of them was chosen."""
-        self.candidates, self._left = candidates, []
+        self.candidates = candidates
         self.chosen = next(one for one in candidates if one.backend == chosen)
+        self.fused = ()
+        self._try_fusions()
 
     @property
     def is_done(self) -> bool:
         return not self._left
+
+    @property
+    def has_backend(self) -> bool:
+        """Whether it is known which backend is preferred; fusions may still be tried."""
+        return self.is_done or bool(self.fused)
+
+    @property
+    def backend(self) -> str:
+        """The one that is preferred, as long as it is tried or in the end."""
+        return self.chosen.backend
+
+    def _try_fusions(self) -> None:
+        """Once it is known which backend is preferred. Its times of before may be another process's."""
+        numbers = range(len(self._without)) if len(self._without) > 1 else ()
+        self.fused = [Candidate(self.chosen.backend, program=number) for number in numbers]
+        self._left = list(self.fused)
+        self._waited = 0
+        if self.fused:
+            self.chosen = self.fused[0]
 
     def note(self, plan: FrozenPlan, elapsed_ns: int) -> None:
         """A run of the chosen one's plan took so long."""
@@ -73,7 +107,13 @@ class Choices:
     def _next(self) -> None:
         self._waited = 0
         del self._left[0]
-        self.chosen = self._left[0] if self._left else self._best()
+        if self._left:
+            self.chosen = self._left[0]
+        elif self.fused:
+            self.chosen = min((one for one in self.fused if one.us), key=lambda one: one.us, default=self.fused[0])
+        else:
+            self.chosen = self._best()
+            self._try_fusions()
 
     def _best(self) -> Candidate:
         own = self.candidates[0]
@@ -83,11 +123,28 @@ class Choices:
 
     def __str__(self) -> str:
         """Empty where there was nothing to choose."""
-        if len(self.candidates) == 1:
-            return ""
-        shown = [f"{one.backend or 'each call its own best'} {one.us:,.0f} us" for one in self.candidates if one.us]
-        state = f"{self.chosen.backend or 'each call its own best'} for all" if self.is_done else "being timed"
-        return f"backend: {state} ({', '.join(shown)})" if shown else f"backend: {state}"
+        lines = []
+        if len(self.candidates) > 1:
+            lines.append(self._told("backend", self._name(self.backend), self.candidates, self.has_backend))
+        if self.fused:
+            what = self._kept(self.chosen)
+            lines.append(self._told("fusions", what, self.fused, self.is_done))
+        return "\n  ".join(lines)
+
+    def _told(self, what: str, chosen: str, candidates: Sequence[Candidate], is_done: bool) -> str:
+        names = [self._name(one.backend) if what == "backend" else self._kept(one) for one in candidates]
+        shown = [f"{name} {one.us:,.0f} us" for name, one in zip(names, candidates, strict=True) if one.us]
+        state = f"{chosen} for all" if what == "backend" else chosen
+        state = state if is_done else "being timed"
+        return f"{what}: {state} ({', '.join(shown)})" if shown else f"{what}: {state}"
+
+    @staticmethod
+    def _name(backend: str) -> str:
+        return backend or "each call its own best"
+
+    def _kept(self, one: Candidate) -> str:
+        without = self._without[one.program]
+        return f"without {' and '.join(without)}" if without else "all"
 
 
 @functools.lru_cache(maxsize=256)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from layerzero.client.arrays.recognition import CPU
@@ -16,13 +15,18 @@ from layerzero.client.connection import overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
+from layerzero.client.plans.debugging import compared
+from layerzero.client.plans.diagnostics import Diagnostics, PlanEvent, to_json
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.graph_library import LIBRARIES
 from layerzero.client.plans.graph_plan import GraphPlan
+from layerzero.client.plans.guards import arrays_of, is_captured, key_of, label_of, modes_of
 from layerzero.client.plans.keeping import KeptChoice
 from layerzero.client.plans.layout import NOBODY
-from layerzero.client.plans.passes import FIXED, Program, prepare
-from layerzero.client.plans.recording import CONSTANT, Recording, Step, is_array, record
+from layerzero.client.plans.passes import Program
+from layerzero.client.plans.picturing import as_html, as_text
+from layerzero.client.plans.preparing import FUSED_BY, alternatives, check_passes
+from layerzero.client.plans.recording import CONSTANT, Recording, record
 from layerzero.client.plans.showing import (
     PlanExplanation,
     SlotRow,
@@ -32,7 +36,6 @@ from layerzero.client.plans.showing import (
     slot_rows,
     timing_rows,
 )
-from layerzero.client.plans.traced import map_leaves
 from layerzero.client.plans.verifying import largest_difference
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
@@ -41,7 +44,6 @@ from layerzero.ipc.wording import counted
 COLD, WARM, FROZEN, CALLS = "COLD", "WARM", "FROZEN", "CALLS"
 """Phases of a plan: never run; recorded, perhaps more than once; laid out; not to be frozen, its function runs."""
 MAX_VARIANTS = 64  # of one function; the one that was not used for longest goes
-_PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None)))
 
 
 class Variant:
@@ -51,26 +53,45 @@ class Variant:
         self.label = label
         self.phase, self.problem = COLD, ""
         self.recordings = 0
-        self.runs = self.replays = 0
+        self.runs = self.replays = self.fallbacks = 0
+        self.replayed_ns = 0
         self.recording: Recording | None = None
-        self.program: Program | None = None
+        self.programs: list[Program] = []  # with all fusions, and without some
+        self.unfused = ""  # why it was recorded anew, and has no fusions
         self.frozen: FrozenPlan | None = None
         self.graph: GraphPlan | None = None  # in its place, on a GPU
         self.choices: Choices | None = None
         self.kept: KeptChoice | None = None
-        self.checked: set[str] = set()  # candidates whose chains were compared with calls
-        self.workers: dict[str, Mapping[int, str]] = {}  # of candidates: which ones their plan is laid out for
+        self.checked: set[tuple[str, int]] = set()  # candidates whose chains were compared with calls
+        self.workers: dict[tuple[str, int], Mapping[int, str]] = {}  # of candidates: which ones it is laid out for
         self.lock = threading.Lock()
+
+    @property
+    def program(self) -> Program | None:
+        """That of the chosen candidate."""
+        if not self.programs:
+            return None
+        return self.programs[0 if self.choices is None else self.choices.chosen.program]
 
 
 class ExecutionPlan:
     """A function that runs as a plan where it can. Made by lz.plan."""
 
     def __init__(
-        self, function: Callable[..., Any], warmup: int, bake_constants: bool, keep_choice: bool, is_timed: bool
+        self,
+        function: Callable[..., Any],
+        warmup: int,
+        *,
+        bake_constants: bool,
+        fixed_weights: bool,
+        keep_choice: bool,
+        passes: frozenset[str],
+        diagnostics: Diagnostics,
+        is_timed: bool,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._warmup, self._bakes, self._keeps = function, warmup, bake_constants, keep_choice
+        self._passes, self._has_fixed_weights, self._diagnostics = passes, fixed_weights, diagnostics
         self._is_timed = is_timed
         self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
@@ -117,20 +138,38 @@ class ExecutionPlan:
         """How each step of the last plan was run the last time; empty before it is frozen."""
         return timing_rows(self._seen())
 
-    def show(self) -> str:
-        """The last plan as a Mermaid flow chart."""
-        return mermaid(self._seen())
+    def show(self, form: str = "mermaid") -> str:
+        """The last plan as a picture: a Mermaid flow chart, a table for terminals ("text"), or a page that needs no
+        other file ("html"). Raises InvalidArgument for other forms."""
+        if form == "mermaid":
+            return mermaid(self._seen())
+        if form not in ("text", "html"):
+            raise InvalidArgument(f"form is {form!r}; allowed: mermaid, text, html")
+        return (as_text if form == "text" else as_html)(self._seen(), self.counters())
+
+    def diagnostics(self, category: str | None = None) -> list[PlanEvent]:
+        """The last events of a category, or of all, as far as `diagnostics=` asked for them; the oldest first. Raises
+        InvalidArgument for a category that there is not."""
+        return self._diagnostics.events(category)
+
+    def diagnostics_json(self, category: str | None = None) -> str:
+        """As `diagnostics`, one JSON object a line."""
+        return to_json(self._diagnostics.events(category))
 
     def counters(self) -> dict[str, Any]:
-        """Runs, replays, and why other runs were none; how many choices over whole plans were "reused" from disk,
-        "kept" there, or found there and "ignored"."""
+        """Runs, replays and their average time in us, why other runs were none, steps that left their chain
+        ("fallbacks"), the bytes of the largest plan; how many choices over whole plans were "reused" from disk, "kept"
+        there, or found there and "ignored"."""
         with self._lock:
             variants = list(self._variants.values())
+            replays = sum(v.replays for v in variants)
             return {
                 "runs": sum(v.runs for v in variants),
-                "replays": sum(v.replays for v in variants),
+                "replays": replays,
+                "average_us": sum(v.replayed_ns for v in variants) / 1e3 / replays if replays else 0.0,
                 "plans": len(variants),
                 "misses": dict(self._misses),
+                "fallbacks": sum(v.fallbacks for v in variants),
                 "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
                 "peak_bytes": max((_peak_bytes(v) for v in variants), default=0),
             }
@@ -148,18 +187,35 @@ class ExecutionPlan:
         expected = self._function(*args, **kwargs)
         return largest_difference(expected, self(*args, **kwargs))
 
-    def debug(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Step, tuple[Any, ...]]]:
+    def debug(self, *args: Any, compare: str | None = None, **kwargs: Any) -> Iterator[tuple[Any, ...]]:
         """Run the frozen plan of such arguments step by step, each as a call of its own: an iterator of steps and
-        their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan."""
+        their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan.
+
+        compare: a backend; each step's tuple has a Comparison behind the results, with what that backend made of the
+        same arguments. The function cannot have an argument of that name here.
+        """
+        if compare is not None and not isinstance(compare, str):
+            raise InvalidArgument(f"compare is {compare!r:.80}; allowed: the name of a backend")
         variant = self._variant(args, kwargs, [])
         if variant.phase != FROZEN:
             raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
+        inputs = arrays_of((args, kwargs))
         with variant.lock:
-            session, inputs = default_session.session(), _arrays_of((args, kwargs))
+            session = default_session.session()
             if variant.graph is not None:
+                if compare is not None:
+                    raise InvalidArgument("compare is for plans on the CPU; leave it out on a GPU")
                 yield from self._graph(session, variant).walk(inputs)
+                return
+            frozen = self._frozen(session, variant)
+            if compare is not None:
+                yield from compared(frozen, inputs, compare)
             else:
-                yield from self._frozen(session, variant).debug(inputs)
+                yield from ((step, results) for step, results, _ in frozen.debug(inputs))
+
+    def _tell(self, variant: Variant, category: str, message: str, **facts: Any) -> None:
+        variant.fallbacks += category == "fallback"
+        self._diagnostics.tell(category, variant.label, message, **facts)
 
     def _miss(self, why: str) -> None:
         with self._lock:
@@ -175,14 +231,14 @@ class ExecutionPlan:
     def _variant(self, args: Any, kwargs: Any, arrays: list[Any]) -> Variant:
         policy = overlay.current()
         mode = getattr(self._owner, "training", None)  # of a module of torch
-        shapes = _key((args, kwargs), arrays)
-        key = (shapes, None if policy is None else policy.text, _modes(arrays), mode)
+        shapes = key_of((args, kwargs), arrays)
+        key = (shapes, None if policy is None else policy.text, modes_of(arrays), mode)
         with self._lock:
             variant = self._variants.get(key)
             if variant is self._latest and variant is not None:
                 return variant
             if variant is None:
-                variant = self._variants[key] = Variant(_label((args, kwargs)))
+                variant = self._variants[key] = Variant(label_of((args, kwargs)))
                 if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
             else:
@@ -194,7 +250,7 @@ class ExecutionPlan:
         if variant.phase == CALLS:
             self._miss(variant.problem)
             return self._function(*args, **kwargs)
-        if _is_captured(arrays):
+        if is_captured(arrays):
             self._miss("its caller captures a CUDA graph, which has its calls")
             return self._function(*args, **kwargs)
         if variant.phase == FROZEN:
@@ -209,8 +265,10 @@ class ExecutionPlan:
             problem = difference(variant.recording, made, bakes_constants=self._bakes)
         variant.recordings += 1
         variant.phase = WARM
+        self._tell(variant, "phase", "recorded", steps=len(made.steps), problem=problem)
         if problem:
             variant.phase, variant.problem, variant.recording = CALLS, problem, None
+            self._tell(variant, "phase", f"its calls go one by one: {problem}", phase=CALLS)
         elif variant.recording is None:
             variant.recording = made
             if made.device != CPU:  # what it made is not to keep a GPU's memory
@@ -224,23 +282,33 @@ class ExecutionPlan:
     ) -> None:
         """Lay the plan out, and see that it gives what the function gave."""
         assert variant.recording is not None
-        variant.program = prepare(variant.recording, made)
-        variant.recording = None
-        made.let_go({number for number, home in variant.program.homes.items() if home == FIXED})
-        if made.device != CPU:
-            self._freeze_graph(session, variant, made, _arrays_of((args, kwargs)), expected)
+        passes = self._passes - set(FUSED_BY.values()) if variant.unfused else self._passes
+        first, variant.recording = variant.recording, None
+        variant.programs = alternatives(session, first, made, passes, has_fixed_weights=self._has_fixed_weights)
+        program = variant.programs[0]
+        if made.device not in (None, CPU):
+            self._freeze_graph(session, variant, made, arrays_of((args, kwargs)), expected)
             return
-        variant.choices = Choices(variant.program)
+        if variant.unfused:
+            program.done.append(f"no fusions: {variant.unfused}")
+        variant.choices = Choices(variant.programs)
         if self._keeps:
-            variant.kept = KeptChoice(self._function, variant.program, variant.label)
+            variant.kept = KeptChoice(self._function, program, variant.label)
             variant.kept.look(session, variant.choices)
-        variant.frozen = FrozenPlan(session, variant.program, variant.choices.chosen.wish)
         variant.phase = FROZEN
+        frozen = self._frozen(session, variant)
+        self._tell(variant, "phase", "laid out", phase=FROZEN, steps=len(program.steps), fused=program.fused)
+        for line in program.done:
+            self._tell(variant, "passes", line)
+        layout = frozen.layout
+        self._tell(variant, "memory", "slots", peak_bytes=layout.peak_bytes, sum_bytes=layout.sum_bytes)
         if made.writes_outside:
-            variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
-            variant.checked |= {one.backend for one in variant.choices.candidates}
+            for one in variant.programs:
+                one.done.append("not checked against the function: it writes to arrays of its caller's")
+            numbers = range(len(variant.programs))
+            variant.checked |= {(one.backend, n) for one in variant.choices.candidates for n in numbers}
             return
-        self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
+        self._check(session, variant, arrays_of((args, kwargs)), expected, "the function")
 
     def _freeze_graph(
         self, session: Session, variant: Variant, made: Recording, inputs: list[Any], expected: Any
@@ -272,17 +340,18 @@ class ExecutionPlan:
         if graph.problem:
             variant.phase, variant.problem, variant.graph = CALLS, graph.problem, None
 
-    @staticmethod
-    def _frozen(session: Session, variant: Variant) -> FrozenPlan:
+    def _frozen(self, session: Session, variant: Variant) -> FrozenPlan:
         """Of this very connection and the chosen candidate, and with memory that nobody else may write to."""
         frozen = variant.frozen
         assert variant.program is not None
         assert variant.choices is not None
         wish = variant.choices.chosen.wish
         is_its = frozen is not None and frozen.session is session and frozen.link is session.link
+        is_its = is_its and frozen is not None and frozen.program is variant.program
         if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
-            workers = variant.workers.get(variant.choices.chosen.backend, NOBODY)
-            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers)
+            workers = variant.workers.get(variant.choices.chosen.key, NOBODY)
+            tell = functools.partial(self._tell, variant)
+            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers, tell)
         return frozen
 
     def _replay_graph(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
@@ -301,13 +370,20 @@ class ExecutionPlan:
         frozen = self._frozen(session, variant)
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
+        elapsed_ns = time.perf_counter_ns() - start_ns
         variant.replays += 1
+        variant.replayed_ns += elapsed_ns
+        if self._diagnostics.is_on("runs"):
+            self._tell(variant, "runs", "replayed", us=elapsed_ns / 1e3, copied_bytes=frozen.copied_bytes)
         choices = variant.choices
         assert choices is not None
-        chosen = choices.chosen.backend
-        if not choices.is_done and (chosen in variant.checked or (variant.checked and not frozen.is_linked)):
-            choices.note(frozen, time.perf_counter_ns() - start_ns)
-            if choices.is_done and variant.kept is not None:
+        chosen = choices.chosen.key
+        if not choices.is_done and (chosen in variant.checked or not frozen.is_linked):
+            had_backend = choices.has_backend
+            choices.note(frozen, elapsed_ns)
+            if choices.is_done:
+                self._tell(variant, "choice", str(choices), backend=choices.backend)
+            if choices.has_backend and not had_backend and variant.kept is not None:
                 variant.kept.tell(session, choices)
         elif chosen not in variant.checked and frozen.is_linked and self._is_laid_out(variant, frozen):
             variant.checked.add(chosen)
@@ -324,7 +400,7 @@ class ExecutionPlan:
     def _is_laid_out(variant: Variant, frozen: FrozenPlan) -> bool:
         """Whether it is for the workers that serve it; else the next one will be."""
         assert variant.choices is not None
-        chosen = variant.choices.chosen.backend
+        chosen = variant.choices.chosen.key
         if chosen in variant.workers:
             return True
         variant.workers[chosen] = frozen.served()
@@ -339,7 +415,15 @@ class ExecutionPlan:
         try:
             largest_difference(expected, variant.frozen.run(inputs))
         except InvalidArgument as exc:
-            variant.phase, variant.problem = CALLS, f"the plan gave something else than {what}: {exc.message}"
+            problem = f"the plan gave something else than {what}: {exc.message}"
+            self._tell(variant, "fallback", problem)
+            if variant.programs[0].fused and not variant.unfused:  # once more without them
+                variant.unfused, variant.phase, variant.recordings = problem, WARM, 0
+                variant.choices, variant.kept, variant.programs = None, None, []
+                variant.checked.clear()
+                variant.workers.clear()
+            else:
+                variant.phase, variant.problem = CALLS, problem
             variant.frozen = None
         except LayerZeroError:
             variant.frozen = None  # a call failed, and it was not the caller's: the next run has a plan of its own
@@ -350,7 +434,10 @@ def plan(
     *,
     warmup: int = 1,
     bake_constants: bool = False,
+    fixed_weights: bool = False,
     keep_choice: bool = True,
+    passes: Iterable[str] | None = None,
+    diagnostics: str | Mapping[str, str] = "summary",
     timed: bool = False,
 ) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
@@ -371,8 +458,16 @@ def plan(
     warmup: how many runs must agree with the first one; at least 1.
     bake_constants: arrays that the function makes anew at each run, and not of its arguments (a mask by numpy.tril,
     say), are kept as they were when it was recorded; without it such a function is run as ever.
+    fixed_weights: the caller's word that arrays which the function has of its own are not changed: they may be folded,
+    and weights of several projections laid side by side; after changes call `reset`. Without it, only arrays that are
+    read-only down to their memory count as such.
     keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
     process need not time it; False times it in this process.
+    passes: names of the passes that may change the program, of "constants", "identities", "common", "attention",
+    "projections", "gating" and "unused" (docs/plans.md); None: all of them.
+    diagnostics: which events are kept and go to the loggers `layerzero.plan.<category>`: "off", "summary" (phase,
+    choice, fallback), "detailed" (passes, memory and links, too), "full" (each run, too), or a map of categories to
+    those.
     timed: on a GPU, each launch of the plan's graph is timed by two events; `timings()` has the last one's.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
@@ -382,78 +477,16 @@ def plan(
         raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
-    return ExecutionPlan(function, warmup, bake_constants, keep_choice, timed)
-
-
-def _arrays_of(given: Any) -> list[Any]:
-    found: list[Any] = []
-    _key(given, found)
-    return found
-
-
-def _key(value: Any, arrays: list[Any]) -> Any:
-    """Equal for arguments that share a plan; `arrays` takes the arrays in order. Each run makes one."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return (kind, *[_key(item, arrays) for item in value])
-    if kind is dict:
-        return (kind, *[(name, _key(item, arrays)) for name, item in value.items()])
-    if kind in _PLAIN:
-        return (kind, repr(value) if kind is float or kind is complex else value)
-    if is_array(value):
-        arrays.append(value)
-        return _array_key(value)
-    if isinstance(value, (list, tuple, dict)):  # of a class of its own
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return (kind, *[(name, _key(item, arrays)) for name, item in items])
-    return (kind, repr(value) if kind is slice else id(value))
-
-
-def _array_key(array: Any) -> Any:
-    if type(array).__module__ == "numpy":
-        return (type(array), array.dtype, array.shape, getattr(array, "strides", ()), array.flags.aligned)
-    has_grad = getattr(array, "requires_grad", False)
-    return (type(array), array.dtype, array.shape, _strides_of(array), array.device, has_grad)
-
-
-def _strides_of(array: Any) -> Any:
-    try:
-        return array.stride() if callable(array.stride) else ()
-    except (AttributeError, RuntimeError):  # a layout of torch without strides, a subclass of NumPy's
-        return getattr(array, "strides", ())
-
-
-def _label(given: tuple[Any, Any]) -> str:
-    """The arguments in short."""
-    shown: list[str] = []
-
-    def note(leaf: Any) -> None:
-        shown.append(
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)[:40]
-        )
-
-    map_leaves(given, note)
-    return ", ".join(shown)
-
-
-def _modes(arrays: list[Any]) -> Any:
-    """What torch does otherwise with the same arrays. A graph holds what it was captured with."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    has_grad = torch.is_grad_enabled()
-    if not arrays or not getattr(arrays[0], "is_cuda", False):
-        return has_grad
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    precise = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    return (has_grad, torch.is_inference_mode_enabled(), cast, precise)
-
-
-def _is_captured(arrays: list[Any]) -> bool:
-    """Whether the caller's stream is being captured."""
-    if not arrays or not getattr(arrays[0], "is_cuda", False):
-        return False
-    return bool(sys.modules["torch"].cuda.is_current_stream_capturing())
+    return ExecutionPlan(
+        function,
+        warmup,
+        bake_constants=bake_constants,
+        fixed_weights=fixed_weights,
+        keep_choice=keep_choice,
+        passes=check_passes(passes),
+        diagnostics=Diagnostics.of(diagnostics),
+        is_timed=timed,
+    )
 
 
 def _peak_bytes(variant: Variant) -> int:

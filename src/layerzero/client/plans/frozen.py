@@ -15,7 +15,7 @@ from layerzero.client.plans.layout import NOBODY, lay_out
 from layerzero.client.plans.memory import Memory, Place, array_at, array_on
 from layerzero.client.plans.passes import FIXED, OUTPUT, SLOT, Program
 from layerzero.client.plans.recording import Step, Use, Value
-from layerzero.client.plans.segments import CALLED, OWN, Segment, StepRun
+from layerzero.client.plans.segments import CALLED, OWN, Segment, StepRun, Tell
 from layerzero.client.plans.traced import map_leaves
 from layerzero.client.session.session import Session
 
@@ -30,12 +30,18 @@ class FrozenPlan:
     """Of one program and one connection. For one thread at a time."""
 
     def __init__(
-        self, session: Session, program: Program, wish: Overlay | None = None, workers: Mapping[int, str] = NOBODY
+        self,
+        session: Session,
+        program: Program,
+        wish: Overlay | None = None,
+        workers: Mapping[int, str] = NOBODY,
+        tell: Tell | None = None,
     ) -> None:
         """`wish`: what its calls ask of selection, besides what their caller asks; `workers`: which ones `served` its
-        steps before, so that those of several can run at the same time. Raises OutOfMemory."""
+        steps before, so that those of several can run at the same time; `tell` is told of links and fallbacks. Raises
+        OutOfMemory."""
         self.session, self.program, self.wish, self.workers = session, program, wish, workers
-        self.link = session.link
+        self.link, self._tell = session.link, tell
         self._needed = self._find_needed()
         own = (step for step in program.steps if step.number not in program.chained)
         skipped = {step.number for step in own if self._is_skipped(step, self._needed)}
@@ -92,16 +98,19 @@ class FrozenPlan:
                 scope.end()
 
     def debug(self, inputs: Sequence[Any]) -> Any:
-        """A generator that runs step by step, each as a call of its own, and gives each step and its results."""
+        """A generator that runs step by step, each as a call of its own, and gives each step, its results, and the
+        arrays that it takes, where it is a call."""
         frame = _Frame(self, inputs)
         for item in self.items:
             if isinstance(item, Segment):
                 for number, step in enumerate(item.steps):
                     item.call(number, frame.places)
-                    yield step, tuple(item.array(self.program.value(made), frame.places) for made in step.made)
+                    made = tuple(item.array(self.program.value(number), frame.places) for number in step.made)
+                    yield step, made, item.arguments(step, frame.places)
             else:
                 frame.run_here(item)
-                yield item, tuple(frame.array(self.program.value(made)) for made in item.made)
+                made = tuple(frame.array(self.program.value(number)) for number in item.made)
+                yield item, made, map_leaves(item.args, frame.filled) if item.request is not None else ()
         return frame.output()
 
     def _find_needed(self) -> set[int]:
@@ -133,7 +142,8 @@ class FrozenPlan:
         for step in self.program.steps:
             if step.number in self.program.chained:
                 if not items or not isinstance(items[-1], Segment):
-                    items.append(Segment(self.session, self.program, self.memory, [], table_at, self.timings))
+                    its = (self.session, self.program, self.memory, list[Step](), table_at, self.timings)
+                    items.append(Segment(*its, self._tell))
                 items[-1].steps.append(step)  # type: ignore[union-attr]
                 table_at += Segment.table_bytes(step)
             elif not self._is_skipped(step, self._needed):
@@ -182,7 +192,7 @@ class _Frame:
 
     def run_here(self, step: Step) -> None:
         """A function of the caller's own, or a call that cannot be in a chain."""
-        args, kwargs = map_leaves((step.args, step.kwargs), self._filled)
+        args, kwargs = map_leaves((step.args, step.kwargs), self.filled)
         start_ns = time.perf_counter_ns()
         if step.request is not None:
             result = self._plan.session.run(replace(step.request, args=args, out=kwargs.get("out")))
@@ -231,7 +241,7 @@ class _Frame:
             if target is not result and not _is_same_memory(target, result):
                 _assign(target, result)
 
-    def _filled(self, leaf: Any) -> Any:
+    def filled(self, leaf: Any) -> Any:
         return self.array(self._program.value(leaf)) if isinstance(leaf, Use) else leaf
 
     def output(self) -> Any:

@@ -1,16 +1,15 @@
-"""What a recording is made into before it is laid out: which steps a worker may run in a chain, whose memory is whose,
-and which steps are not needed. Every pass says what it did; all of them leave the results as they are."""
+"""A program: what a recording is made into before it is laid out. Here: which steps a worker may run in a chain, whose
+memory is whose, and the passes that leave steps out and the results as they are. Every pass says what it did."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import arena as arenas
-from layerzero.client.plans.comparing import NEW, constant_kind
 from layerzero.client.plans.recording import CONSTANT, INPUT, STEP, Recording, Step, Storage, Use, Value
 from layerzero.client.plans.traced import map_leaves
 from layerzero.ipc.vocabulary.ops import OPS
@@ -23,7 +22,8 @@ SLOT, OUTPUT, ARGUMENT, FIXED, LOOSE = "slot", "output", "argument", "constant",
 class Program:
     """`steps` are those that are left, in order. `chained`: numbers of those that a worker may run in a chain; `homes`:
     where each storage lies; `renamed`: values that are others'; `done`: what the passes did, a line each. `immutable`:
-    storages of constants whose numbers cannot change; `fresh_constants` are made anew by the function at each run."""
+    storages of constants whose numbers cannot change; `fresh_constants` are made anew by the function at each run;
+    `fused`: names of passes that joined steps; `without`: passes that were left out to see whether that is faster."""
 
     recording: Recording
     steps: list[Step]
@@ -33,6 +33,8 @@ class Program:
     immutable: set[int] = field(default_factory=set)
     fresh_constants: set[int] = field(default_factory=set)
     done: list[str] = field(default_factory=list)
+    fused: list[str] = field(default_factory=list)
+    without: tuple[str, ...] = ()
 
     def value(self, use: Use | int) -> Value:
         number = use if isinstance(use, int) else use.value
@@ -52,28 +54,7 @@ class Program:
         return found
 
 
-def prepare(first: Recording, recording: Recording) -> Program:
-    """The program of two equal recordings, with the arrays of the second."""
-    program = Program(recording, list(recording.steps))
-    for number in recording.constants:
-        value = recording.values[number]
-        kind = constant_kind(first.values[number], value)
-        if kind == NEW:
-            program.fresh_constants.add(value.storage.number)
-        if kind == NEW or _is_immutable(value.obj):
-            program.immutable.add(value.storage.number)
-    is_on_gpu = recording.device not in (None, CPU)
-    _choose_chained(program, _may_be_left_out if is_on_gpu else _may_be_chained)
-    _fold_constants(program)
-    _share_equal(program)
-    _drop_unused(program)
-    if is_on_gpu:
-        program.chained.clear()  # its calls go in a CUDA graph
-    _place(program)
-    return program
-
-
-def _is_immutable(obj: Any) -> bool:
+def is_immutable(obj: Any) -> bool:
     """Whether nobody can change its numbers: read-only down to the memory that it is a view of."""
     numpy = sys.modules.get("numpy")
     while numpy is not None and isinstance(obj, numpy.ndarray):
@@ -90,11 +71,12 @@ def _is_immutable(obj: Any) -> bool:
 # --- which steps may cross in a chain
 
 
-def _choose_chained(program: Program, may_be: Callable[[Program, Step], bool]) -> None:
+def choose_chained(program: Program) -> None:
+    may_be = may_be_left_out if program.recording.device not in (None, CPU) else may_be_chained
     program.chained = {step.number for step in program.steps if may_be(program, step)}
 
 
-def _may_be_left_out(program: Program, step: Step) -> bool:
+def may_be_left_out(program: Program, step: Step) -> bool:
     """Whether a call does nothing but make its result."""
     request = step.request
     if request is None or step.writes or OPS[request.op].in_place or "out" in step.kwargs:
@@ -102,7 +84,7 @@ def _may_be_left_out(program: Program, step: Step) -> bool:
     return all(value.array is not None for value in program.reads(step))
 
 
-def _may_be_chained(program: Program, step: Step) -> bool:
+def may_be_chained(program: Program, step: Step) -> bool:
     request = step.request
     if request is None or request.timeout_s is not None or request.output_bytes is not None or step.writes:
         return False
@@ -136,22 +118,22 @@ def _is_in_reach(program: Program, value: Value) -> bool:
 # --- passes
 
 
-def _fold_constants(program: Program) -> None:
+def fold_constants(program: Program) -> None:
     """Steps on constants that cannot change are done: what they made when they were recorded is a constant, too."""
     folded = []
     for step in program.steps:
         homes = {value.storage for value in program.reads(step)}
         is_fixed = homes and all(h.number in program.immutable and not h.writers for h in homes)
-        is_known = step.request is not None or _is_view(step) or _is_pure(step)  # another one may draw random numbers
+        is_known = step.request is not None or is_view(step) or _is_pure(step)  # another one may draw random numbers
         if is_fixed and is_known and not step.writes and all(not storage.writers for storage in step.fresh):
             folded.append(step)
             for storage in step.fresh:
                 storage.origin = CONSTANT
                 program.immutable.add(storage.number)
-    _leave_out(program, folded, "constant folding", "on constants alone")
+    leave_out(program, folded, "constant folding", "on constants alone")
 
 
-def _share_equal(program: Program) -> None:
+def share_equal(program: Program) -> None:
     """Calls with the same op, parameters and arrays are made once, unless the second result is the caller's."""
     given = {value.storage.number for value in program.outputs()}
     seen: dict[Any, Step] = {}
@@ -172,7 +154,7 @@ def _share_equal(program: Program) -> None:
             program.renamed.update(zip(step.made, first.made, strict=True))
             shared.append(step)
             _follow_views(program, step, first)
-    _leave_out(program, shared, "common subexpressions", "as another call")
+    leave_out(program, shared, "common subexpressions", "as another call")
 
 
 def _follow_views(program: Program, step: Step, first: Step) -> None:
@@ -184,25 +166,24 @@ def _follow_views(program: Program, step: Step, first: Step) -> None:
             value.storage = other
 
 
-def _drop_unused(program: Program) -> None:
+def drop_unused(program: Program) -> None:
     """Steps whose results nobody takes, and that write to nothing, are not made."""
     needed: set[int] = {value.storage.number for value in program.outputs()}
     kept: list[Step] = []
     dropped = []
     for step in reversed(program.steps):
         made = {storage.number for storage in step.fresh}
-        is_view = step.request is None and not made and not step.writes
-        is_used = bool(made & needed) or bool(step.writes) or is_view
+        is_used = bool(made & needed) or bool(step.writes) or is_view(step)
         if not is_used and (step.number in program.chained or (step.request is None and _is_pure(step))):
             dropped.append(step)
             continue
         kept.append(step)
-        needed |= {value.storage.number for value in program.reads(step)} if not is_view else set()
+        needed |= {value.storage.number for value in program.reads(step)} if not is_view(step) else set()
     program.steps = kept[::-1]
-    _leave_out(program, [step for step in dropped if not _is_view(step)], "dead results", "that nobody takes")
+    leave_out(program, [step for step in dropped if not is_view(step)], "dead results", "that nobody takes")
 
 
-def _is_view(step: Step) -> bool:
+def is_view(step: Step) -> bool:
     return step.request is None and not step.fresh and not step.writes
 
 
@@ -213,7 +194,7 @@ def _is_pure(step: Step) -> bool:
     return is_ufunc or getattr(step.function, "__module__", None) == "_operator"
 
 
-def _leave_out(program: Program, steps: list[Step], name: str, why: str) -> None:
+def leave_out(program: Program, steps: list[Step], name: str, why: str) -> None:
     numbers = {step.number for step in steps}
     program.steps = [step for step in program.steps if step.number not in numbers]
     program.chained -= numbers
@@ -230,7 +211,7 @@ def _label(step: Step) -> str:
 # --- where storages lie
 
 
-def _place(program: Program) -> None:
+def place(program: Program) -> None:
     given = {value.storage.number for value in program.outputs()}
     reached: set[int] = set()  # by workers
     for step in program.steps:

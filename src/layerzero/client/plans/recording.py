@@ -101,6 +101,19 @@ class Recording:
         """Whether it writes to arrays that are not its own results."""
         return any(storage.origin != STEP for step in self.steps for storage in step.writes)
 
+    def copy(self) -> Recording:
+        """One of its own, with the same arrays: passes change storages, values and steps."""
+        storages = [replace(storage, writers=list(storage.writers)) for storage in self.storages]
+
+        def its(known: tuple[Storage, ...]) -> tuple[Storage, ...]:
+            return tuple(storages[storage.number] for storage in known)
+
+        values = [replace(value, storage=storages[value.storage.number]) for value in self.values]
+        steps = [replace(step, fresh=its(step.fresh), writes=its(step.writes)) for step in self.steps]
+        return replace(
+            self, steps=steps, values=values, storages=storages, inputs=[*self.inputs], constants=[*self.constants]
+        )
+
     def let_go(self, kept: Collection[int]) -> None:
         """Keep the arrays of these storages alone; of the others what is known of them."""
         for value in self.values:

@@ -39,6 +39,7 @@ MAX_CHAIN_US = 100_000.0  # by the times of the recorded calls: others wait for 
 MAX_DECLINED, RESTS = 3, 100  # chains in a row; then the segment's steps go one by one for so many runs
 STEP_TABLE_BYTES = 16 + 8 * 16  # at most, of a step without its references
 CHAINED, CALLED, OWN = "chain", "call", "here"
+Tell: TypeAlias = Callable[..., None]  # of a category, a message and facts
 Ended: TypeAlias = tuple[Lane, Lease, "Lost | LayerZeroError"]
 
 
@@ -82,6 +83,7 @@ class Segment:
     steps: list[Step]
     table_at: int  # where its tables may lie in the memory
     timings: dict[int, StepRun]
+    tell: Tell | None = None
     waves: list[list[_Chain | int]] = field(default_factory=list)
     is_linked: bool = False
     rests: int = 0  # runs until chains are tried again
@@ -152,6 +154,10 @@ class Segment:
                 room += used
         self.waves = made
         self.is_linked = True
+        if self.tell is not None:
+            kernels = [lease.decision.kernel_id for chain in self.chains for lease in chain.leases]
+            waves_of = [[1 if isinstance(one, int) else len(one.leases) for one in wave] for wave in made]
+            self.tell("links", f"{len(kernels)} steps in {self.messages} messages", kernels=kernels, waves=waves_of)
 
     def _room(self) -> Callable[[int], bool]:
         """Takes the steps of one chain, while there is room."""
@@ -266,6 +272,8 @@ class Segment:
             chain.declined += 1
             if chain.declined >= MAX_DECLINED:
                 self.rests = RESTS
+                if self.tell is not None:
+                    self.tell("fallback", f"chains were declined; {RESTS} runs go step by step", steps=chain.numbers)
                 self.unlink()
             self._call_all(chain, places)
             return
@@ -308,7 +316,7 @@ class Segment:
         """Run a step as a call. `after`: it was in a chain that ended so."""
         step = self.steps[number]
         assert step.request is not None
-        args = tuple(self.array(self.program.value(arg), places) if isinstance(arg, Use) else arg for arg in step.args)
+        args = self.arguments(step, places)
         request: Request = replace(step.request, args=args)
         try:
             if after is None:
@@ -328,10 +336,16 @@ class Segment:
         us = record[4] / 1e3 if isinstance(record, tuple) else 0.0
         attempts = len(record[5]) + len(record[7]) if isinstance(record, tuple) else 0
         self._note(number, CALLED, kernel_of(record)[0], us, attempts)
+        if self.tell is not None and after is not None:
+            what = f"step {step.number}, {step.name} at {step.where}, did not end in its chain"
+            self.tell("fallback", what, step=step.number, kernel_id=kernel_of(record)[0], attempts=attempts)
 
     def _note(self, number: int, how: str, kernel_id: str, us: float, attempts: int) -> None:
         step = self.steps[number]
         self.timings[step.number] = StepRun(step.number, how, kernel_id, us, attempts)
+
+    def arguments(self, step: Step, places: Sequence[Place]) -> tuple[Any, ...]:
+        return tuple(self.array(self.program.value(arg), places) if isinstance(arg, Use) else arg for arg in step.args)
 
     def array(self, value: Value, places: Sequence[Place]) -> Any:
         arena, offset = self._at(self.memory.reach(value), places)

@@ -219,7 +219,8 @@ def timing_rows(variant: Variant) -> list[Timing]:
     for segment in variant.frozen.segments:
         segment.read_times()
     by_number = {step.number: step for step in variant.program.steps}
-    runs = sorted(variant.frozen.timings.values(), key=lambda run: run.number)
+    places = {step.number: place for place, step in enumerate(variant.program.steps)}
+    runs = sorted(variant.frozen.timings.values(), key=lambda run: places[run.number])
     found = []
     for run in runs:
         step = by_number[run.number]
@@ -253,7 +254,7 @@ def mermaid(variant: Variant) -> str:
         lines.append(f"  in{number}([argument {len(maker) - 1}])")
     messages = 0
     for item in variant.frozen.items:
-        for name, steps in _frames(item):
+        for name, steps in frames_of(item):
             if name:
                 lines.append(f"  subgraph m{messages} [{name}]")
                 messages += 1
@@ -290,7 +291,7 @@ def _steps_of(item: Segment | Step) -> list[Step]:
     return item.steps if isinstance(item, Segment) else [item]
 
 
-def _frames(item: Segment | Step) -> list[tuple[str, list[Step]]]:
+def frames_of(item: Segment | Step) -> list[tuple[str, list[Step]]]:
     """Steps that cross together, with what is written on their frame; "" for none."""
     if not isinstance(item, Segment):
         return [("", [item])]

@@ -401,7 +401,7 @@ class Session:
         arrays = describe_args(request, takes_specs=True)
         specs = tuple(arg if array is None else array.spec for arg, array in zip(request.args, arrays, strict=True))
         found = named_device(request.op, arrays, device)
-        plan = request.planner(*specs, **request.params)
+        plan = request.planner(*request.shape_specs(specs), **request.params)
         return self.route_body(plan, request.backend, gpu_name(found))
 
     def explain(self, request: Request, device: str | None = None) -> SelectionReport:

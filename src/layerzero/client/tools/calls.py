@@ -18,7 +18,7 @@ from layerzero.client.tools.compiling import compile_ahead
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
-from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, GATED, OPS, PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -162,6 +162,8 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "gelu": (Call("gelu", {"input": _f32(256, 2048)}),),
     "silu": (Call("silu", {"input": _f32(256, 2048)}),),
     "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),
+    **{op: (Call(op, {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),) for op in GATED},
+    **{op: (Call(op, {"input": _f32(256, 2048)}),) for op in ACTIVATIONS},
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
     "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
     "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),

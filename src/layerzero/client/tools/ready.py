@@ -14,15 +14,10 @@ from layerzero.client.facade import api, default_session
 from layerzero.client.gpu.memory import ordinal_of
 from layerzero.client.tools.calls import DEFAULTS, Call, on_gpu
 from layerzero.client.tools.inputs import plain_inputs
+from layerzero.client.tools.small_tokenizers import small_tokenizers
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
 from layerzero.ipc.vocabulary.ops import FUNCTION, OPS
 
-# The smallest file that every release of tokenizers reads.
-TOKENIZER = (
-    b'{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,'
-    b'"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,'
-    b'"model":{"type":"WordLevel","vocab":{"a":0,"[UNK]":1},"unk_token":"[UNK]"}}'
-)
 GPU_DTYPES = ("float16", "bfloat16", "float32")
 LOADING_S, POLL_S = 60.0, 0.1  # so long a library may take to be probed and loaded in this process
 
@@ -161,9 +156,9 @@ def small_calls(op: str, device: int = CPU) -> tuple[Call, ...]:
         calls = DEFAULTS.get(op, ()) if OPS[op].runs_on_gpus else ()
         return tuple(on_gpu(call, device, dtype) for dtype in GPU_DTYPES for call in calls)
     if op == "tokenize":
-        return (Call(op, {}, {"text": "a", "tokenizer": TOKENIZER}),)
+        return tuple(Call(op, {}, {"text": "a", "tokenizer": one}) for one in small_tokenizers())
     if op == "detokenize":
-        return (Call(op, {}, {"ids": [0], "tokenizer": TOKENIZER}),)
+        return tuple(Call(op, {}, {"ids": [0], "tokenizer": one}) for one in small_tokenizers())
     return DEFAULTS.get(op, ())
 
 

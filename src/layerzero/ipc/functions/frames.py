@@ -19,10 +19,12 @@ MAGIC = 0x31464C5A  # "ZLF1"
 HEAD_AT = 8
 ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
+PLACED_AT = 1024  # where results that are made in an answer's memory begin in it; its head lies before
+MODELS = "layerzero.models"  # as a module: whole models, which the worker opens by kind
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT = range(9)
-RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE = range(7)
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE = range(10)
+RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED = range(8)
 # What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
 METHOD, GET, SET, ITSELF = range(4)
 # What stays of the result of a call, for HOLD: all, or what is an object of the class whose method it is of.
@@ -59,6 +61,10 @@ class Code:
     @property
     def is_installed(self) -> bool:
         return not self.file
+
+    @property
+    def is_model(self) -> bool:
+        return self.is_installed and self.module == MODELS
 
     @property
     def label(self) -> str:
@@ -112,20 +118,31 @@ class Payload:
         """The offset of a new part."""
         offset = self.nbytes
         self.parts.append((offset, nbytes, write))
-        self.nbytes = _aligned(offset + nbytes)
+        self.nbytes = aligned(offset + nbytes)
         return offset
+
+    def place_of(self, address: int, nbytes: int) -> int | None:
+        """The offset of memory that has become a part where it lies; None for all other memory."""
+        return None
 
 
 class Frame:
-    """A frame that can be written."""
+    """A frame that can be written. `has_room`: its head ends before what was placed."""
 
-    def __init__(self, head: list[Any], payload: Payload | None = None) -> None:
+    has_room = True
+
+    def __init__(self, head: list[Any], payload: Payload | None = None, *, is_placed: bool = False) -> None:
+        """`is_placed`: the payload's offsets are those of the frame, from PLACED_AT on."""
         self._head = pack_tree(head)
         self._payload = payload
         self._start = HEAD_AT + len(self._head)
+        if is_placed and payload is not None:
+            self.has_room = self._start <= PLACED_AT
+            self._start, self.nbytes = 0, payload.nbytes
+            return
         self.nbytes = self._start
         if payload is not None and payload.parts:
-            self._start = _aligned(self._start)
+            self._start = aligned(self._start)
             self.nbytes = self._start + payload.nbytes
 
     def write(self, target: memoryview) -> None:
@@ -163,7 +180,7 @@ def read(memory: memoryview) -> tuple[list[Any], memoryview]:
     head = unpack_tree(bytes(memory[HEAD_AT : HEAD_AT + size]))
     if type(head) is not list or not head or type(head[0]) is not int:
         raise ProtocolError("a frame's head is no list that begins with a number")
-    return head, memory[_aligned(HEAD_AT + size) :]
+    return head, memory[aligned(HEAD_AT + size) :]
 
 
 def array_node(library: str, spec: TensorSpec, position: int, offset: int) -> list[Any]:
@@ -189,5 +206,6 @@ def read_array(
     return library, spec, memory[offset : offset + spec.span_bytes]
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """So many bytes, up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

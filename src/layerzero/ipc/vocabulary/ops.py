@@ -51,6 +51,21 @@ class Op:
 FUNCTION = "function"
 FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
 
+# Activations, element by element, and those of a gate that multiply another tensor.
+ACTIVATIONS = ("relu", "sigmoid", "tanh", "quick_gelu", "hardswish", "mish")
+GATED = ("geglu", "reglu")
+
+# Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
+TOKENIZER_ATTRS = (
+    "tokenizer_digest",
+    "tokenizer_format",
+    "tokenizer_id",
+    "vocab_hash",
+    "merges_hash",
+    "added_tokens_hash",
+    "normalizer_id",
+)
+
 _ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
 
 OPS: dict[str, Op] = {
@@ -145,6 +160,11 @@ OPS: dict[str, Op] = {
         Op("silu", ("x",)),
         # equal shapes
         Op("swiglu", ("gate", "up")),
+        # gelu(gate) * up, approximate as in gelu
+        Op("geglu", ("gate", "up"), attrs=("approximate",)),
+        # relu(gate) * up
+        Op("reglu", ("gate", "up")),
+        *(Op(name, ("x",)) for name in ACTIVATIONS),
         # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
         # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
         # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).
@@ -162,7 +182,7 @@ OPS: dict[str, Op] = {
             "tokenize",
             ("tokenizer", "text", "text_splits"),
             ("ids", "splits", "offsets"),
-            attrs=("tokenizer_digest", "tokenizer_format", "add_special_tokens", "max_length", "return_offsets"),
+            attrs=(*TOKENIZER_ATTRS, "add_special_tokens", "max_length", "return_offsets"),
             sized_output=True,
         ),
         # ids int32, splits (n+1) int64 -> text uint8 (UTF-8), text_splits (n+1) int64
@@ -170,7 +190,7 @@ OPS: dict[str, Op] = {
             "detokenize",
             ("tokenizer", "ids", "splits"),
             ("text", "text_splits"),
-            attrs=("tokenizer_digest", "tokenizer_format", "skip_special_tokens"),
+            attrs=(*TOKENIZER_ATTRS, "skip_special_tokens"),
             sized_output=True,
         ),
         # does nothing: measures dispatch

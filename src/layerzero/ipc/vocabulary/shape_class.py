@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, GATED
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 EMPTY = "empty"
@@ -188,6 +189,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "gelu": _elementwise,
     "silu": _elementwise,
     "swiglu": _elementwise,
+    **dict.fromkeys((*ACTIVATIONS, *GATED), _elementwise),
     "quantize": _quantization,
     "dequantize": _quantization,
     "embedding": _embedding,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
 
 Shape = tuple[int, ...]
@@ -363,6 +363,11 @@ def _swiglu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     return ((dtype, gate.shape),)
 
 
+def _geglu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+    _choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
+    return _swiglu(op, inputs, attrs)
+
+
 def _quantize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     x, scale = _required(inputs, 2)
     if x.dtype not in SCALED_DTYPES:
@@ -427,8 +432,8 @@ def _texts(op: str, inputs: _Inputs, attrs: _Attrs, dtypes: Sequence[str]) -> No
     for name, spec, dtype in zip(OPS[op].inputs, _required(inputs, 3), dtypes, strict=True):
         if spec != TensorSpec.contiguous(dtype, (0,)):
             refuse(op, f"{name} is {spec}", f"{dtype}[0]: calls say how long it is")
-    _text(op, attrs, "tokenizer_digest")
-    _text(op, attrs, "tokenizer_format")
+    for name in TOKENIZER_ATTRS:
+        _text(op, attrs, name)
 
 
 _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
@@ -449,6 +454,9 @@ _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
     "gelu": _gelu,
     "silu": _silu,
     "swiglu": _swiglu,
+    "geglu": _geglu,
+    "reglu": _swiglu,
+    **dict.fromkeys(ACTIVATIONS, _silu),
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

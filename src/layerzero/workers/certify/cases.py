@@ -21,6 +21,7 @@ from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS
 from layerzero.ipc.vocabulary.shape_class import shape_class
 from layerzero.ipc.vocabulary.shapes import outputs_of
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tokenizer_identity import tokenizer_parts
 from layerzero.workers.certify import claims as claimed
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.problems import PROBLEMS, Problem, family
@@ -188,9 +189,10 @@ def _ping(op: str) -> Case:
 
 
 def _text_case(stored: Mapping[str, Any]) -> Case:
-    """The digest of a tokenizer is computed here, not stored."""
-    digest = hashlib.sha256(stored["inputs"][0]["text"].encode()).hexdigest()
-    attrs = {**stored["attrs"], "tokenizer_digest": digest}
+    """The digest of a tokenizer and the hashes of its parts are computed here, not stored."""
+    text = stored["inputs"][0]["text"]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    attrs = {**stored["attrs"], "tokenizer_digest": digest, **tokenizer_parts(json.loads(text), digest)}
     inputs = [_stored_tensor(tensor) for tensor in stored["inputs"]]
     outputs = [_stored_tensor(tensor) for tensor in stored["outputs"]]
     specs = tuple(spec for spec, _ in inputs)

@@ -34,8 +34,7 @@ def admits(
     if op in ("null", FUNCTION):
         return True
     if OPS[op].sized_output:
-        is_readable = attrs["tokenizer_format"] in claims.get("tokenizer_formats", ())
-        return is_readable and (not attrs.get("return_offsets") or claims.get("supports_offsets", False))
+        return _admits_tokenizer(claims, attrs)
     if not all(_admits_tensor(op, claims, name, spec) for name, spec in given.items()):
         return False
     needs_dense_out = claims.get("requires_contiguous") and not claims.get("copies_outputs")
@@ -52,6 +51,24 @@ def admits(
         page = given["k_cache"].shape[1]
         return page % claims.get("page_size_multiple", 1) == 0 and page <= _limit(claims, "max_page_size")
     return op not in ATTENTION_OPS or _admits_attention(claims, given, attrs)
+
+
+# Field of the kernel, attribute of the call. What a kernel says nothing of may be any.
+_TOKENIZER_LIMITS = (
+    ("tokenizer_ids", "tokenizer_id"),
+    ("vocab_hashes", "vocab_hash"),
+    ("merges_hashes", "merges_hash"),
+    ("added_tokens_hashes", "added_tokens_hash"),
+    ("supports_normalizers", "normalizer_id"),
+)
+
+
+def _admits_tokenizer(claims: Claims, attrs: Mapping[str, Any]) -> bool:
+    if attrs["tokenizer_format"] not in claims.get("tokenizer_formats", ()):
+        return False
+    if attrs.get("return_offsets") and not claims.get("supports_offsets", False):
+        return False
+    return all(claims.get(field) is None or attrs[name] in claims[field] for field, name in _TOKENIZER_LIMITS)
 
 
 def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:

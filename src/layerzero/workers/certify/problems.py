@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import nearest
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS
 from layerzero.ipc.vocabulary.shape_class import REGISTER
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, NARROW_DTYPES
 from layerzero.workers.certify import reference
@@ -490,6 +491,9 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "gelu": _elementwise("gelu", [{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": _elementwise("silu", [{}]),
     "swiglu": _elementwise("swiglu", [{}], tensors=2),
+    "geglu": _elementwise("geglu", [{"approximate": "none"}, {"approximate": "tanh"}], tensors=2),
+    "reglu": _elementwise("reglu", [{}], tensors=2),
+    **{op: _elementwise(op, [{}]) for op in ACTIVATIONS},
     "quantize": _quantization("quantize", ("float8_e4m3fn", "float8_e5m2", "int8")),
     "dequantize": _quantization("dequantize", ("float32", "bfloat16", "float16")),
     "embedding": _embedding,

@@ -277,6 +277,26 @@ def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values(gate.shape, [v / (1 + math.exp(-v)) * w for v, w in zip(gate.flat, up.flat, strict=True)])
 
 
+def _each(function: Callable[[float], float]) -> Callable[[Sequence[Values | None], Attrs], Values]:
+    """Of each element."""
+
+    def op(inputs: Sequence[Values | None], _: Attrs) -> Values:
+        (x,) = _given(inputs)
+        return Values(x.shape, [function(v) for v in x.flat])
+
+    return op
+
+
+def geglu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    gate, up = _given(inputs)
+    return Values(gate.shape, list(map(mul, gelu([gate], attrs).flat, up.flat)))
+
+
+def reglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    gate, up = _given(inputs)
+    return Values(gate.shape, [max(v, 0.0) * w for v, w in zip(gate.flat, up.flat, strict=True)])
+
+
 def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     x, scale = _given(inputs)
     parts = [value / step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)]
@@ -330,6 +350,14 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
+    "geglu": geglu,
+    "reglu": reglu,
+    "relu": _each(lambda v: max(v, 0.0)),
+    "sigmoid": _each(lambda v: 1 / (1 + math.exp(-v))),
+    "tanh": _each(math.tanh),
+    "quick_gelu": _each(lambda v: v / (1 + math.exp(-1.702 * v))),
+    "hardswish": _each(lambda v: v * min(max(v + 3, 0.0), 6.0) / 6),
+    "mish": _each(lambda v: v * math.tanh(math.log1p(math.exp(v)))),
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,

@@ -182,8 +182,8 @@ def _read(code: Code) -> bytes:
                 f"{code.file} is larger than {MAX_FILE_BYTES:,} bytes, the most that a module may have"
             )
         with open(code.file, "rb") as file:
-            _demand_own(code.file, os.fstat(file.fileno()).st_uid)
-            _demand_own(code.root, os.stat(code.root).st_uid)
+            demand_own(code.file, os.fstat(file.fileno()).st_uid)
+            demand_own(code.root, os.stat(code.root).st_uid)
             source = file.read()
     except OSError as exc:
         text = f"{code.file} cannot be read by the worker: {exc.strerror}; functions are imported from their files"
@@ -195,7 +195,7 @@ def _read(code: Code) -> bytes:
     return source
 
 
-def _demand_own(path: str, uid: int) -> None:
+def demand_own(path: str, uid: int) -> None:
     """Others who may call a broker must not have their code run as its user."""
     if uid not in (0, os.geteuid()):
         text = f"{path} belongs to user {uid}, and the worker is user {os.geteuid()}"

@@ -28,6 +28,7 @@ from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
+from layerzero.workers.functions.placing import Copied, placing
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
 MAX_KEPT, MAX_KEPT_BYTES = 1024, 4 << 30  # answers, of all clients; the newest one is kept in any case
@@ -52,11 +53,19 @@ class Arrays(Protocol):
         """What stands for an array, whose elements the payload will have; None for what is no array."""
 
 
+class Models(Protocol):
+    """The kinds of whole models that this environment may open."""
+
+    def find(self, kind: str, modules: Modules) -> Callable[..., Any]:
+        """What opens a model. Raises InvalidArgument for a kind that there is not."""
+
+
 class Functions:
     """The kernel `function`. What is kept for a client goes with it, and no other client can have it."""
 
-    def __init__(self, arrays: Arrays, name: str) -> None:
+    def __init__(self, arrays: Arrays, name: str, models: Models | None = None) -> None:
         self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
+        self._models = models
         self._modules, self._output = Modules(), Output()
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._kept_bytes = 0
@@ -97,8 +106,11 @@ class Functions:
         assert frame is not None
 
         def bound() -> dict[str, list[int]]:
-            made = self._fit(client, self._serve(client, frame, lent), len(answer))
-            made.write(answer)
+            try:
+                made = self._fit(client, self._serve(client, frame, lent, answer), len(answer))
+                made.write(answer)
+            finally:
+                placing.end()
             self._tell()
             return {"sizes": [made.nbytes]}
 
@@ -128,7 +140,7 @@ class Functions:
         self._kept_bytes -= 0 if made is None else made.nbytes
         return made
 
-    def _serve(self, client: int, frame: memoryview, lent: list[memoryview | None]) -> Frame:
+    def _serve(self, client: int, frame: memoryview, lent: list[memoryview | None], answer: memoryview) -> Frame:
         try:
             head, payload = frames.read(frame)
             match head:
@@ -139,7 +151,11 @@ class Functions:
                 case [frames.LOAD, code]:
                     return self._load(Code.from_tree(self._own(code)))
                 case [frames.CALL | frames.USE, *_]:
+                    placing.begin(answer)
                     return self._run(client, head, [payload, *lent])
+                case [frames.PLACE, list(call), list(specs)] if call[:1] == [frames.CALL]:
+                    placing.begin(answer)
+                    return self._run(client, call, [payload, *lent], specs=specs)
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
                     return self._run(client, call, [payload, *lent], stays)
                 case [frames.NEXT, reference, int(level)]:
@@ -226,15 +242,22 @@ class Functions:
             answer = [frames.VALUE, found]
         return self._returned(answer, f"{code.label} is a value")
 
-    def _run(self, client: int, call: list[Any], memories: Memories, stays: int = frames.NOTHING) -> Frame:
-        """`stays`: what of the result does, as an object."""
+    def _run(
+        self,
+        client: int,
+        call: list[Any],
+        memories: Memories,
+        stays: int = frames.NOTHING,
+        specs: list[Any] | None = None,
+    ) -> Frame:
+        """`stays`: what of the result does, as an object. `specs`: of arrays for the argument `out`."""
         run: Callable[..., Any]
         match call:
             case [frames.CALL, tree, args, kwargs, int(level)]:
                 code, is_set = self._known(tree), False
                 self._output.level(level)
                 try:
-                    run = self._modules.function(code)
+                    run = self._function(code)
                 except InvalidArgument:
                     raise
                 except BaseException as exc:
@@ -259,17 +282,45 @@ class Functions:
             return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
         if call[0] == frames.USE:
             demand_use(how, name, len(given))
+        if specs is not None:
+            named["out"] = self._outs(specs)
         try:
             result = run(*given, **named)
             if isinstance(result, Coroutine):
                 result = self._loop.complete(result)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
+            if code.is_model and isinstance(exc, InvalidArgument):
+                raise  # what we say of a model, not what it says
             return self._raised(exc, code.file)
         del given, named
         if stays == frames.ALL or (stays == frames.OWN and self._is_own(result, code)):
             node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
             return Frame([frames.RETURNED, node, self._output.take()])
         return self._returned(result, f"{label} has run")
+
+    def _function(self, code: Code) -> Callable[..., Any]:
+        if not code.is_model:
+            return self._modules.function(code)  # type: ignore[no-any-return]
+        if self._models is None:
+            raise InvalidArgument(f"{self._name} opens no models")
+        return self._models.find(code.qualname, self._modules)
+
+    def _outs(self, specs: list[Any]) -> Any:
+        """Arrays in the memory of the answer: one, or a tuple of several. Raises ProtocolError, InvalidArgument."""
+        found = []
+        for node in specs:
+            match node:
+                case [str(library), str(), list(), list()] if library in LIBRARIES:
+                    spec = TensorSpec.from_wire(node[1:])
+                case _:
+                    raise ProtocolError("no description of a result")
+            if not spec.is_contiguous:
+                raise ProtocolError(f"{spec} has gaps")
+            memory = placing.take(spec.span_bytes) if spec.numel else memoryview(b"")
+            if memory is None:
+                raise ProtocolError(f"an answer has {placing.room} bytes, too few for {spec}")
+            found.append(self._arrays.open(library, spec, memory))
+        return found[0] if len(found) == 1 else tuple(found)
 
     def _next(self, client: int, reference: Any) -> Frame:
         """An item in a list, or an empty one at the end. What has ended or raised is let go of."""
@@ -340,9 +391,16 @@ class Functions:
         if result is None:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
-        payload = Payload()
+        output = self._output.take()
+        if placing.is_used:
+            placed = placing.payload()
+            tree = _renamed(self._encoded(result, "result", what, placed))
+            made = Frame([frames.PLACED, tree, output, placed.places], placed, is_placed=True)
+            if placed.places and made.has_room and made.nbytes <= placing.room:
+                return made
+        payload = Copied() if placing.is_used else Payload()
         tree = self._encoded(result, "result", what, payload)
-        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+        return Frame([frames.RETURNED, _renamed(tree), output], payload)
 
     def _encoded(self, value: Any, root: str, what: str, payload: Payload) -> Any:
         try:

@@ -18,6 +18,7 @@ from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec
 from layerzero.workers.functions import stand_in
 from layerzero.workers.functions.serving import Functions
 from layerzero.workers.provider import Loaded
+from layerzero.workers.providers.models.kinds import Kinds
 
 PROBE = 0  # as a client: brokers number theirs from 1 on
 BACKEND = "LAYERZERO_FUNCTIONS"  # the name of this environment, in its manifest
@@ -33,7 +34,7 @@ def load() -> Loaded:
         versions.setdefault(str(dist.metadata["Name"]).lower(), dist.version)
         if len(versions) >= 64:
             break
-    served = Functions(_Arrays(), name)
+    served = Functions(_Arrays(), name, Kinds())
     return Loaded(versions=versions, kernels={f"{name}.call": served.bind_of(PROBE)}, per_client=served)
 
 
@@ -98,6 +99,10 @@ def _from_numpy(numpy: Any, value: Any, payload: Payload) -> list[Any]:
     if name not in ITEMSIZE or not value.dtype.isnative:
         raise InvalidArgument(f"a NumPy array of {value.dtype}; allowed: {', '.join(ITEMSIZE)}, of native byte order")
     spec = _spec(name, value.shape)
+    if value.flags.c_contiguous:
+        place = payload.place_of(value.__array_interface__["data"][0], value.nbytes)
+        if place is not None:
+            return frames.array_node("numpy", spec, frames.IN_FRAME, place)
     dense = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
 
     def write(target: memoryview) -> None:
@@ -114,6 +119,9 @@ def _from_torch(torch: Any, value: Any, payload: Payload) -> list[Any]:
         raise InvalidArgument(f"{text}; allowed: dense ones of the CPU, of {', '.join(ITEMSIZE)}")
     dense = value.detach().resolve_conj().resolve_neg().contiguous()
     nbytes = dense.numel() * dense.element_size()
+    place = payload.place_of(dense.data_ptr(), nbytes)
+    if place is not None:
+        return frames.array_node("torch", _spec(name, tuple(dense.shape)), frames.IN_FRAME, place)
 
     def write(target: memoryview) -> None:
         if nbytes:

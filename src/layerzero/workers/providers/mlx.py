@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.providers import _mlx_activations
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
 _FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -27,6 +28,7 @@ def load() -> Loaded:
         "matmul": library.matmul,
         "rms_norm": library.rms_norm,
         "softmax": library.softmax,
+        **_mlx_activations.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

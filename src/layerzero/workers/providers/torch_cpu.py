@@ -8,6 +8,7 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
+from layerzero.workers.providers import _torch_activations
 from layerzero.workers.providers._torch_attention import FlashAttention
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
@@ -88,6 +89,7 @@ def load() -> Loaded:
         "append_kv": append_kv,
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
+        **_torch_activations.builders(torch),
     }
     return Loaded(
         versions={"torch": torch.__version__, "numpy": version("numpy")},

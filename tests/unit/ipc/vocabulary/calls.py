@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
 
 ATTENTION = {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left"}
-TOKENIZER = {"tokenizer_digest": "d", "tokenizer_format": "f"}
+TOKENIZER = {**dict.fromkeys(TOKENIZER_ATTRS, "h"), "tokenizer_digest": "d", "tokenizer_format": "f"}
 
 # By op: its tensors as "DTYPE EXTENT...", its attributes, its outputs. No two extents are equal that need not be.
 CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] = {
@@ -97,6 +97,9 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     "gelu": ({"x": "float32 2 3"}, {"approximate": "tanh"}, ("float32 2 3",)),
     "silu": ({"x": "float32 2 3"}, {}, ("float32 2 3",)),
     "swiglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {}, ("float32 2 3",)),
+    "geglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {"approximate": "none"}, ("float32 2 3",)),
+    "reglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {}, ("float32 2 3",)),
+    **{op: ({"x": "float32 2 3"}, {}, ("float32 2 3",)) for op in ACTIVATIONS},
     "quantize": ({"x": "float32 4 6", "scale": "float32 4 3"}, {"dtype": "int8"}, ("int8 4 6",)),
     "dequantize": ({"x": "int8 4 6", "scale": "float32 4 3"}, {"dtype": "float16"}, ("float16 4 6",)),
     "embedding": ({"ids": "int64 2 3", "weight": "float32 7 5"}, {}, ("float32 2 3 5",)),

@@ -21,10 +21,11 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
+from layerzero.ipc.vocabulary.tokenizer_format import FORMATS
 from layerzero.workers.certify.cases import Case, cases, lay_out
 from layerzero.workers.certify.claims import admits, dtypes
 from layerzero.workers.certify.problems import PROBLEMS, Problem
@@ -93,7 +94,7 @@ def test_cases_are_those_that_the_broker_would_send(op: str, kernel: KernelCapab
     claims = json.loads(claims_of(kernel))
     ours = problems(op) if kernel.min_head_dim <= 64 else tuple(PROBLEMS[op](claims))  # of those no head is wider
     admitted = 0
-    widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": ["plain"]}
+    widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": list(FORMATS)}
     for dtype in dtypes(op, {**widest, "dtypes": widest["dtypes"][:3]}) if kernel.dtypes else ["any"]:
         for case in cases(op, {**widest, "supports_offsets": True}, ours, dtype):
             check_call(op, planned(op, case.inputs), planned(op, case.outputs), case.attrs)
@@ -212,8 +213,9 @@ def calls(
         ndim = draw(st.integers(1, len(shape)))
         weight = draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
         return [x, draw(tensors(dtype, shape)), weight], out_spec, {"ndim": ndim, "eps": 1e-5}
-    if op == "swiglu":
-        return [x, draw(tensors(dtype, shape))], out_spec, {}
+    if op in ("swiglu", *GATED):
+        attrs = {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "geglu" else {}
+        return [x, draw(tensors(dtype, shape))], out_spec, attrs
     if op in ("quantize", "dequantize"):
         pairs = 2 if dtype == "float4_e2m1fn_x2" else 1
         groups = draw(st.sampled_from([n for n in (1, 2, 4) if shape[-1] * pairs % n == 0]))

@@ -1,0 +1,111 @@
+"""Results whose shapes are declared: their memory is there before the function runs."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from layerzero.functions.calling import Arguments
+from layerzero.functions.calls import Call, Options, Owner
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Frame
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
+
+OUT = "out"  # the parameter that is given the memory of the results
+
+
+def takes_out(function: Callable[..., Any] | None, options: Options) -> bool:
+    """Whether a function of declared shapes writes into memory that it is given."""
+    return options.shapes is not None and function is not None and OUT in inspect.signature(function).parameters
+
+
+def without_out(signature: inspect.Signature) -> inspect.Signature:
+    """As callers see it."""
+    return signature.replace(parameters=[one for name, one in signature.parameters.items() if name != OUT])
+
+
+class Shaped:
+    """What a shape function says of the results of a call."""
+
+    def __init__(self, label: str, shapes: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
+        """Raises InvalidArgument for what is no shape and dtype; what the shape function raises is raised as it is."""
+        found = shapes(*args, **kwargs)
+        several = found if isinstance(found, (list, tuple)) and not _is_pair(found) else (found,)
+        self.results = [_result(one, f"{label}: shapes gives {found!r:.200}") for one in several]
+
+    @property
+    def room(self) -> int:
+        """Bytes of an answer that has them."""
+        return frames.PLACED_AT + sum(frames.aligned(spec.span_bytes) for _, spec in self.results)
+
+    @property
+    def nodes(self) -> list[list[Any]]:
+        """As they cross."""
+        return [[library, *spec.to_wire()] for library, spec in self.results]
+
+    def empty(self) -> Any:
+        """Memory of this process for them: one array, or a tuple of several."""
+        made = []
+        for library, spec in self.results:
+            module = sys.modules.get(library)
+            if module is None:
+                raise InvalidArgument(f"a result of {library}, which this process has not imported; import it")
+            name = "bool_" if (library, spec.dtype) == ("numpy", "bool") else spec.dtype
+            made.append(module.empty(spec.shape, dtype=getattr(module, name, name)))
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+class ShapedCall(Call):
+    """A call whose results have their memory before it runs."""
+
+    def __init__(
+        self, owner: Owner, given: Arguments, args: Any, kwargs: Any, options: Options, shaped: Shaped, *, has_out: bool
+    ) -> None:
+        super().__init__(owner, given, args, kwargs, options)
+        self._shaped, self._has_out = shaped, has_out
+
+    def _room(self) -> int:
+        return max(super()._room(), self._shaped.room)
+
+    def _again(self, given: Arguments, options: Options) -> Call:
+        return ShapedCall(self.owner, given, self.args, self.kwargs, options, self._shaped, has_out=self._has_out)
+
+    def _frame(self, given: Arguments) -> Frame:
+        if not self._has_out:
+            return super()._frame(given)
+        return given.placed([frames.CALL, self.owner._places.tree(given.backends)], self._shaped.nodes)
+
+
+def _is_pair(value: Any) -> bool:
+    """(shape, dtype)."""
+    if not isinstance(value, tuple) or len(value) != 2 or isinstance(value[1], (list, tuple)):
+        return False
+    return isinstance(value[0], (list, tuple)) and not any(isinstance(one, (list, tuple)) for one in value[0])
+
+
+def _result(one: Any, what: str) -> tuple[str, TensorSpec]:
+    """Library and spec of a result."""
+    shape, dtype = one if _is_pair(one) else (getattr(one, "shape", None), getattr(one, "dtype", None))
+    library = "torch" if type(dtype).__module__ == "torch" else "numpy"
+    name = str(dtype).removeprefix("torch.") if library == "torch" else _numpy_name(dtype)
+    try:
+        dims = tuple(map(int, shape))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        dims = (-1,)
+    if name not in ITEMSIZE or any(size < 0 for size in dims):
+        text = f"{what}; allowed: (shape, dtype) or something with both, such as ((2, 3), 'float32'), or a list of them"
+        raise InvalidArgument(text)
+    return library, TensorSpec.contiguous(name, dims)
+
+
+def _numpy_name(dtype: Any) -> str:
+    if isinstance(dtype, str):
+        return dtype
+    numpy = sys.modules.get("numpy")
+    try:
+        return "" if numpy is None or dtype is None else str(numpy.dtype(dtype).name)
+    except TypeError:
+        return ""
