@@ -372,7 +372,7 @@ def test_a_running_broker_learns_of_what_is_built_later(store: Path) -> None:
                 lz.session().ask("reset", backend=env.backend)  # lz restart
                 assert env.is_served(lz.session().ask)
             fn.later()
-            for name in ("nobody", "../late", "plain.00000000", 3, None):
+            for name in ("nobody", "../late", "plain.00000000", 3):
                 with pytest.raises(lz.InvalidArgument, match="no backend is called"):
                     lz.session().ask("learn", backend=name)
             assert fn.LATEST.backend in lz.session().ask("policy")["known"]["backends"]
