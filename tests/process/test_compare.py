@@ -136,8 +136,8 @@ def test_a_version_that_dies_disturbs_no_call_of_the_program(client: Site) -> No
     with lz.compare(NEW) as watched:
         for first in (DIES, RAISES, 1.0):
             np.testing.assert_allclose(lz.silu(of(first)), first / (1 + np.exp(-first)), rtol=1e-5)
-    row = only(watched.report())
-    assert (sum(row.failures.values()), row.calls) == (2, 1)
+    rows = watched.report().rows  # a busy machine may have another kernel serve a call, in a row of its own
+    assert (sum(sum(row.failures.values()) for row in rows), sum(row.calls for row in rows)) == (2, 1)
 
 
 def test_what_cannot_be_watched_is_counted(client: Site) -> None:
