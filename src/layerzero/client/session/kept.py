@@ -98,6 +98,13 @@ class KeptCopies:
         with self._lock:
             return self._look(describe(obj))
 
+    def clear(self) -> None:
+        """Keep none of those that are kept."""
+        with self._lock:
+            for entry in list(self.entries.values()):
+                self._drop(entry)
+            self.entries.clear()
+
     def close(self) -> None:
         """In a forked child: what is watched is the parent's."""
         if self._watcher is not None:
@@ -232,10 +239,11 @@ class KeptCopies:
     def _on_collected(self, address: int, entry: Entry) -> Any:
         """Runs wherever the input is collected, also in the middle of anything here: takes no lock."""
         entries, gone, known = self.entries, self._gone, weakref.ref(entry)
+        is_finalizing = sys.is_finalizing  # by then the modules have lost their names
 
         def forget(_: object) -> None:
             found = known()
-            if found is None:
+            if found is None or is_finalizing():
                 return
             row = found.row
             row[COPY] = 0
