@@ -1,5 +1,5 @@
-"""What a call costs whose weight lies in an arena, outside of one, where it is copied at each call, or is written before
-each. Writes results/weights.md.
+"""What a call costs whose weight lies in an arena, outside of one, where it is copied at each call, or is written
+before each. Writes results/weights.md.
 
     python bench/weights.py [--quick]
 
