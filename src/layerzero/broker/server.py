@@ -46,6 +46,7 @@ from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.plan_choices import PlanChoices
+from layerzero.broker.storage.rollout_file import RolloutFile
 from layerzero.broker.storage.stored_times import StoredTimes
 from layerzero.broker.worker_frames import WorkerFrames
 from layerzero.capabilities.certificate import ProbeRecord
@@ -106,6 +107,7 @@ class Server:
         self._times = StoredTimes(settings.times, state.engine, launcher, self.post)
         self.perfdb, self.identities = self._times.perfdb, self._times.identities
         self.plan_choices = PlanChoices(settings.plan_choices)
+        self.rollout_file = RolloutFile(settings.rollout_file)
         self._probes = ProbeJobs(launcher, self.post)
         self._compilers = CompileJobs(launcher, self.post)
         self._zmq_paths = {side: endpoints.zmq_path(side, self.incarnation) for side in ("client", "worker")}
@@ -185,8 +187,10 @@ class Server:
             act.StopWorker: self._stop_worker,
             act.DropClient: self._connections.drop_client,
             act.Note: lambda action: log(action.event, **action.facts),
+            act.KeepRollouts: lambda action: self.rollout_file.write(action.rollouts),
             act.Exit: self._exit,
         }
+        self.handle(ev.RolloutsKept(self.rollout_file.read()))
 
     def poll_lanes(self) -> None:
         """Count the calls that did not pass through here."""

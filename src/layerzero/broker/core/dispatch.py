@@ -306,6 +306,7 @@ class Dispatch:
         pid = worker.pid if pid is None else pid
         words = (worker.backend, call.kernel_id, error.code, error.message)
         call.attempts.append(failed_attempt(*words, pid=pid, exit_code=exit_code, phase=phase))
+        call.route.failed_by.add(call.kernel_id)
         worker.failed += 1
         call.last_error = error
         has_ended = exit_code is not None and error.code == BackendError.code  # and was not killed for the call

@@ -143,7 +143,8 @@ class Release:
         self.waiting[client.number] = client
         client.route_bytes -= len(route.signature.key)
         self.leases.drop_route(client, route)
-        self.signatures.release(route.signature)
+        for signature in (route.signature, *route.variants.values()):
+            self.signatures.release(signature)
 
     def release_if_done(self, client: Client) -> None:
         """A client's memory is given back when it has left and no worker may write into it any more."""

@@ -31,6 +31,7 @@ from layerzero.client.cli.options import (
     Tokenizer,
     Words,
 )
+from layerzero.client.cli.rollout import rollback, rollout
 from layerzero.ipc.version import __version__
 
 EPILOG = (
@@ -83,6 +84,8 @@ app.add_typer(capsule_app, name="capsule")
 app.command()(replay)
 app.command()(ops)
 app.command()(compare)
+app.command()(rollout)
+app.command()(rollback)
 app.command("bisect")(cli_bisect.bisect)
 
 

@@ -19,6 +19,7 @@ SETTINGS = (
     "manifest_dirs",
     "backends_dir",
     "policy",
+    "rollouts",
     "variant",
     "overlay",
     "wheelhouse",
