@@ -150,6 +150,7 @@ class Server:
             rest_s=settings.rest_s,
         )
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
+        self.counters = self._offers.counters
         self._connections = Connections(
             endpoints.control,
             state,

@@ -79,6 +79,7 @@ class Settings(BaseModel):
     rest_s: Seconds = Field(
         60.0, description="a worker for GPUs whose calls are all lifted ends when it was not needed for so long"
     )
+    counts: bool = Field(True, description="clients count calls that pass the broker by, for metrics and lz status")
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(
         False, description="lz doctor finds MPS in order, although a fault of one process ends others"

@@ -211,6 +211,7 @@ class Dispatch:
             call.start_wait_s += self.effects.now_s - call.waits_since_s
             call.waits_since_s = math.inf
         call.attempt += 1
+        self.effects.tally.send(call, self.effects.now_s)
         call.dispatch = next(self._numbers)
         move(call, _RUNNING, worker)
         if len(worker.running) == 1:
@@ -293,8 +294,8 @@ class Dispatch:
         else:
             self.place(call)
 
-    @staticmethod
     def note_attempt(
+        self,
         call: Call,
         worker: Worker,
         error: LayerZeroError,
@@ -307,6 +308,7 @@ class Dispatch:
         words = (worker.backend, call.kernel_id, error.code, error.message)
         call.attempts.append(failed_attempt(*words, pid=pid, exit_code=exit_code, phase=phase))
         worker.failed += 1
+        self.effects.tally.fallbacks[call.route.signature.spec.op, worker.backend, error.code] += 1
         call.last_error = error
         has_ended = exit_code is not None and error.code == BackendError.code  # and was not killed for the call
         if worker.backend not in call.tried and (has_ended or phase == "queued"):

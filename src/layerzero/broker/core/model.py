@@ -191,6 +191,8 @@ class Call:
     was_answered: bool = False  # its client has gone on
     waits_since_s: float = math.inf  # for a worker that does not run yet
     start_wait_s: float = 0.0  # so long it has waited for workers to start
+    arrived_s: float = 0.0
+    is_counted: bool = False  # in the tally, or by its client
     excused: frozenset[str] = frozenset()  # backends whose worker began anew in it for the order of its calls
 
     @property

@@ -56,6 +56,11 @@ class PreparedCalls:
             signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self.effects.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.to_compile = to_compile(signature.ranked)
+            rejections = self.effects.tally.rejections
+            for verdict in signature.ranked:
+                if not verdict.is_accepted:
+                    first = (verdict.others or verdict.reasons)[0]
+                    rejections[signature.spec.op, verdict.backend, first.code.value] += 1
             signature.seen = (engine.epoch, cell.generation)
         return signature.order
 

@@ -195,6 +195,7 @@ class BrokerState:
             ev.GraphSlotsPolled: graph_slots.on_graph_slots_seen,
             ev.LaneOverdue: self.on_lane_overdue,
             ev.LanePolled: self.on_lane_seen,
+            ev.CountersPolled: lambda event: effects.tally.take(event.grown),
             ev.CallHandedBack: rings.on_call_left,
             ev.RingsPolled: rings.on_rings_seen,
             ev.PointsReached: enqueued.on_points_reached,
@@ -363,6 +364,10 @@ class BrokerState:
         client = self.clients.get(event.identity)
         if client is None or not client.has_compared(event):
             return
+        if event.comparison.is_beyond:
+            signature = next(one.signature for one in client.routes.values() if one.signature.key == event.route)
+            backend = dict(signature.kernels)[event.comparison.subject.kernel_id]
+            self.effects.tally.mismatches[signature.spec.op, backend] += 1
         if self._shadow.note(event.comparison, client.number) is not None:
             self._follow_shadow_checks()
 

@@ -192,7 +192,9 @@ class WorkerLifecycle:
                 self._signal(worker, Signal.RESET)
                 self.need(worker)
             elif now_s >= worker.retry_at_s:
-                worker.restarts += worker.state is S.DISABLED  # else that was counted when it was planned
+                is_retry = worker.state is S.DISABLED  # else that was counted when it was planned
+                worker.restarts += is_retry
+                self._effects.tally.restarts[worker.backend, "retry"] += is_retry
                 self._signal(worker, Signal.RETRY_DUE)
                 self._spawn(worker)
             else:

@@ -74,6 +74,7 @@ class UnreachableWorkers:
             error = self.calls.unserved(call)
         else:
             error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
+        self.effects.tally.refuse(call, error.code)
         self.effects.emit(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
         self.closing.close(call)
 

@@ -9,6 +9,7 @@ from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core.events import Event
 from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io.counter_pages import CounterPages
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
@@ -39,6 +40,7 @@ class BrokerView(Protocol):
     plan_choices: PlanChoices
     tuning: Spending
     lifts: Lifts
+    counters: CounterPages
     table_problem: str
     incarnation: str
     started_s: float

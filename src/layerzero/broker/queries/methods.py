@@ -70,6 +70,8 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
     yield
     server.poll_timelines()
     yield
+    yield from server.counters.poll()
+    tally = state.effects.tally
     backends = []
     for name in list(state.workers):
         backends.append(_backend(server, name, time.monotonic()))
@@ -110,6 +112,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
             for key, spec in state.engine.devices.items()
         ],
         "backends": backends,
+        **tally.facts(),
         "selection": server.state.engine.facts(),
         "times": server.perfdb.facts(),
         "lifted": server.lifts.facts(),

@@ -24,10 +24,12 @@ from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import Submitted
 from layerzero.client.connection.express import Lane, Lease, Line, Wait
 from layerzero.client.connection.link import Link
+from layerzero.client.connection.report import EXPRESS
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.ipc import spinning
 from layerzero.ipc.shm import lane as lane_page
+from layerzero.ipc.shm.counter_page import LAYOUT as COUNTER_LAYOUT
 from layerzero.ipc.shm.memory import ALIGNMENT
 from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES
 from layerzero.ipc.vocabulary.ops import OPS
@@ -41,7 +43,7 @@ MAX_KNOWN = 1024
 MAX_COPIED_BYTES = 8 << 20  # of the inputs of a call; with more of them, how long the longer way is does not matter
 NOTHING, PLACED, FRESH = 0, 1, 2  # results
 COPIED = 2  # of an input: there is nothing of it in an arena
-LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA)
+LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA, *COUNTER_LAYOUT)
 
 
 def _load() -> Any:
@@ -74,6 +76,7 @@ class Repeats:
         self.wait: Wait | None = None  # for a call on such a line
         if library is None:
             return
+        link.counters.compiled = library.count
         limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
         cores = spinning.Cores() if limit_ns else None
         self._slabs = library.Slabs(self._allocate)
@@ -131,9 +134,10 @@ class Repeats:
         for kind in {one.kind for one in (*submitted.arrays, submitted.out) if one is not None} - self._kinds:
             self._compiled.learn(**_types_of(kind))
             self._kinds.add(kind)
+        policy = overlay.current()
         key = self._compiled.key(submitted.request)
-        if key is None:
-            return
+        if key is None or policy is not overlay.current() or submitted.route.overlay != (policy.text if policy else ""):
+            return  # the policy has changed since the call was prepared
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[key] = library.CallSite(**told)
@@ -194,6 +198,8 @@ class Repeats:
             "result": result,
             "result_bytes": plan.outputs[0].span_bytes if plan.outputs else 0,
             "copied_bytes": copied_bytes,
+            "row": self._link.counters.row(plan.op, lease.decision.kernel_id, EXPRESS),
+            "counted_bytes": sum(copy.nbytes for copy in submitted.copies),
         }
 
     def _make_line(self, page: lane_page.Page, doorbell: int, answer: int) -> Line:

@@ -40,13 +40,13 @@ from layerzero.client.connection.record import (
     waited,
     with_refusal,
 )
-from layerzero.client.connection.report import Attempt, Copy, SelectionReport
+from layerzero.client.connection.report import BROKER, EXPRESS, IN_PROCESS, Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.lifting.lifts import Lifts
-from layerzero.client.gpu.outcomes import Enqueued
+from layerzero.client.gpu.outcomes import Enqueued, OnRing
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.lanes import Lanes
 from layerzero.client.session.local import Local
@@ -157,6 +157,7 @@ class Session:
         if is_own:
             self.lifts.finish()
             self.gpus.finish(CLOSE_S)
+            self.lanes.see_ends()
         self._link.close()
         self.lanes.close()
         self.repeats.close()
@@ -284,7 +285,9 @@ class Session:
         return submitted
 
     def _note_ran(self, route: Route, ran: Ran, lease: Lease, start_ns: int, copies: Sequence[Copy] = ()) -> None:
-        end_ns, note = time.perf_counter_ns(), lease.note or route.stays_out
+        end_ns, note, counters = time.perf_counter_ns(), lease.note or route.stays_out, self._link.counters
+        row = counters.row(route.plan.op, lease.decision.kernel_id, EXPRESS)
+        counters.count(row, end_ns - start_ns, sum([copy.nbytes for copy in copies]))
         self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), lease.decision, (), note)
 
     def _send(self, submitted: Submitted) -> int:
@@ -333,6 +336,7 @@ class Session:
                 number = submitted.route.number
                 self._link.send(wire.pack(Kind.POISONED, route=number, body=submitted.digest()))
             failed = failure(submitted, outcome)
+            self._count_failed(submitted, error, failed)
             kept = self.capsules.take(submitted, failed) if failed.attempts else ""
             failed = replace(failed, notes=(*failed.notes, kept)) if kept else failed
             self.last.record = error.report = failed  # type: ignore[attr-defined]
@@ -349,6 +353,8 @@ class Session:
         note = "; ".join(filter(None, (waits, submitted.route.stays_out or self.routes.why_out(decision.backend))))
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
         start_ns, end_ns, prior = submitted.start_ns, time.perf_counter_ns(), submitted.prior
+        if copies or submitted.decision is not None:
+            self._count(plan.op, decision, end_ns - start_ns, copies)
         record = (plan, copies, start_ns, end_ns, header.time, attempts, decision, prior, note)
         if attempts or prior:
             report = report_of(record)
@@ -356,6 +362,27 @@ class Session:
             record = (*record[:-1], "; ".join(filter(None, (note, kept))))
         self.last.record = record
         return result
+
+    def _count(self, op: str, decision: messages.Decision, ns: int, copies: Sequence[Copy]) -> None:
+        """Of what the broker does not see: a call that ran in this process, and copies."""
+        counters, nbytes = self._link.counters, sum([copy.nbytes for copy in copies])
+        row = counters.row(op, decision.kernel_id, decision.lane)
+        if decision.lane == IN_PROCESS:
+            counters.count(row, ns, nbytes)
+        else:
+            counters.note_copied(row, nbytes)
+
+    def _count_failed(self, submitted: Submitted, error: LayerZeroError, report: SelectionReport) -> None:
+        """An error that the broker does not count: of a call that ran in this process, or that would be made again."""
+        last, decision = (report.attempts or (None,))[-1], submitted.decision
+        counters, kernel_id = self._link.counters, ""
+        if decision is not None:
+            kernel_id = decision.kernel_id
+        elif isinstance(error, WorkerUnreachable) and last is not None:
+            kernel_id = last.kernel_id
+        if kernel_id:
+            path = IN_PROCESS if decision is not None else BROKER
+            counters.note_error(counters.row(submitted.request.op, kernel_id, path), error.code)
 
     def _adapt(self, submitted: Submitted, error: AdaptationRequired) -> Request:
         """The same call with the copies that the chosen kernel asks for; without it, when they did not help."""
@@ -389,7 +416,9 @@ class Session:
         return record
 
     def note(self, record: SelectionReport | Enqueued) -> None:
-        """Of this thread's last call, which was on a GPU."""
+        """Of this thread's last call, which was on a GPU. One on a ring is counted."""
+        if isinstance(record, OnRing):
+            record.count(self._link.counters)
         self.last.record = record
 
     def signature(self, request: Request, device: str | None = None) -> bytes:

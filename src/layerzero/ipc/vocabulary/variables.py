@@ -38,6 +38,7 @@ SETTINGS = (
     "retry_disabled_max_s",
     "poison_quarantine_s",
     "rest_s",
+    "counts",
     "express",
     "allow_mps",
     "joined",
@@ -50,7 +51,16 @@ SETTINGS = (
 )
 """The broker's settings; broker/configuration/settings.py has their defaults, which only a broker needs."""
 
-PATHS = ("store", "perf_db", "manifest_dirs", "backends_dir", "policy", "wheelhouse", "secret_file", "keys")
+PATHS = (
+    "store",
+    "perf_db",
+    "manifest_dirs",
+    "backends_dir",
+    "policy",
+    "wheelhouse",
+    "secret_file",
+    "keys",
+)
 """Those that name files or folders, several separated by ':'. A broker runs elsewhere than who starts it."""
 
 
