@@ -35,6 +35,7 @@ from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.compile_jobs import CompileJobs
+from layerzero.broker.processes.exporter import Exporter
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.probe_jobs import ProbeJobs
@@ -91,8 +92,7 @@ class Server:
         self.load_table()
         self._ended = False
         self._kill_at_s = math.inf
-        self._check_s = 0.0
-        self._poll_at_s = 0.0
+        self._check_s = self._poll_at_s = 0.0
         self._incremental_answers = IncrementalAnswers(
             partial(methods.begin, self), self._to_client, self._client_failed
         )
@@ -119,6 +119,7 @@ class Server:
             uids=gate.uids if gate.is_shared and not parts_users else (),
         )
         doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
+        self._exporter = Exporter(settings, endpoints)
         self._doorkeeper = Doorkeeper(doors, self._wake_up)
         self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
@@ -325,6 +326,7 @@ class Server:
             self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
         self._doorkeeper.look()
+        self._exporter.look()
         self._plan_check()
 
     # --- events and actions --------------------------------------------------------------------------
@@ -476,6 +478,7 @@ class Server:
 
     def _close(self) -> None:
         self._ended = True
+        self._exporter.close()
         self.processes.close()
         self._times.close()
         self._lanes.close()

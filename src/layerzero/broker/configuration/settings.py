@@ -88,6 +88,12 @@ class Settings(BaseModel):
     joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's agent may not answer")
     secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")
     remote: str = Field("", description="tcp://ADDRESS:PORT for questions (status, health); needs keys")
+    metrics: str = Field(
+        "",
+        description="where metrics are to be had by HTTP: ADDRESS:PORT or unix:PATH (docs/metrics.md); other addresses "
+        "than this machine's own need metrics_token_file",
+    )
+    metrics_token_file: Path | None = Field(None, description="file of the token that whoever reads metrics must show")
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
     allow_uids: str = Field(
         "", description="other users, by number, separated by ',', who each get a broker of their own; needs a secret"

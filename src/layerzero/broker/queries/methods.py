@@ -14,6 +14,7 @@ from typing import Any
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.queries.joint_plans import plan
+from layerzero.broker.queries.metrics import metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.selection import dispatch_table
@@ -308,7 +309,12 @@ def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """What this broker reads, for clients whose environment may name something else."""
     folders = [str(path.absolute()) for path in server.settings.manifest_dirs]
-    return {"pid": os.getpid(), "policy": str(server.policy.file.absolute()), "manifest_dirs": folders}
+    return {
+        "pid": os.getpid(),
+        "policy": str(server.policy.file.absolute()),
+        "manifest_dirs": folders,
+        "metrics": server.settings.metrics,
+    }
 
 
 def waits(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -458,6 +464,8 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "waits": waits,
     "solve": solve,
     "ping": ping,
+    "metrics": metrics,
+    "serving": serving,
     "plan": plan,
     "plan_choice": plan_choice,
     "keep_plan_choice": keep_plan_choice,

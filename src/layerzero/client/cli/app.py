@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
+from layerzero.client.cli import options
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.compare import compare
@@ -107,17 +108,11 @@ def up(
         bool,
         typer.Option("--watchdog", help="Stay in the foreground and start another broker when this one dies."),
     ] = False,
-    joined: Annotated[
-        str | None,
-        typer.Option("--joined", metavar="NAMES", help="Backends whose workers join by themselves: a,b or all."),
-    ] = None,
-    secret_file: Annotated[
-        Path | None, typer.Option("--secret-file", help="Who connects must know this secret (lz keys secret).")
-    ] = None,
-    allow_uid: Annotated[
-        list[int] | None,
-        typer.Option("--allow-uid", help="Another user who may connect, to workers of his own; may be repeated."),
-    ] = None,
+    joined: options.Joined = None,
+    secret_file: options.SecretFile = None,
+    allow_uid: options.AllowUid = None,
+    metrics: options.Metrics = None,
+    metrics_token_file: options.MetricsTokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Start a broker that stays until `lz down`."""
@@ -128,6 +123,10 @@ def up(
         settings["secret_file"] = str(secret_file.absolute())
     if allow_uid:
         settings["allow_uids"] = ",".join(map(str, allow_uid))
+    if metrics is not None:
+        settings["metrics"] = metrics
+    if metrics_token_file is not None:
+        settings["metrics_token_file"] = str(metrics_token_file.absolute())
     raise typer.Exit(broker.up(as_json=as_json, foreground=foreground, watchdog=watchdog, settings=settings))
 
 

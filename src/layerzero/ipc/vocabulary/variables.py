@@ -45,6 +45,8 @@ SETTINGS = (
     "joined_silence_s",
     "secret_file",
     "remote",
+    "metrics",
+    "metrics_token_file",
     "keys",
     "allow_uids",
     "failpoints",
@@ -59,6 +61,7 @@ PATHS = (
     "policy",
     "wheelhouse",
     "secret_file",
+    "metrics_token_file",
     "keys",
 )
 """Those that name files or folders, several separated by ':'. A broker runs elsewhere than who starts it."""
