@@ -17,6 +17,7 @@ from layerzero.ipc.transport import secret
 from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
 
+NICENESS = 10  # calls come first
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,6 +32,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != args.parent_pid:  # it ended before
         return 1
+    os.nice(NICENESS)
     token = None if args.token_file is None else secret.read(args.token_file)
     key, control = start.secret_key(), Endpoints(args.runtime_dir).control
 

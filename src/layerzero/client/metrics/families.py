@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client.core import (
@@ -14,6 +15,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from layerzero.ipc.shm.counter_words import BUCKETS
 
@@ -66,8 +68,10 @@ class Snapshot(Collector):
         ):
             yield CounterMetricFamily(f"layerzero_{name}", what, float(answer[key]))
         yield self._calls()
-        yield _histogram("call_duration", "How long calls took that ended well.", _CALLS, answer["durations"])
-        yield _histogram("queue", "How long calls waited until they were sent to a worker.", ("op",), answer["queued"])
+        what = "How long calls took that ended well."
+        yield Histogram("layerzero_call_duration_seconds", what, _CALLS, answer["durations"])
+        what = "How long calls waited until they were sent to a worker."
+        yield Histogram("layerzero_queue_seconds", what, ("op",), answer["queued"])
         for name, labels, what in COUNTS:
             family = CounterMetricFamily(f"layerzero_{name}", what, labels=labels)
             _fill(family, answer[_KEYS.get(name, name)])
@@ -106,15 +110,25 @@ class Snapshot(Collector):
 _CALLS, _OUTCOMES = ("op", "backend", "path"), ("op", "backend", "outcome")
 
 
-def _histogram(name: str, what: str, labels: Sequence[str], rows: Iterable[Sequence[Any]]) -> Metric:
-    family = HistogramMetricFamily(f"layerzero_{name}_seconds", what, labels=labels)
-    for *given, buckets, sum_ns in rows:
-        counts, total = [], 0
-        for count in buckets:
-            total += count
-            counts.append(float(total))
-        family.add_metric(given, list(zip(BOUNDS, counts, strict=True)), sum_ns / 1e9)
-    return family
+class Histogram(Metric):
+    """A histogram of seconds, whose samples are made when somebody asks for them, since most series are theirs. `rows`:
+    values of `labels`, then the counts of its buckets, each of those up to its bound, and the sum."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        super().__init__(name, documentation, "histogram")
+        self.labels = labels
+        self.rows = [(given, list(accumulate(map(float, counts))), sum_ns / 1e9) for *given, counts, sum_ns in rows]
+
+    @property
+    def samples(self) -> list[Sample]:
+        family = HistogramMetricFamily(self.name, self.documentation, labels=self.labels)
+        for given, counts, total in self.rows:
+            family.add_metric(given, list(zip(BOUNDS, counts, strict=True)), total)
+        return family.samples
+
+    @samples.setter
+    def samples(self, none: list[Sample]) -> None:
+        """What any metric begins with."""
 
 
 def _fill(family: CounterMetricFamily | GaugeMetricFamily, rows: Iterable[Sequence[Any]]) -> None:

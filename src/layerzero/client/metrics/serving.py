@@ -11,8 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any
 
-from prometheus_client.exposition import choose_encoder
-
+from layerzero.client.metrics import text
 from layerzero.client.metrics.families import Snapshot
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.transport import secret
@@ -104,8 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         except (LayerZeroError, OSError) as exc:
             self._send(503, f"{exc}\n")
             return
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-        self._send(200, encode(snapshot), ("Content-Type", content_type))
+        self._send(200, text.render(snapshot.collect()), ("Content-Type", text.CONTENT_TYPE))
 
     def _health(self, question: str, why_of: Callable[[dict[str, Any]], list[str]]) -> None:
         """Why it is not well hears only who may read metrics."""

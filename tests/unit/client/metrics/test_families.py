@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.client.metrics import text
 from layerzero.client.metrics.families import BOUNDS, STATES, Snapshot
 from layerzero.ipc.shm.counter_words import BUCKETS
 
@@ -42,8 +43,7 @@ def answer(**more: Any) -> dict[str, Any]:
 
 
 def shown(given: dict[str, Any]) -> str:
-    encode, _ = choose_encoder("")
-    return encode(Snapshot(given)).decode()
+    return text.render(Snapshot(given).collect()).decode()
 
 
 def names() -> set[str]:
@@ -61,10 +61,17 @@ def test_a_duration_is_a_histogram_of_seconds() -> None:
     assert [s.value for s in samples if s.name == "layerzero_call_duration_seconds_sum"] == [2.5]
 
 
+@pytest.mark.parametrize("backend", ["alpha", 'a"b', "a\\b\n", "", "\u00e4", "{}"])
+def test_the_text_is_what_the_library_writes(backend: str) -> None:
+    """Byte for byte, whatever values labels have."""
+    given = answer(restarts=[[backend, "crash", 3]], compile_s=[[backend, 1.5e-7]], epoch=1e17)
+    assert text.render(Snapshot(given).collect()) == generate_latest(Snapshot(given))
+
+
 def test_values_of_labels_are_quoted() -> None:
     """Whatever a backend calls itself, it ends no line and opens no series."""
-    text = shown(answer(restarts=[['a"} 9\nlayerzero_up_seconds 7\\', "crash", 1]]))
-    found = [s for f in text_string_to_metric_families(text) for s in f.samples if "restarts" in s.name]
+    said = shown(answer(restarts=[['a"} 9\nlayerzero_up_seconds 7\\', "crash", 1]]))
+    found = [s for f in text_string_to_metric_families(said) for s in f.samples if "restarts" in s.name]
     assert [s.labels["backend"] for s in found] == ['a"} 9\nlayerzero_up_seconds 7\\']
 
 
