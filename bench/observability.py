@@ -239,10 +239,8 @@ def main() -> None:
         "that was not made before; a scrape of 10,000 series 40 to 60 ms, nearly all of it rendering "
         f"in the exporter's process. Load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} at the end: the "
         "machine was busy with other work, so ratios count, not times. A page of counters is 128 KiB of a client's.",
-        "A scrape each second is fifteen times what is usual, and four processes (caller, worker or broker, exporter, who "
-        "scrapes) share two cores: p99 was 1.00 and 1.02 in one run, 1.15 and 1.10 in the next. The exporter runs at "
-        "niceness 10. Text by prometheus_client took 93 ms a scrape (65 ms of it in names of labels); ours is the same, "
-        "byte for byte.",
+        "A scrape each second is fifteen times what is usual, and four processes (caller, worker or broker, exporter, "
+        "who scrapes) share the cores; the exporter runs at niceness 10.",
     ]
     finish(
         "observability",
