@@ -113,7 +113,7 @@ def main() -> None:
         ("what, batch 8", "attention by", "SDPA ms", "ms", "over SDPA", "results differ by"),
         rows,
         (
-            f"1 thread in the program, 1 in each worker. {ROUNDS['tiny']} rounds of tiny models, {ROUNDS['small']} of small.",
+            f"1 thread here, 1 in each worker; {ROUNDS['tiny']} rounds of tiny models, {ROUNDS['small']} of small.",
             f"Load average of the machine at the start: {load:.1f}; of a busy one the ratios alone say something.",
         ),
         is_quick=args.quick,
