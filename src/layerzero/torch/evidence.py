@@ -24,6 +24,7 @@ TRYING = "timed beside ours"
 SLOWER = "ours was slower, as timed"
 
 
+_VALUES = frozenset((type(None), bool, int, float, str))
 _any_needs_grad: Callable[..., bool] = torch._C._any_requires_grad
 
 
@@ -113,8 +114,7 @@ class Evidence:
         calls come later, and while torch compiles. `given`: the arguments, tensors and plain values."""
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _any_needs_grad(*given)):
             return None
-        given = [tuple(one) if isinstance(one, list) else one for one in given]
-        exact = op, *[_seen(one) if isinstance(one, Tensor) else one for one in given]
+        exact = op, *[one if type(one) in _VALUES else _seen(one) for one in given]
         try:
             return self._known[exact]
         except KeyError:
@@ -132,7 +132,9 @@ class Evidence:
         kind = (
             op,
             *[
-                (one.dtype, one.is_contiguous(), *map(int.bit_length, one.shape)) if isinstance(one, Tensor) else one
+                (one.dtype, one.is_contiguous(), *map(int.bit_length, one.shape))
+                if isinstance(one, Tensor)
+                else _seen(one)
                 for one in given
             ],
         )
@@ -152,8 +154,11 @@ class Evidence:
         self._known.clear()
 
 
-def _seen(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.is_cpu
+def _seen(value: Any) -> Hashable:
+    """What can be hashed of an argument."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.is_contiguous(), value.is_cpu
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _sizes(tensor: Tensor) -> str:
