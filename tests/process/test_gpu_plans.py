@@ -251,7 +251,6 @@ def test_steps_can_be_looked_at_one_by_one(lifting: Lifting) -> None:
 
 def test_the_steps_of_a_replay_count_as_calls(lifting: Lifting) -> None:
     """Of each kernel, though one launch is all that is made."""
-    lifting.allow()
     x, _ = randn(8, 16)
     plan = captured(lz.plan(twice), x)
     before, replays = counts(), plan.counters()["replays"]
