@@ -201,9 +201,14 @@ class Segment:
         lease = replace(leases[0], plan=CHAIN, values=b"")
         head = pack_chain_call(where, digest_of(table))
         note = f"the last of {len(leases)} calls that crossed as one"
-        kernels = [(one.plan.op, its.decision.kernel_id) for one, its in zip(routes, leases, strict=True)]
+        kernels = [(self._op(number), its.decision.kernel_id) for number, its in zip(group, leases, strict=True)]
         rows_of = counter_rows(self.session, kernels, EXPRESS)
         return _Chain(group, lane, routes, leases, head, list(numbers), lease, note, rows_of), len(table)
+
+    def _op(self, number: int) -> str:
+        request = self.steps[number].request
+        assert request is not None
+        return request.op
 
     def _ref(self, reach: Reach | None, numbers: dict[int, int]) -> Ref:
         """`numbers` are the chain's own of the plan's variables."""
@@ -285,10 +290,10 @@ class Segment:
             return
         self.unlink()
         at = min(end.step, len(chain.leases) - 1)
-        for number, route, lease in zip(chain.numbers[:at], chain.routes, chain.leases, strict=False):
+        for number, lease in zip(chain.numbers[:at], chain.leases, strict=False):
             if end.has_run:
                 self._note(number, CHAINED, lease.decision.kernel_id, 0.0, 0)
-                kernel = route.plan.op, lease.decision.kernel_id
+                kernel = self._op(number), lease.decision.kernel_id
                 count_steps(self.session, counter_rows(self.session, [kernel], EXPRESS), 0)
             else:
                 self.call(number, places)
