@@ -25,8 +25,9 @@ from layerzero.workers import boot
 from layerzero.workers.certify.cases import Case, cases
 from layerzero.workers.certify.claims import Claims, dtypes
 from layerzero.workers.certify.memory import FILL, GpuBench, placed
-from layerzero.workers.certify.problems import PROBLEMS, Problem
-from layerzero.workers.certify.reference import Values
+from layerzero.workers.certify.problem import Problem
+from layerzero.workers.certify.problems import PROBLEMS
+from layerzero.workers.certify.values import Values
 from layerzero.workers.probe import probe
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 

@@ -24,8 +24,9 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.tokenizer_identity import tokenizer_parts
 from layerzero.workers.certify import claims as claimed
 from layerzero.workers.certify.claims import Claims
-from layerzero.workers.certify.problems import PROBLEMS, Problem, family
-from layerzero.workers.certify.reference import Shape
+from layerzero.workers.certify.problem import Problem, family
+from layerzero.workers.certify.problems import PROBLEMS
+from layerzero.workers.certify.values import Shape
 
 VECTORS = Path(__file__).with_name("vectors.json")
 

@@ -28,7 +28,8 @@ from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 from layerzero.ipc.vocabulary.tokenizer_format import FORMATS
 from layerzero.workers.certify.cases import Case, cases, lay_out
 from layerzero.workers.certify.claims import admits, dtypes
-from layerzero.workers.certify.problems import PROBLEMS, Problem
+from layerzero.workers.certify.problem import Problem
+from layerzero.workers.certify.problems import PROBLEMS
 
 ROOT = Path(__file__).parents[4]
 DESCRIPTORS = sorted((ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json"))
