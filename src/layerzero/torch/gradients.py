@@ -66,6 +66,12 @@ def softmax(grad: Tensor, call: Call) -> Gradients:
     return {"input": aten._softmax_backward_data(grad, out, call["dim"], out.dtype)}
 
 
+def log_softmax(grad: Tensor, call: Call) -> Gradients:
+    """g - exp(y) sum(g)."""
+    out = call["out"]
+    return {"input": aten._log_softmax_backward_data(grad, out, call["dim"], out.dtype)}
+
+
 def layer_norm(grad: Tensor, call: Call) -> Gradients:
     """By the op layer_norm_backward, which is selected like any other. In this process where what lies outside
     differentiates once more, or maps."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch import activations, attention, autocasting, batching, fakes, gradients, norms
+from layerzero.torch import activations, attention, autocasting, batching, channel_norms, fakes, gradients, norms
 
 ANY: frozenset[str] = frozenset()
 
@@ -163,14 +163,51 @@ TABLE: dict[str, OpEntry] = {
             autocasting.lower,
             batching.linear,
         ),
+        *(
+            OpEntry(
+                name,
+                "Tensor input, int dim",
+                fakes.softmax(name),
+                formula,
+                {"out": ANY},
+                autocasting.single,
+                batching.softmax(name),
+            )
+            for name, formula in (("softmax", gradients.softmax), ("log_softmax", gradients.log_softmax))
+        ),
         OpEntry(
-            "softmax",
-            "Tensor input, int dim",
-            fakes.softmax,
-            gradients.softmax,
-            {"out": ANY},
+            "group_norm",
+            "Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            fakes.group_norm,
+            channel_norms.group_norm_gradients,
+            {"input": frozenset({"input", "weight"}), "weight": frozenset({"input"})},
             autocasting.single,
-            batching.softmax,
+            batching.group_norm,
+        ),
+        OpEntry(
+            "instance_norm",
+            "Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            fakes.instance_norm,
+            channel_norms.group_norm_gradients,
+            {"input": frozenset({"input", "weight"}), "weight": frozenset({"input"})},
+            autocasting.single,
+            batching.instance_norm,
+            runs=channel_norms.instance_norm,
+        ),
+        OpEntry(
+            "batch_norm",
+            "Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight=None, Tensor? bias=None, "
+            "bool training=False, float momentum=0.1, float eps=1e-05",
+            fakes.batch_norm,
+            channel_norms.batch_norm_gradients,
+            {
+                "input": frozenset({"weight", "running_var"}),
+                "running_mean": frozenset({"weight", "running_var"}),
+                "running_var": frozenset({"input", "weight", "running_mean", "running_var"}),
+                "weight": frozenset({"input", "running_mean", "running_var"}),
+            },
+            autocasting.single,
+            batching.batch_norm,
         ),
         OpEntry(
             "layer_norm",

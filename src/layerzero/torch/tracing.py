@@ -24,7 +24,14 @@ def traced(request: Request) -> Any:
     elif request.op in ("layer_norm_backward", "rms_norm_backward"):
         grad, x, weight = request.args
         args = (grad, x, options.pop("normalized_shape"), weight, options.pop("eps"))
-    elif request.op == "softmax":
+    elif request.op == "group_norm":
+        x, *params = request.args
+        args = (x, options.pop("num_groups"), *params, options.pop("eps"))
+    elif request.op == "instance_norm":
+        args = (*request.args, options.pop("eps"))
+    elif request.op == "batch_norm":
+        args = (*request.args, *(options.pop(name) for name in ("training", "momentum", "eps")))
+    elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))
     elif request.op in ("gelu", "geglu"):
         args = (*request.args, options.pop("approximate"))

@@ -268,8 +268,9 @@ def parameter(op: str, name: str) -> str:
 
 
 _OF_INPUT = frozenset(
-    {"linear", "softmax", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward", "gelu", "silu"}
-    | set(ACTIVATIONS)
+    {"linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
+    | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
+    | {"group_norm", "instance_norm", "batch_norm"}
 )
 
 

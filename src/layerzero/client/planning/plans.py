@@ -137,7 +137,17 @@ def plan_linear(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = Non
 @remember
 def plan_softmax(x: TensorSpec, dim: int) -> Plan:
     """torch.nn.functional.softmax; `dim` is required."""
-    op = "softmax"
+    return _over("softmax", x, dim)
+
+
+@remember
+def plan_log_softmax(x: TensorSpec, dim: int) -> Plan:
+    """torch.nn.functional.log_softmax; `dim` is required."""
+    return _over("log_softmax", x, dim)
+
+
+def _over(op: str, x: TensorSpec, dim: int) -> Plan:
+    """Along one dimension."""
     floating(op, "x", x)
     if isinstance(dim, bool) or not isinstance(dim, Integral):
         refuse(op, f"dim is {dim!r}", "an integer", "pass dim=-1 for the last dimension")

@@ -26,6 +26,30 @@ def rms_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return _normalized(inputs, attrs, normalize)
 
 
+def group_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """layer_norm of each group, with a weight and a bias of each channel."""
+    x, weight, bias = inputs
+    assert x is not None
+    batch, channels = x.shape[:2]
+    count = math.prod(x.shape[2:])
+    groups = attrs.get("num_groups", channels)
+    alone = Values((batch * groups, len(x.flat) // max(batch * groups, 1)), x.flat)
+    normalized = layer_norm([alone], {"ndim": 1, "eps": attrs["eps"]})
+    return _by_channels(Values(x.shape, normalized.flat), count, weight, bias)
+
+
+def batch_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """(x - mean) / sqrt(var + eps), of each channel."""
+    x, mean, var = given(inputs[:3])
+    count, channels = math.prod(x.shape[2:]), x.shape[1]
+    roots = [math.sqrt(value + attrs["eps"]) for value in var.flat]
+    flat = []
+    for i, value in enumerate(x.flat):
+        channel = i // count % channels
+        flat.append((value - mean.flat[channel]) / roots[channel])
+    return _by_channels(Values(x.shape, flat), count, *inputs[3:])
+
+
 def layer_norm_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
     """The gradients of layer_norm by x, weight and bias."""
     return _norm_gradients(inputs, attrs, is_centred=True)
@@ -48,6 +72,17 @@ def _normalized(
         values = values if weight is None else list(map(mul, values, weight.flat))
         out += values if bias is None else [value + more for value, more in zip(values, bias.flat, strict=True)]
     return Values(x.shape, out)
+
+
+def _by_channels(x: Values, count: int, weight: Values | None, bias: Values | None) -> Values:
+    """x times the weight of each channel, and its bias; `count`: elements of a channel."""
+    channels = x.shape[1]
+    flat = []
+    for i, value in enumerate(x.flat):
+        channel = i // count % channels
+        scaled = value if weight is None else value * weight.flat[channel]
+        flat.append(scaled if bias is None else scaled + bias.flat[channel])
+    return Values(x.shape, flat)
 
 
 def _norm_gradients(inputs: Sequence[Values | None], attrs: Attrs, *, is_centred: bool) -> tuple[Values, ...]:
@@ -77,6 +112,9 @@ def _norm_gradients(inputs: Sequence[Values | None], attrs: Attrs, *, is_centred
 OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "group_norm": group_norm,
+    "instance_norm": group_norm,
+    "batch_norm": batch_norm,
     "layer_norm_backward": layer_norm_backward,
     "rms_norm_backward": rms_norm_backward,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS
@@ -42,15 +43,19 @@ def _linear(_: Claims) -> Iterator[Problem]:
             yield Problem("linear", name, {}, (numbers(*shape), numbers(rows, shape[-1]), bias))
 
 
-def _softmax(claims: Claims) -> Iterator[Problem]:
+def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
+    return partial(_softmax_problems, op)
+
+
+def _softmax_problems(op: str, claims: Claims) -> Iterator[Problem]:
     numbers = Numbers(4)
     shapes: list[Shape] = [(3, 7), (1,), (3, 32), (2, 33), (2, 129), (2, 512), (3, 301), (0, 4)]
     for shape in dict.fromkeys(fit(claims, shape) for shape in shapes):
-        yield Problem("softmax", f"{list(shape)}", {"dim": len(shape) - 1}, (numbers(*shape),))
+        yield Problem(op, f"{list(shape)}", {"dim": len(shape) - 1}, (numbers(*shape),))
     for shape, dim in (((2, 7, 3), 1), ((32, 3), 0), ((2, 33, 2), 1), ((272, 3), 0), ((2, 301, 2), 1)):
-        yield Problem("softmax", f"{list(shape)} over {dim}", {"dim": dim}, (numbers(*shape),))
+        yield Problem(op, f"{list(shape)} over {dim}", {"dim": dim}, (numbers(*shape),))
     shape = fit(claims, (3, 9))
-    yield Problem("softmax", "logits of some hundreds", {"dim": len(shape) - 1}, (numbers(*shape, scale=256),))
+    yield Problem(op, "logits of some hundreds", {"dim": len(shape) - 1}, (numbers(*shape, scale=256),))
 
 
 def _elementwise(op: str, attrs: Sequence[dict[str, Any]], tensors: int = 1) -> Callable[[Claims], Iterator[Problem]]:
@@ -96,7 +101,8 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **norm_problems.PROBLEMS,
     "matmul": _matmul,
     "linear": _linear,
-    "softmax": _softmax,
+    "softmax": _softmax("softmax"),
+    "log_softmax": _softmax("log_softmax"),
     "gelu": _elementwise("gelu", [{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": _elementwise("silu", [{}]),
     "swiglu": _elementwise("swiglu", [{}], tensors=2),

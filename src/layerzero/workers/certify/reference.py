@@ -199,19 +199,34 @@ def linear(inputs: Sequence[Values | None], _: Attrs) -> Values:
 
 
 def softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    def of_line(values: Sequence[float]) -> list[float]:
+        top = max(values)
+        powers = [math.exp(value - top) for value in values]
+        total = sum(powers)
+        return [power / total for power in powers]
+
+    return _by_lines(inputs, attrs["dim"], of_line)
+
+
+def log_softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    def of_line(values: Sequence[float]) -> list[float]:
+        top = max(values)
+        total = math.log(sum(math.exp(value - top) for value in values))
+        return [value - top - total for value in values]
+
+    return _by_lines(inputs, attrs["dim"], of_line)
+
+
+def _by_lines(inputs: Sequence[Values | None], dim: int, of_line: Callable[[Sequence[float]], list[float]]) -> Values:
+    """Of each line of a dimension."""
     (x,) = given(inputs)
-    dim = attrs["dim"]
     extent, step = x.shape[dim], math.prod(x.shape[dim + 1 :])
     out = [0.0] * len(x.flat)
     for start in range(len(x.flat)):
         if (start // step) % extent:
             continue  # not the first of its line
         line = slice(start, start + extent * step, step)
-        values = x.flat[line]
-        top = max(values)
-        powers = [math.exp(value - top) for value in values]
-        total = sum(powers)
-        out[line] = [power / total for power in powers]
+        out[line] = of_line(x.flat[line])
     return Values(x.shape, out)
 
 
@@ -299,6 +314,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "matmul": matmul,
     "linear": linear,
     "softmax": softmax,
+    "log_softmax": log_softmax,
     **norm_reference.OPS,
     "gelu": gelu,
     "silu": silu,

@@ -80,6 +80,7 @@ class TorchOps:
             "matmul": self.matmul,
             "linear": self.linear,
             "softmax": self.softmax,
+            "log_softmax": self.log_softmax,
             "layer_norm": self.layer_norm,
             "rms_norm": self.rms_norm,
             "gelu": self.gelu,
@@ -151,6 +152,10 @@ class TorchOps:
     def softmax(self, views: Sequence[Any], call: Call) -> Run:
         (x,), dim = views, call.attrs["dim"]
         return lambda out: self.torch.softmax(x, dim, out=out)
+
+    def log_softmax(self, views: Sequence[Any], call: Call) -> Run:
+        (x,), dim = views, call.attrs["dim"]
+        return lambda out: self.torch.ops.aten._log_softmax.out(x, dim, False, out=out)
 
     def layer_norm(self, views: Sequence[Any], call: Call) -> Run:
         x, weight, bias = views

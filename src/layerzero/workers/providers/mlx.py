@@ -11,6 +11,7 @@ from typing import Any, Literal
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers import _mlx_activations
+from layerzero.workers.providers._mlx_norms import ChannelNorms
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
 _FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -28,6 +29,8 @@ def load() -> Loaded:
         "matmul": library.matmul,
         "rms_norm": library.rms_norm,
         "softmax": library.softmax,
+        "log_softmax": library.log_softmax,
+        **ChannelNorms(mx).builders(),
         **_mlx_activations.builders(mx),
     }
 
@@ -127,6 +130,16 @@ class _Mlx:
     def softmax(self, call: Call) -> Callable[..., Any]:
         dim = call.attrs["dim"]
         return lambda x: self.mx.softmax(x, axis=dim, precise=True)
+
+    def log_softmax(self, call: Call) -> Callable[..., Any]:
+        mx, dim = self.mx, call.attrs["dim"]
+
+        def compute(x: Any) -> Any:
+            wide = x.astype(mx.float32)
+            wide = wide - mx.max(wide, axis=dim, keepdims=True)  # an infinite one becomes NaN, as it must
+            return (wide - mx.log(mx.sum(mx.exp(wide), axis=dim, keepdims=True))).astype(x.dtype)
+
+        return compute
 
 
 def _norm_shape(call: Call) -> tuple[tuple[int, int], tuple[int, ...]]:

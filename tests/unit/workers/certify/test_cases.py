@@ -199,9 +199,19 @@ def calls(
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
         return [index, draw(tensors(dtype, (5, d)))], draw(tensors(dtype, (*ids, d))), {}
+    if op in ("group_norm", "instance_norm", "batch_norm"):
+        groups, rest = draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 9), max_size=2))
+        channels = groups * draw(st.sampled_from([1, 2, 3, 16])) if op != "batch_norm" else draw(extent)
+        rest = [*rest, draw(extent)] if rest or op == "instance_norm" else rest
+        inputs = [draw(tensors(dtype, (draw(st.integers(1, 3)), channels, *rest)))]
+        inputs += [draw(tensors(dtype, (channels,))) for _ in range(2 if op == "batch_norm" else 0)]
+        inputs += [draw(tensors(dtype, (channels,))) if draw(st.booleans()) else None for _ in range(2)]
+        attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
+        assert inputs[0] is not None
+        return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
-    if op == "softmax":
+    if op in ("softmax", "log_softmax"):
         return [x], out_spec, {"dim": draw(st.integers(0, len(shape) - 1))}
     if op in ("layer_norm", "rms_norm"):
         ndim = draw(st.integers(1, len(shape)))
