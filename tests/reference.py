@@ -262,10 +262,16 @@ def layer_norm(x: Array, weight: Array | None = None, bias: Array | None = None,
     return np.asarray(out if bias is None else out + bias.astype(np.float64))
 
 
+@np.errstate(invalid="ignore")
 def rms_norm(x: Array, weight: Array | None = None, *, ndim: int, eps: float) -> F64:
     x, axes = x.astype(np.float64), tuple(range(x.ndim - ndim, x.ndim))
     out = x / np.sqrt((x**2).mean(axis=axes, keepdims=True) + eps)
     return np.asarray(out if weight is None else out * weight.astype(np.float64))
+
+
+def add_rms_norm(x: Array, residual: Array, weight: Array | None = None, *, ndim: int, eps: float) -> tuple[Array, ...]:
+    summed = x.astype(np.float64) + residual.astype(np.float64)
+    return rms_norm(summed, weight, ndim=ndim, eps=eps), summed
 
 
 @np.errstate(invalid="ignore")
@@ -432,6 +438,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "log_softmax": log_softmax,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "group_norm": group_norm,
     "instance_norm": group_norm,
     "batch_norm": batch_norm,

@@ -165,6 +165,14 @@ def _rms_norm(rng: Random) -> Plan:
     return plans.plan_rms_norm(_tensor(rng, dtype, *shape), tuple(shape[-1:]), weight)
 
 
+def _add_rms_norm(rng: Random) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
+    over = tuple(shape[-1:])
+    weight = rng.choice((None, TensorSpec.contiguous(dtype, over)))
+    x, residual = _tensor(rng, dtype, *shape), _tensor(rng, dtype, *shape)
+    return norm_plans.plan_add_rms_norm(x, residual, weight, normalized_shape=over)
+
+
 def _norm_backward(rng: Random, plan: Any) -> Plan:
     dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
     over = tuple(shape[rng.randrange(len(shape)) :])
@@ -223,6 +231,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "layer_norm": _layer_norm,
+    "add_rms_norm": _add_rms_norm,
     **{op: partial(_channels, op=op) for op in ("group_norm", "instance_norm", "batch_norm")},
     "rms_norm": _rms_norm,
     "layer_norm_backward": lambda rng: _norm_backward(rng, plans.plan_layer_norm_backward),

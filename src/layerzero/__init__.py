@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         attention_forward as attention_forward,
     )
     from layerzero.client.facade.norm_ops import (
+        add_rms_norm as add_rms_norm,
         batch_norm as batch_norm,
         group_norm as group_norm,
         instance_norm as instance_norm,
@@ -142,7 +143,9 @@ _HOME = {
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
-    "layerzero.client.facade.norm_ops": "batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward",
+    "layerzero.client.facade.norm_ops": (
+        "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"
+    ),
     "layerzero.client.facade.ops": (
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention quantize rms_norm rope silu softmax swiglu"

@@ -445,6 +445,21 @@ def norm_cases(rng: np.random.Generator, tensors: int) -> Iterator[Case]:
     yield case("empty", normal(rng, 0, 4), 1)
 
 
+def add_rms_norm_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of rms_norm, with a residual that lies as x does, or the other way round."""
+    for case in norm_cases(rng, tensors=2):
+        x, weight = case.tensors
+        assert x is not None
+        layouts = (*case.layouts, "contiguous", "contiguous")[:2]
+        other = np.clip(normal(rng, *x.shape), -1, 1) * min(np.abs(x).max(initial=0.0), 1e4)
+        yield Case(case.name, (x, other, weight), case.attrs, (layouts[0], *layouts), case.out_layout)
+    x, other, edges = normal(rng, 3, 6), normal(rng, 3, 6), normal(rng, 4, 6)
+    yield Case("residual of another layout", (x, other, None), {"ndim": 1, "eps": 1e-5}, ("contiguous", "transposed"))
+    edges[0, 1], edges[1, 2], edges[2, 3] = np.nan, np.inf, -np.inf
+    yield Case("NaN and infinities", (edges, normal(rng, 4, 6), normal(rng, 6)), {"ndim": 1, "eps": 1e-5})
+    yield Case("a sum of 0", (x, -x, normal(rng, 6)), {"ndim": 1, "eps": 1e-5})
+
+
 def channel_norm_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
     """group_norm, instance_norm and batch_norm, with none, one and all of their parameters."""
 
@@ -562,6 +577,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "linear": linear_cases,
     "softmax": softmax_cases,
     "log_softmax": functools.partial(softmax_cases, is_log=True),
+    "add_rms_norm": add_rms_norm_cases,
     **{op: functools.partial(channel_norm_cases, op=op) for op in ("group_norm", "instance_norm", "batch_norm")},
     "layer_norm": functools.partial(norm_cases, tensors=3),
     "rms_norm": functools.partial(norm_cases, tensors=2),

@@ -39,6 +39,12 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
         **{op: [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {})] for op in ACTIVATIONS},
         "softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
         "log_softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
+        "add_rms_norm": [
+            ((t(3, 4), t(3, 4, seed=2), [4], t(4, seed=1), 1e-4), {}),
+            ((t(2, 3, 4), t(2, 3, 4, seed=2), [3, 4]), {}),
+            ((t(3, 2, 4).transpose(0, 1), t(2, 3, 4, seed=2), [4]), {}),
+            ((t(0, 4), t(0, 4), [4], t(4)), {}),
+        ],
         "group_norm": [
             ((t(2, 4, 3), 2, t(4, seed=1), t(4, seed=2), 1e-4), {}),
             ((t(2, 4, 3, 2), 4, None, t(4, seed=2)), {}),
@@ -218,7 +224,12 @@ def _attention(
     return out.transpose(1, 2) if layout == "BSHD" else out
 
 
-NATIVE: dict[str, Callable[..., torch.Tensor]] = {
+def joined(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Results of one shape as one tensor."""
+    return torch.stack(result) if isinstance(result, tuple) else result
+
+
+NATIVE: dict[str, Callable[..., Any]] = {
     "silu": F.silu,
     "gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,
@@ -232,6 +243,10 @@ NATIVE: dict[str, Callable[..., torch.Tensor]] = {
     "mish": F.mish,
     "softmax": F.softmax,
     "log_softmax": F.log_softmax,
+    "add_rms_norm": lambda x, residual, shape, weight=None, eps=None: (
+        F.rms_norm(x + residual, shape, weight, eps if x.dtype != torch.float64 or eps is not None else 2.0**-52),
+        x + residual,
+    ),
     "group_norm": _group_norm,
     "instance_norm": lambda x, weight=None, bias=None, eps=1e-5: F.instance_norm(x, weight=weight, bias=bias, eps=eps),
     "batch_norm": _batch_norm,

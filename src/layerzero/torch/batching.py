@@ -14,7 +14,7 @@ from torch import Tensor
 
 import layerzero as lz
 
-Rule = Callable[..., tuple[Tensor, int]]
+Rule = Callable[..., tuple[Any, Any]]
 Dims = Sequence[int | None]
 ops = torch.ops.layerzero
 
@@ -58,6 +58,26 @@ def softmax(name: str) -> Rule:
         return op(x, dim if dim < 0 else dim + 1, **options), 0
 
     return rule
+
+
+def add_rms_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **options: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """As rms_norm."""
+    dims = (*dims, None, None)
+    x, other = (_mapped(one, dim, info.batch_size) for one, dim in ((input, dims[0]), (residual, dims[1])))
+    is_mapped = weight is not None and dims[3] is not None
+    out, summed = ops.add_rms_norm(x, other, normalized_shape, None if is_mapped else weight, eps, **options)
+    if weight is not None and is_mapped:
+        out = out * _beside(weight, dims[3], x)
+    return (out, summed), (0, 0)
 
 
 def group_norm(

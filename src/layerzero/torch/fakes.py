@@ -32,10 +32,7 @@ def gated(op: str) -> Callable[..., Tensor]:
     """Of swiglu and its like: as `gate`; equal shapes."""
 
     def fake(gate: Tensor, up: Tensor, approximate: str = "none", **_: Any) -> Tensor:
-        _same(op, gate=gate, up=up)
-        _need(gate.dim() == up.dim(), lambda: _shapes(op, "equal shapes", gate=gate, up=up))
-        for one, other in zip(gate.shape, up.shape, strict=True):
-            _need(one == other, lambda: _shapes(op, "equal shapes", gate=gate, up=up))
+        _alike(op, gate=gate, up=up)
         return gate.new_empty(gate.shape)
 
     return fake
@@ -119,6 +116,19 @@ def rms_norm(
     return _norm("rms_norm", input, normalized_shape, weight=weight)
 
 
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **_: Any,
+) -> Any:
+    """As `input`, twice."""
+    _alike("add_rms_norm", input=input, residual=residual)
+    return _norm("add_rms_norm", input, normalized_shape, weight=weight), input.new_empty(input.shape)
+
+
 def layer_norm_backward(
     grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
 ) -> Any:
@@ -134,10 +144,7 @@ def rms_norm_backward(
 
 
 def _norm_backward(op: str, grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, sums: int) -> Any:
-    _same(op, grad_out=grad, input=x)
-    _need(grad.dim() == x.dim(), lambda: _shapes(op, "equal shapes", grad_out=grad, input=x))
-    for one, other in zip(grad.shape, x.shape, strict=True):
-        _need(one == other, lambda: _shapes(op, "equal shapes", grad_out=grad, input=x))
+    _alike(op, grad_out=grad, input=x)
     by_x = _norm(op, x, shape, weight=weight)
     return (by_x, *(x.new_empty(tuple(shape)) for _ in range(sums)))
 
@@ -299,6 +306,15 @@ def _like(op: str, name: str, tensor: Tensor, shape: Sequence[int], what: str = 
     _need(tensor.dim() == len(shape), lambda: text)
     for extent, wanted in zip(tensor.shape, shape, strict=True):
         _need(extent == wanted, lambda: text)
+
+
+def _alike(op: str, **tensors: Tensor) -> None:
+    """One dtype, one device and one shape for two."""
+    _same(op, **tensors)
+    first, second = tensors.values()
+    _need(first.dim() == second.dim(), lambda: _shapes(op, "equal shapes", **tensors))
+    for one, other in zip(first.shape, second.shape, strict=True):
+        _need(one == other, lambda: _shapes(op, "equal shapes", **tensors))
 
 
 def _shapes(op: str, allowed: str, **tensors: Tensor) -> str:

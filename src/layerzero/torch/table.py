@@ -28,10 +28,10 @@ class OpEntry:
     tensors stay as they are; `batch` is None where vmap is refused by name.
 
     `results`: how many; of several there is no form with `out`. `runs`: what is called in place of the lz function.
-    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted:
-    its second result is saved, too, as `also_saved`. `backward` names the op of this table that its formula calls
-    where it can: accelerate reports these. `by_torch` computes calls that kernels do not, with torch's own
-    gradients; None is its answer to others. `library` names the namespace of torch.ops."""
+    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted. Its second
+    result, or where there is no such op this one's own, is saved, too, as `also_saved`. `backward` names the op of this
+    table that its formula calls where it can: accelerate reports these. `by_torch` computes calls that kernels do not,
+    with torch's own gradients; None is its answer to others. `library` names the namespace of torch.ops."""
 
     name: str
     arguments: str
@@ -174,6 +174,18 @@ TABLE: dict[str, OpEntry] = {
                 batching.softmax(name),
             )
             for name, formula in (("softmax", gradients.softmax), ("log_softmax", gradients.log_softmax))
+        ),
+        OpEntry(
+            "add_rms_norm",
+            "Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None",
+            fakes.add_rms_norm,
+            gradients.add_rms_norm,
+            {"summed": frozenset({"input", "residual", "weight"}), "weight": frozenset({"input", "residual"})},
+            autocasting.single,
+            batching.add_rms_norm,
+            results=2,
+            also_saved="summed",
+            backward="rms_norm_backward",
         ),
         OpEntry(
             "group_norm",

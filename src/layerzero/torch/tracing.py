@@ -21,9 +21,9 @@ def traced(request: Request) -> Any:
     if request.op in ("layer_norm", "rms_norm"):
         x, *params = request.args
         args = (x, options.pop("normalized_shape"), *params, options.pop("eps"))
-    elif request.op in ("layer_norm_backward", "rms_norm_backward"):
-        grad, x, weight = request.args
-        args = (grad, x, options.pop("normalized_shape"), weight, options.pop("eps"))
+    elif request.op in ("layer_norm_backward", "rms_norm_backward", "add_rms_norm"):
+        first, second, weight = request.args
+        args = (first, second, options.pop("normalized_shape"), weight, options.pop("eps"))
     elif request.op == "group_norm":
         x, *params = request.args
         args = (x, options.pop("num_groups"), *params, options.pop("eps"))

@@ -52,6 +52,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
+        "add_rms_norm": (dense(64, 128), dense(64, 128), dense(128)),
         **dict.fromkeys(("group_norm", "instance_norm"), (dense(2, 64, 8, 8), dense(64), dense(64))),
         "batch_norm": (dense(2, 64, 8, 8), *[dense(64)] * 4),
         **dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), (dense(64, 128), dense(64, 128), dense(128))),

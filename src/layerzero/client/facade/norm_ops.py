@@ -16,6 +16,28 @@ if TYPE_CHECKING:
     from layerzero.client.arrays.array_types import AnyArray
 
 
+def add_rms_norm(
+    input: ArrayT,
+    residual: AnyArray,
+    normalized_shape: int | Sequence[int],
+    weight: AnyArray | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, ArrayT]:
+    """rms_norm of input + residual, and that sum: (out, summed), of the shape and dtype of input.
+
+    input, residual: (..., *normalized_shape), one shape and float dtype. normalized_shape, weight, eps: as rms_norm.
+    Half precision is computed in float32; out is the norm of the sum before or after that is rounded to its dtype, as
+    the kernel has it. Raises InvalidArgument. Source: rms_norm's; as fused_add_rms_norm of vLLM and FlashInfer, which
+    write to their arguments.
+    """
+    params = {"normalized_shape": extents_of(normalized_shape), "eps": eps}
+    planner = norm_plans.plan_add_rms_norm
+    return perform(Request("add_rms_norm", (input, residual, weight), params, planner, None, backend, timeout_s))
+
+
 def group_norm(
     input: ArrayT,
     num_groups: int,

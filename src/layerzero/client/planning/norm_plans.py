@@ -1,12 +1,50 @@
-"""Plans of norms of channels. As client/planning/plans.py, whose rules hold here too."""
+"""Plans of norms of channels, and of a norm of a sum. As client/planning/plans.py, whose rules hold here too."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
 
-from layerzero.client.planning.checks import epsilon, flag, number, refuse, same_float_dtype
-from layerzero.client.planning.plans import Plan, remember, same_shape
+from layerzero.client.planning.checks import (
+    Shape,
+    epsilon,
+    extents,
+    flag,
+    fresh,
+    normalized,
+    number,
+    refuse,
+    same_float_dtype,
+)
+from layerzero.client.planning.plans import RMS_EPS, Plan, Scalar, remember, same_shape
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+def plan_add_rms_norm(
+    x: TensorSpec,
+    residual: TensorSpec,
+    weight: TensorSpec | None = None,
+    *,
+    normalized_shape: Sequence[int],
+    eps: float | None = None,
+) -> Plan:
+    """rms_norm of x + residual, and that sum."""
+    return _plan_add_rms_norm(x, residual, weight, extents("add_rms_norm", normalized_shape), eps)
+
+
+@remember
+def _plan_add_rms_norm(
+    x: TensorSpec, residual: TensorSpec, weight: TensorSpec | None, shape: Shape, eps: float | None
+) -> Plan:
+    op = "add_rms_norm"
+    same_float_dtype(op, x=x, residual=residual, weight=weight)
+    if residual.shape != x.shape:
+        found = f"x has shape {list(x.shape)} and residual {list(residual.shape)}"
+        refuse(op, found, "equal shapes", "expand the smaller")
+    ndim = normalized(op, x, shape, weight=weight)
+    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
+    results = (fresh(op, x.dtype, x.shape),) * 2
+    return Plan(op, (x, residual, weight), attrs, results, results)
 
 
 @remember

@@ -39,7 +39,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
 Scalar = str | int | float | bool | None
 
 # torch.finfo(t).eps of the type t that torch computes in: float32 for the half types.
-_RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
+RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
 BSHD_AXES = (0, 2, 1, 3)  # from BSHD to BHSD, and back
 _REMEMBERED = 4096
 
@@ -196,7 +196,7 @@ def _plan_rms_norm(x: TensorSpec, shape: Shape, weight: TensorSpec | None, eps: 
     op = "rms_norm"
     same_float_dtype(op, x=x, weight=weight)
     ndim = normalized(op, x, shape, weight=weight)
-    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": _RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
+    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
     return same_shape(op, (x, weight), attrs)
 
 
@@ -235,7 +235,7 @@ def _plan_norm_backward(
             op, f"grad_out has shape {list(grad_out.shape)}", f"{list(x.shape)}, that of the result", "pass all of it"
         )
     if eps is None and op == "rms_norm_backward":
-        eps = _RMS_EPS[x.dtype]
+        eps = RMS_EPS[x.dtype]
     attrs: dict[str, Scalar] = {"ndim": ndim, "eps": epsilon(op, eps)}
     shapes = (x.shape, *(shape for _ in OPS[op].outputs[1:]))
     outputs = tuple(TensorSpec.contiguous(x.dtype, one) for one in shapes)

@@ -150,6 +150,13 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
     "log_softmax": (Call("log_softmax", {"input": _f32(256, 8192)}, {"dim": -1}),),
+    "add_rms_norm": (
+        Call(
+            "add_rms_norm",
+            {"input": _f32(256, 512), "residual": _f32(256, 512), "weight": _f32(512)},
+            {"normalized_shape": 512},
+        ),
+    ),
     "group_norm": (
         Call(
             "group_norm",

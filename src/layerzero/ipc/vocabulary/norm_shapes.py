@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shape_checks import (
@@ -17,20 +17,35 @@ from layerzero.ipc.vocabulary.shape_checks import (
     refuse,
     required,
 )
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
 def _norm(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     """layer_norm and rms_norm."""
     (x,) = required(inputs, 1)
     names = OPS[op].inputs
-    dtype = float_dtype(op, inputs, names)
+    float_dtype(op, inputs, names)
+    return _normalized(op, x, dict(zip(names[1:], inputs[1:], strict=True)), attrs)
+
+
+def _normalized(op: str, x: TensorSpec, params: Mapping[str, TensorSpec | None], attrs: Attrs) -> tuple[Output, ...]:
+    """The output, like x, whose last dimensions have the shape of the parameters."""
     least_ndim(op, "x", x, 1)
     shape = x.shape[x.ndim - integer(op, attrs, "ndim", 1, x.ndim) :]
-    for name, spec in zip(names[1:], inputs[1:], strict=True):
+    for name, spec in params.items():
         if spec is not None and spec.shape != shape:
             refuse(op, f"{name} has shape {list(spec.shape)}", f"{list(shape)}, what is normalized over")
     number(op, attrs, "eps", 0.0)
-    return ((dtype, x.shape),)
+    return ((x.dtype, x.shape),)
+
+
+def _add_norm(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    """As the norm, twice."""
+    x, residual = required(inputs, 2)
+    float_dtype(op, inputs, OPS[op].inputs)
+    equal(op, "shape", x=x.shape, residual=residual.shape)
+    (made,) = _normalized(op, x, {"weight": inputs[2]}, attrs)
+    return made, made
 
 
 def _norm_backward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
@@ -80,6 +95,7 @@ def _channels(op: str, inputs: Inputs, attrs: Attrs, least: int) -> tuple[tuple[
 NORMS: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
     "group_norm": _group_norm,
     "instance_norm": _instance_norm,
     "batch_norm": _batch_norm,

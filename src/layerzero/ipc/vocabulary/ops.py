@@ -140,6 +140,14 @@ OPS: dict[str, Op] = {
         # normalized over the last `ndim` dimensions; weight and bias have their shape
         Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
         Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),
+        # residual like x; summed = x + residual, out = rms_norm of it, before or after it is rounded to the dtype
+        Op(
+            "add_rms_norm",
+            ("x", "residual", "weight"),
+            ("out", "summed"),
+            optional=frozenset({"weight"}),
+            attrs=("ndim", "eps"),
+        ),
         # x (N,C,...), C a multiple of num_groups: normalized over the channels of a group and all that follows them, of
         # each n by itself. weight and bias (C).
         Op(

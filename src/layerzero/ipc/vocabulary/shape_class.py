@@ -150,6 +150,12 @@ def _norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(["one" if attrs["ndim"] == 1 else "several", *_given(inputs)]), (extent,)
 
 
+def _add_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """As of the norm."""
+    x, _, *parameters = inputs
+    return _norm((x, *parameters), attrs)
+
+
 def _norm_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """As of the norm; the number of rows, which gradients of weights are sums over, decides on nothing."""
     return _norm(inputs[1:], attrs)
@@ -204,6 +210,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "log_softmax": _softmax,
     "layer_norm": _norm,
     "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
     "group_norm": _group_norm,
     "instance_norm": _group_norm,
     "batch_norm": _batch_norm,

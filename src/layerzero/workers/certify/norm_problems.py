@@ -84,6 +84,15 @@ def _batch_norm(_: Claims) -> Iterator[Problem]:
             yield Problem("batch_norm", title, attrs, (x, mean, var, *rest), ("",) * 5)
 
 
+def _add_rms_norm(claims: Claims) -> Iterator[Problem]:
+    """Those of the norm, with a residual. Sums have no more digits than bfloat16 has."""
+    numbers = Numbers(20)
+    for norm in _norm("rms_norm", "weight")(claims):
+        x, weight = norm.inputs
+        assert x is not None
+        yield Problem("add_rms_norm", norm.name, norm.attrs, (x, numbers(*x.shape), weight))
+
+
 def _norm_backward(op: str) -> Callable[[Claims], Iterator[Problem]]:
     """Those of the norm, with a gradient, and more rows, which gradients of weights are sums over."""
 
@@ -107,6 +116,7 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "layer_norm": _norm("layer_norm", "weight", "bias"),
     "rms_norm": _norm("rms_norm", "weight"),
+    "add_rms_norm": _add_rms_norm,
     "group_norm": _group_norm("group_norm"),
     "instance_norm": _group_norm("instance_norm"),
     "batch_norm": _batch_norm,

@@ -26,6 +26,13 @@ def rms_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return _normalized(inputs, attrs, normalize)
 
 
+def add_rms_norm(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
+    """The norm of a sum, and the sum."""
+    x, residual = given(inputs[:2])
+    summed = Values(x.shape, list(map(add, x.flat, residual.flat)))
+    return rms_norm([summed, inputs[2]], attrs), summed
+
+
 def group_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """layer_norm of each group, with a weight and a bias of each channel."""
     x, weight, bias = inputs
@@ -112,6 +119,7 @@ def _norm_gradients(inputs: Sequence[Values | None], attrs: Attrs, *, is_centred
 OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "group_norm": group_norm,
     "instance_norm": group_norm,
     "batch_norm": batch_norm,

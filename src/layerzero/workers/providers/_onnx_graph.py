@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OPSET = 18  # from which on the axes of ReduceMax are an input; onnx 1.13's evaluator knows no other
+CONTRIB = "com.microsoft"  # the domain of the runtime's own nodes
 Shape = tuple[int, ...]
 
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._onnx_graph import Graph, Shape
+from layerzero.workers.providers._onnx_graph import CONTRIB, Graph, Shape
 
 
 def group_norm(onnx: Any, numpy: Any, call: Call) -> Graph:
@@ -34,6 +34,20 @@ def group_norm(onnx: Any, numpy: Any, call: Call) -> Graph:
             found = f"with_{name}"
     made.add("Identity", [found], "out")
     return Graph(made.nodes, inputs, {"out": (batch, channels, size)})
+
+
+def add_rms_norm(onnx: Any, numpy: Any, call: Call) -> Graph:
+    """x and residual as rows. A node of the runtime's own, not of ONNX."""
+    x, _, _ = call.inputs
+    assert x is not None
+    made = _Norm(onnx, numpy)
+    columns = math.prod(x.shape[x.ndim - call.attrs["ndim"] :])
+    names, found = ["x", "residual", "weight"], ["out", "", "", "summed"]
+    kind, eps = "SkipSimplifiedLayerNormalization", call.attrs["eps"]
+    node = onnx.helper.make_node(kind, names, found, domain=CONTRIB, epsilon=eps)
+    made.nodes.append(node)
+    rows: Shape = (x.numel // columns, columns)
+    return Graph(made.nodes, {"x": rows, "residual": rows, "weight": (columns,)}, {"out": rows, "summed": rows})
 
 
 def batch_norm(onnx: Any, numpy: Any, call: Call) -> Graph:

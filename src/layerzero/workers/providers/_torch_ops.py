@@ -83,6 +83,7 @@ class TorchOps:
             "log_softmax": self.log_softmax,
             "layer_norm": self.layer_norm,
             "rms_norm": self.rms_norm,
+            "add_rms_norm": self.add_rms_norm,
             "gelu": self.gelu,
             "silu": self.silu,
             "swiglu": self.swiglu,
@@ -166,6 +167,18 @@ class TorchOps:
         x, weight = views
         shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
         return lambda out: out.copy_(self.torch.nn.functional.rms_norm(x, shape, weight, eps))
+
+    def add_rms_norm(self, views: Sequence[Any], call: Call) -> Run:
+        x, residual, weight = views
+        shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
+
+        def run(targets: Any) -> None:
+            out, summed = targets
+            total = self.torch.add(x, residual)
+            out.copy_(self.torch.nn.functional.rms_norm(total, shape, weight, eps))
+            summed.copy_(total)
+
+        return run
 
     def gelu(self, views: Sequence[Any], call: Call) -> Run:
         (x,), approximate = views, call.attrs["approximate"]

@@ -28,6 +28,7 @@ def load() -> Loaded:
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
         "rms_norm": library.rms_norm,
+        "add_rms_norm": library.add_rms_norm,
         "softmax": library.softmax,
         "log_softmax": library.log_softmax,
         **ChannelNorms(mx).builders(),
@@ -37,8 +38,14 @@ def load() -> Loaded:
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         readers = [None if block is None else library.reader(block) for block in inputs]
         compute = builders[call.op](call)
-        write = library.writer(outputs[0])
-        return lambda: write(compute(*[read and read() for read in readers]))
+        writers = [library.writer(block) for block in outputs]
+
+        def bound() -> None:
+            found = compute(*[read and read() for read in readers])
+            for write, result in zip(writers, found if len(writers) > 1 else (found,), strict=True):
+                write(result)
+
+        return bound
 
     return Loaded(versions={"mlx": version("mlx")}, kernels={f"mlx.{op}": bind for op in builders})
 
@@ -121,6 +128,15 @@ class _Mlx:
         def compute(x: Any, weight: Any) -> Any:
             weight = None if weight is None else weight.reshape(-1)
             return self.mx.fast.rms_norm(x.reshape(rows), weight, eps).reshape(shape)
+
+        return compute
+
+    def add_rms_norm(self, call: Call) -> Callable[..., Any]:
+        rms_norm = self.rms_norm(call)
+
+        def compute(x: Any, residual: Any, weight: Any) -> Any:
+            summed = x + residual
+            return rms_norm(summed, weight), summed
 
         return compute
 

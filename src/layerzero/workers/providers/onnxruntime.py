@@ -41,6 +41,7 @@ def load() -> Loaded:
     graphs = {
         "attention_forward": _onnx_attention.forward,
         "attention_backward": _onnx_attention.backward,
+        "add_rms_norm": _onnx_norms.add_rms_norm,
         "group_norm": _onnx_norms.group_norm,
         "instance_norm": _onnx_norms.group_norm,
         "batch_norm": _onnx_norms.batch_norm,
@@ -119,7 +120,8 @@ class _Runtime:
     def _session(self, nodes: _Nodes, inputs: list[Any], outputs: list[Any], opset: int = OPSET) -> Any:
         helper = self.onnx.helper
         graph = helper.make_graph(nodes, "kernel", inputs, outputs)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
+        imports = [helper.make_opsetid("", opset), helper.make_opsetid(_onnx_graph.CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
         text: bytes = model.SerializeToString(deterministic=True)
         if text in self.sessions:
             self.sessions.move_to_end(text)

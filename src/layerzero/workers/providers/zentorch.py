@@ -30,6 +30,7 @@ def load() -> Loaded:
         "zentorch.attention": library.attention,
         "zentorch.linear": library.linear,
         "zentorch.rms_norm": library.rms_norm,
+        "zentorch.add_rms_norm": library.add_rms_norm,
     }
     return Loaded(
         versions={"zentorch": zentorch.__version__, "torch": torch.__version__, "numpy": version("numpy")},
@@ -95,5 +96,20 @@ class _Zentorch:
 
         def bound() -> None:
             out.copy_(kernel(rows, flat_weight, eps).view(out.shape))
+
+        return bound
+
+    def add_rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        """In place, on copies."""
+        x, residual, weight = self.views(inputs)
+        out, summed = self.views(outputs)
+        shape, flat_weight = (-1, weight.numel()), weight.view(-1)
+        kernel, eps = self.ops.zentorch_add_rms_norm_, call.attrs["eps"]
+
+        def bound() -> None:
+            made, total = (self.torch.clone(t, memory_format=self.torch.contiguous_format) for t in (x, residual))
+            kernel(made.view(shape), flat_weight, total.view(shape), eps)
+            out.copy_(made)
+            summed.copy_(total)
 
         return bound

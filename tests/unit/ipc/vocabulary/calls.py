@@ -79,6 +79,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     "linear": ({"x": "float32 4 6 2 3", "weight": "float32 5 3", "bias": "float32 5"}, {}, ("float32 4 6 2 5",)),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
+    "add_rms_norm": (
+        {"x": "float32 2 3 5", "residual": "float32 2 3 5", "weight": "float32 5"},
+        {"ndim": 1, "eps": 0.5},
+        ("float32 2 3 5", "float32 2 3 5"),
+    ),
     "group_norm": (
         {"x": "float32 2 6 5", "weight": "float32 6", "bias": "float32 6"},
         {"num_groups": 3, "eps": 0.5},

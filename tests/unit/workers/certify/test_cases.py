@@ -220,7 +220,7 @@ def calls(
             for _ in range(2 if op == "layer_norm" else 1)
         ]
         return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
-    if op in ("layer_norm_backward", "rms_norm_backward"):
+    if op in ("layer_norm_backward", "rms_norm_backward", "add_rms_norm"):
         ndim = draw(st.integers(1, len(shape)))
         weight = draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
         return [x, draw(tensors(dtype, shape)), weight], out_spec, {"ndim": ndim, "eps": 1e-5}
