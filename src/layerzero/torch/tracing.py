@@ -40,6 +40,10 @@ def traced(request: Request) -> Any:
         args = (*request.args, *(options.pop(name) for name in named))
     else:
         args = request.args
+    if isinstance(request.out, tuple):  # several results have no form with `out`
+        for target, made in zip(request.out, packet.default(*args, **options), strict=True):
+            target.copy_(made)
+        return request.out
     if request.out is not None:
         packet.out(*args, **options, out=request.out)
         return request.out

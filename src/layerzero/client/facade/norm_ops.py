@@ -23,6 +23,7 @@ def add_rms_norm(
     weight: AnyArray | None = None,
     eps: float | None = None,
     *,
+    out: tuple[ArrayT, ArrayT] | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> tuple[ArrayT, ArrayT]:
@@ -30,12 +31,13 @@ def add_rms_norm(
 
     input, residual: (..., *normalized_shape), one shape and float dtype. normalized_shape, weight, eps: as rms_norm.
     Half precision is computed in float32; out is the norm of the sum before or after that is rounded to its dtype, as
-    the kernel has it. Raises InvalidArgument. Source: rms_norm's; as fused_add_rms_norm of vLLM and FlashInfer, which
-    write to their arguments.
+    the kernel has it. out=(a, b) writes the norm to a and the sum to b, which may be input and residual: the call then
+    works on memory of its own and its results are copied, as the report says. Raises InvalidArgument.
+    Source: rms_norm's; as fused_add_rms_norm of vLLM and FlashInfer.
     """
     params = {"normalized_shape": extents_of(normalized_shape), "eps": eps}
     planner = norm_plans.plan_add_rms_norm
-    return perform(Request("add_rms_norm", (input, residual, weight), params, planner, None, backend, timeout_s))
+    return perform(Request("add_rms_norm", (input, residual, weight), params, planner, out, backend, timeout_s))
 
 
 def group_norm(

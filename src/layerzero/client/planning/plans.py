@@ -327,17 +327,20 @@ def plan_null() -> Plan:
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def plan_out(plan: Plan, out: TensorSpec) -> Plan:
-    """The plan that writes its one result into the caller's `out`, which may be strided but must not overlap itself."""
-    if len(plan.results) != 1:
-        raise InvalidArgument(f"{plan.op} has {len(plan.results)} results; out= is for ops with one")
-    wanted = plan.results[0]
-    if (out.dtype, out.shape) != (wanted.dtype, wanted.shape):
-        refuse(plan.op, f"out is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
-    refuse_overlapping(plan.op, "out", out)
-    output = plan.outputs[0]
-    view = out.permute(*BSHD_AXES) if plan.attrs.get("layout") == "BSHD" else _padded(out, output.shape)
-    return replace(plan, outputs=(view,), results=(out,))
+def plan_out(plan: Plan, *outs: TensorSpec) -> Plan:
+    """The plan that writes its results into the caller's `outs`, as many, which may be strided but must not overlap
+    themselves."""
+    if len(plan.results) != len(outs):
+        found = f"{len(plan.results)} results and out= {len(outs)} arrays"
+        raise InvalidArgument(f"{plan.op} has {found}; pass one for each")
+    views = []
+    for name, out, wanted, output in zip(OPS[plan.op].outputs, outs, plan.results, plan.outputs, strict=True):
+        if (out.dtype, out.shape) != (wanted.dtype, wanted.shape):
+            refuse(plan.op, f"{name} is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
+        refuse_overlapping(plan.op, name, out)
+        is_permuted = plan.attrs.get("layout") == "BSHD"
+        views.append(out.permute(*BSHD_AXES) if is_permuted else _padded(out, output.shape))
+    return replace(plan, outputs=tuple(views), results=outs)
 
 
 def _padded(spec: TensorSpec, shape: Shape) -> TensorSpec:

@@ -230,6 +230,8 @@ OPS: dict[str, Op] = {
 PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with a function, a page and kernels of ours
 
 
+# Ops with several results that may be the caller's own arrays; those of others are always new.
+TAKE_OUTS = frozenset({"add_rms_norm"})
 # Ops on views (B,H,S,D) with a causal rule and a mask.
 ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
 

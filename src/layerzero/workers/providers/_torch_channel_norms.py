@@ -42,7 +42,7 @@ class ChannelNorms:
             grouped = self._wide(x).reshape(x.shape[0], groups, -1)
             centred = (grouped - grouped.mean(-1, keepdim=True)).view(x.shape)
             multiplied, added = (None if one is None else self._wide(one) for one in (multiplied, added))
-            out.copy_(torch.nn.functional.group_norm(centred, groups, multiplied, added, eps))
+            out.copy_(torch.group_norm(centred, groups, multiplied, added, eps))  # nn.functional refuses one element
 
         return run
 
