@@ -174,9 +174,8 @@ class TorchOps:
 
         def run(targets: Any) -> None:
             out, summed = targets
-            total = self.torch.add(x, residual)
-            out.copy_(self.torch.nn.functional.rms_norm(total, shape, weight, eps))
-            summed.copy_(total)
+            self.torch.add(x, residual, out=summed)
+            out.copy_(self.torch.nn.functional.rms_norm(summed, shape, weight, eps))
 
         return run
 

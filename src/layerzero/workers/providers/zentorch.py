@@ -100,16 +100,19 @@ class _Zentorch:
         return bound
 
     def add_rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        """In place, on copies."""
+        """In place: on the results' own memory, where copies of the arguments lie."""
         x, residual, weight = self.views(inputs)
         out, summed = self.views(outputs)
         shape, flat_weight = (-1, weight.numel()), weight.view(-1)
         kernel, eps = self.ops.zentorch_add_rms_norm_, call.attrs["eps"]
 
         def bound() -> None:
-            made, total = (self.torch.clone(t, memory_format=self.torch.contiguous_format) for t in (x, residual))
-            kernel(made.view(shape), flat_weight, total.view(shape), eps)
-            out.copy_(made)
-            summed.copy_(total)
+            targets = [t if t.is_contiguous() else self.torch.empty(t.shape, dtype=t.dtype) for t in (out, summed)]
+            for target, source in zip(targets, (x, residual), strict=True):
+                target.copy_(source)
+            kernel(targets[0].view(shape), flat_weight, targets[1].view(shape), eps)
+            for one, target in zip((out, summed), targets, strict=True):
+                if one is not target:
+                    one.copy_(target)
 
         return bound
