@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from layerzero.client.arrays.copies import copy_into
@@ -12,9 +13,11 @@ from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied
 from layerzero.client.connection.link import Pending
 from layerzero.client.connection.overlay import Overlay
-from layerzero.client.connection.report import Attempt, Copy
+from layerzero.client.connection.report import BEFORE, Attempt, Copy, not_kept
 from layerzero.client.planning.plans import refuse_overlapping
+from layerzero.client.session import kept as kept_copies
 from layerzero.client.session.in_process import Place
+from layerzero.client.session.kept import Found
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -37,7 +40,7 @@ def prepare(
 ) -> Submitted:
     """A call that may run in this process has run on return, unless its kernel failed here: then it is ready to be sent
     like any other. `prior`: attempts that failed so far."""
-    link = session.link
+    link, asked_in = session.link, overlay.process()
     found = [None if a is None or a.needs_copy else arenas.pool.find(a.address, a.spec.span_bytes) for a in arrays]
     specs: list[TensorSpec | None] = []
     op = OPS[request.op]
@@ -85,11 +88,20 @@ def prepare(
             arena, offset = place
             refs.append(REF.pack(arena_registry[arena], 0, offset, array.spec.span_bytes))
         else:
+            may_keep = here is None and array.spec == spec and not array.needs_copy and name not in op.in_place
+            kept = kept_copies.copies.find(array) if may_keep else None
+            if kept is not None and kept.memory is not None and kept.place is not None:
+                blocks.append(kept.memory)
+                copies.append(_told_of(name, array, kept))
+                arena, offset = kept.place
+                refs.append(REF.pack(arena_registry[arena], 0, offset, array.nbytes))
+                continue
             block, arena, offset = arenas.pool.allocate(array.nbytes)
             copy_into(array, block)
             blocks.append(block)
             if array.nbytes:
-                copies.append(Copy(name, array.nbytes, "client", why_copied(array, name in adapted)))
+                made = Copy(name, array.nbytes, "client", why_copied(array, name in adapted))
+                copies.append(made if kept is None else not_kept(made, kept.told))
                 if name in op.in_place:
                     written.append((name, array, block, spec))
             if here is None:
@@ -137,6 +149,7 @@ def prepare(
         start_ns,
         b"".join(refs),
         adapted,
+        asked_in,
         written,
         prior=prior,
     )
@@ -147,11 +160,17 @@ def prepare(
     return submitted
 
 
+def _told_of(name: str, array: Array, kept: Found) -> Copy:
+    """Of a copy that is kept: it was made for this call, or before it."""
+    made = Copy(name, array.nbytes, "client", why_copied(array, is_adapted=False))
+    return replace(made, where=BEFORE, reason=kept.told) if kept.uses else not_kept(made, kept.told)
+
+
 def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitted:
     """As `prepare`, of a call whose inputs lie in arenas as `request.places` says. It never runs in this process."""
     assert request.places is not None
     assert request.output_bytes is not None
-    link, registry = session.link, session.arena_registry
+    link, registry, asked_in = session.link, session.arena_registry, overlay.process()
     specs = tuple([None if place is None else BYTES for place in request.places])
     route = session.routes.find(link, request, specs, (), overlay.current())
     refs = [_NO_REF if at is None else REF.pack(registry[at[0]], 0, at[1], at[2]) for at in request.places]
@@ -175,4 +194,5 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
         start_ns,
         b"".join(refs),
         frozenset(),
+        asked_in,
     )
