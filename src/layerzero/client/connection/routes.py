@@ -60,16 +60,16 @@ class Routes:
         link: Link,
         request: Request,
         specs: tuple[TensorSpec | None, ...],
-        out: Array | None,
+        outs: tuple[Array, ...],
         policy: Overlay | None,
         device: str = "",
     ) -> Route:
         """The route of a call; new ones are told to the broker. `device`: UUID of the GPU that it runs on."""
-        out_spec = None if out is None else out.spec
+        out_specs = tuple([out.spec for out in outs])
         specs = request.shape_specs(specs)
         params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
         asked = None if policy is None else policy.text
-        key = (request.op, specs, params, request.backend, out_spec, asked, device)
+        key = (request.op, specs, params, request.backend, out_specs, asked, device)
         try:
             route = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed: what checks it names it
@@ -82,8 +82,8 @@ class Routes:
                         self._neighbours.lend(route)
             return route
         plan = request.planner(*specs, **request.params)
-        if out is not None:
-            plan = plan_out(plan, out.spec)
+        if outs:
+            plan = plan_out(plan, *out_specs)
         if policy is not None:
             self.check_policy(policy)
         return self.define(link, key, plan, request.backend, policy, device, may_wait=not device)

@@ -138,7 +138,7 @@ class Segment:
             specs = tuple(self._spec(arg) for arg in step.args)
             assert step.request is not None
             request = replace(step.request, args=step.args)
-            route = self.session.routes.find(self.session.link, request, specs, None, self.policy)
+            route = self.session.routes.find(self.session.link, request, specs, (), self.policy)
             place = self.session.lanes.of(route)
             if place is None and route.here is None:
                 return

@@ -132,7 +132,7 @@ class Repeats:
         told = self._site(submitted, lane, lease)
         if told is None:
             return
-        for kind in {one.kind for one in (*submitted.arrays, submitted.out) if one is not None} - self._kinds:
+        for kind in {one.kind for one in (*submitted.arrays, *submitted.outs) if one is not None} - self._kinds:
             self._compiled.learn(**_types_of(kind))
             self._kinds.add(kind)
         key = self._compiled.key(submitted.request)
@@ -144,8 +144,8 @@ class Repeats:
 
     def _site(self, submitted: Submitted, lane: Lane, lease: Lease) -> dict[str, Any] | None:
         """None for a call that is to go the longer way each time."""
-        request, route, out = submitted.request, submitted.route, submitted.out
-        plan, arrays = route.plan, [one for one in (*submitted.arrays, out) if one is not None]
+        request, route, outs = submitted.request, submitted.route, submitted.outs
+        plan, arrays = route.plan, [one for one in (*submitted.arrays, *outs) if one is not None]
         if (
             OPS[request.op].in_place
             or request.finish is not None
@@ -154,7 +154,7 @@ class Repeats:
             or route.dense
             or len(plan.outputs) > 1
             or len(plan.results) != len(plan.outputs)
-            or (out is not None and not submitted.out_is_direct)
+            or (outs and not submitted.out_is_direct)
             or any(a.kind not in _KINDS or not a.nbytes or a.needs_copy or a.obj is not a.owner for a in arrays)
         ):
             return None
@@ -173,7 +173,7 @@ class Repeats:
             else:
                 inputs += (PLACED, one.spec.span_bytes)
         result, wrap = NOTHING, None
-        if out is not None:
+        if outs:
             result = PLACED
         elif plan.outputs:
             result, wrap = FRESH, _wrapper(next(a for a in arrays), plan.results[0])

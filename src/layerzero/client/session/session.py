@@ -181,10 +181,10 @@ class Session:
                 result = self.repeats.run(request, start_ns)
             if result is not MISS:
                 return result
-        arrays, out = describe_all(request)
-        if device_of(request.op, arrays, out) != CPU:
-            return self.gpus.run(request, arrays, out, start_ns)
-        return self._run_prepared(prepare(self, request, (), arrays, out, start_ns), start_ns)
+        arrays, outs = describe_all(request)
+        if device_of(request.op, arrays, outs) != CPU:
+            return self.gpus.run(request, arrays, outs, start_ns)
+        return self._run_prepared(prepare(self, request, (), arrays, outs, start_ns), start_ns)
 
     def _run_prepared(self, submitted: Submitted, start_ns: int) -> Any:
         request = submitted.request
@@ -264,9 +264,9 @@ class Session:
         """A call of a tool, waited for also on a GPU. Its result and report; there `kernel_us` is that of an earlier
         run, 0 when none is new (GpuCalls.run_apart). Raises what the op raises."""
         if self.link:  # of this very process
-            arrays, out = describe_all(request)
-        if device_of(request.op, arrays, out) != CPU:
-            return self.gpus.run_apart(request, arrays, out)
+            arrays, outs = describe_all(request)
+        if device_of(request.op, arrays, outs) != CPU:
+            return self.gpus.run_apart(request, arrays, outs)
         value, report = self.run(request), self.last_report()
         assert report is not None
         return value, report
@@ -329,7 +329,7 @@ class Session:
                 return self.run(submitted.request)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
-                hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.out)
+                hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.outs)
                 submitted.pending = Pending(hold, submitted.request.timeout_s)
                 self._send(submitted)
                 return self.wait(submitted)

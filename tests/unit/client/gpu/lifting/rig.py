@@ -152,7 +152,8 @@ class Rig:
         result = self.lifts.run_again(request, start_ns)
         if result is not MISS:
             return result
-        arrays, out = describe_all(request)
+        arrays, outs = describe_all(request)
+        out = outs[0] if outs else None
         like = next(array for array in arrays if array is not None)
         asked_in, route = overlay.process(), self._route(request, arrays, out)
         made, address = result_like(like, out, route.plan.results)
