@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
-from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.held import Hold, Lent, Reserved, Stay
 from layerzero.functions.isolated import Isolated, wrap_of
 from layerzero.functions.names import look_up
+from layerzero.functions.places import Candidate, Places
 from layerzero.functions.streams import iterate
 from layerzero.functions.use import Use
-from layerzero.ipc.errors import InvalidArgument, RemoteError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
-from layerzero.ipc.functions.surface import CALLABLE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
+from layerzero.ipc.functions.surface import CALLABLE, COROUTINE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
 
 ON_DEATH = ("error", "rebuild")
 
@@ -40,7 +43,7 @@ class IsolatedClass:
             raise InvalidArgument("lz.isolated: keep is for functions and methods; objects stay there anyway")
         self._class, self._surface = cls, surface
         self._env, self._options, self._code, self._on_death = where, options, code, on_death
-        self._tree = code.to_tree()
+        self._places = Places([Candidate(where, code)], options.workers)
         self._room = MIN_ROOM
         self._last = threading.local()
         self._methods: dict[str, inspect.Signature | None] = {}  # those that were called
@@ -67,9 +70,26 @@ class IsolatedClass:
         Raises as a call of a function does, and InvalidArgument where 1,024 objects of this program are there.
         """
         self._bind(self._label, _signature(self._class), args, kwargs)
-        given = Arguments(args, kwargs, self._env.backend)
-        hold = Call(self, given, args, kwargs, self._options, wrap=_held).finish()
-        return self._proxy(Remote(self, hold, self, args, kwargs))
+        return self._proxy(Remote(self, self._construct(self, args, kwargs), self, args, kwargs))
+
+    def _construct(self, maker: Owner, args: Any, kwargs: Any, backend: str = "") -> Hold:
+        """A new object, by the class or a method of it. `backend`: where it was before; a worker of its own is another
+        one then."""
+        if self._options.process == "pool" or maker is not self:
+            given = Arguments(args, kwargs, (backend,) if backend else self._places.backends)
+            found: Hold = Call(maker, given, args, kwargs, maker._options, wrap=_held).finish()
+            return found
+        session = default_session.session()
+        reserved = Reserved.of(session, self._env)
+        try:
+            given = Arguments(args, kwargs, (reserved.backend,))
+            wrap = functools.partial(_held, reserved=reserved)
+            found = Call(maker, given, args, kwargs, maker._options, wrap=wrap).finish()
+        except BaseException:
+            with contextlib.suppress(LayerZeroError):
+                reserved.free(session)
+            raise
+        return found
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, self._proxy) or (self._class is not None and isinstance(value, self._class))
@@ -113,10 +133,8 @@ class IsolatedClass:
         return IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
 
     def warmup(self) -> float:
-        """Start the worker and import the class's module there. Returns seconds. Raises as a call does."""
-        start_s = time.monotonic()
-        Call(self, None, (), {}, self._options).finish()
-        return time.monotonic() - start_s
+        """Start the workers and import the class's module there. Returns seconds. Raises as a call does."""
+        return warm_up(self)
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of any of its objects. Raises InvalidArgument before the first one."""
@@ -159,7 +177,9 @@ class ClassFunction(Isolated[Any, Any]):
         self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, bits: int
     ) -> None:
         """`bits`: of its surface. One that is not the class's own takes an object as its first argument."""
-        super().__init__(function, where, options, code, is_stream=bool(bits & STREAM))
+        super().__init__(
+            function, where, options, code, is_stream=bool(bits & STREAM), is_coroutine=bool(bits & COROUTINE)
+        )
         self._of, self._bits, self._last = of, bits, of._last
 
     def options(self, **changes: Any) -> ClassFunction:
@@ -188,8 +208,7 @@ class Remote(Stay):
         self.take(hold)
 
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
-        given = Arguments(args, kwargs, maker._env.backend)
-        self.take(Call(maker, given, args, kwargs, maker._options, wrap=_held).finish())
+        self.take(self.owner._construct(maker, args, kwargs, self.backend))
 
     def rebuild(self, lost: Hold) -> bool:
         """Construct it again, unless another thread has. False where that is not wanted. Raises as a call does."""
@@ -211,8 +230,8 @@ class Remote(Stay):
         super().close(timeout_s)
 
 
-def _held(_: Any, hold: Hold) -> Hold:
-    return hold
+def _held(_: Any, hold: Hold, reserved: Reserved | None = None) -> Hold:
+    return hold if reserved is None else hold.in_own_worker(reserved)
 
 
 class Method:
@@ -223,7 +242,10 @@ class Method:
         self._options = remote.owner._options if options is None else options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it in the environment. Raises as a call of a function does."""
+        """Call it in the environment; a coroutine method is sent, and gives a FunctionFuture. Raises as a call of a
+        function does."""
+        if self._remote.owner._surface.names.get(self._name, 0) & COROUTINE:
+            return self.submit(*args, **kwargs)
         return self._start(args, kwargs).finish()
 
     def submit(self, *args: Any, **kwargs: Any) -> FunctionFuture:
@@ -269,9 +291,9 @@ class Proxy(Inside):
     def __init__(self, remote: Remote) -> None:
         object.__setattr__(self, "_lz", remote)
 
-    def _lz_lend(self, backend: str) -> Lent:
+    def _lz_lend(self, backends: Sequence[str]) -> Lent:
         """As Inside."""
-        return self._lz.lend_to(backend)
+        return self._lz.lend_to(backends)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -45,6 +45,16 @@ class Stream:
             raise StopIteration
         return found[0]
 
+    def send(self, _: Any) -> Any:
+        """Raises InvalidArgument: items are made ahead, before anything could be sent to them."""
+        raise InvalidArgument(f"{self._label}: a stream takes nothing; use an object of a class, and call its methods")
+
+    def throw(self, *_: Any) -> Any:
+        """Raises InvalidArgument, as `send`."""
+        raise InvalidArgument(f"{self._label}: nothing is raised in a stream from here; close() it")
+
+    asend, athrow = send, throw
+
     def __aiter__(self) -> Stream:
         return self
 
@@ -117,7 +127,7 @@ def iterate(stay: Stay, owner: Owner) -> Stream:
 
 class _Next(Call):
     def __init__(self, owner: Owner, stay: Stay, options: Options, label: str) -> None:
-        super().__init__(owner, Arguments((), {}, owner._env.backend), (), {}, options, label)
+        super().__init__(owner, Arguments((), {}, (stay.backend,)), (), {}, options, label)
         self._reference = stay.lend().reference  # and no loan: it may be released while the item is made
 
     def _frame(self, given: Arguments) -> Frame:

@@ -137,6 +137,8 @@ class _Loop:
         self._page = page
         self._loaded = loaded
         self._kernels = loaded.kernels
+        if loaded.per_client is not None:
+            loaded.per_client.tell_kept(page.write_kept)
         self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._prepared: dict[int, _Prepared] = {}

@@ -91,6 +91,9 @@ class PerClient(Protocol):
     def forget(self, client: int) -> None:
         """It has left: no call of it will come."""
 
+    def tell_kept(self, note: Callable[[int], None]) -> None:
+        """Call `note` with how much is kept whenever that has changed."""
+
 
 @dataclass(frozen=True)
 class Loaded:

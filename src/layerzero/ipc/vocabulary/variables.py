@@ -38,6 +38,7 @@ SETTINGS = (
     "retry_disabled_max_s",
     "poison_quarantine_s",
     "rest_s",
+    "functions_rest_s",
     "express",
     "allow_mps",
     "joined",
