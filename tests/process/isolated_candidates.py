@@ -88,3 +88,33 @@ def first(items: Any) -> tuple[str, str]:
 @lz.isolated([LEFT, RIGHT])
 def numbers(end: int) -> Iterator[int]:
     yield from range(end)
+
+
+@lz.isolated([LEFT, RIGHT], shadow=1.0)
+def checked(items: Any) -> Any:
+    return items[0]
+
+
+@lz.isolated([LEFT, RIGHT], timeout_s=1)
+async def soon(value: float) -> float:
+    return value
+
+
+def at_once(value: float) -> float:
+    return value
+
+
+@lz.isolated([LEFT, RIGHT], shapes=lambda: ((1,), "float32"))
+def filled(*, out: Any) -> Any:
+    return out
+
+
+def made() -> Any:
+    return None
+
+
+@lz.isolated(LEFT)
+class Counter:
+    @staticmethod
+    def of(value: int) -> int:
+        return value

@@ -83,6 +83,8 @@ def test_inputs_that_killed_two_workers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(lz.LayerZeroError) as poisoned:
         fn.dies_at(["left", "right"], str(notes))
     assert poisoned.value.code == "POISON"
+    told = [text.split(": ")[:2] for text in fn.dies_at.last_report().failures]
+    assert told == [[LEFT, "BACKEND_ERROR"], [RIGHT, "BACKEND_ERROR"], ["left", "POISON"]]
     assert sorted(notes.read_text().split()) == ["left", "right"]
     with pytest.raises(lz.LayerZeroError) as refused:
         fn.dies_at(["left", "right"], str(notes))
@@ -94,8 +96,8 @@ def test_inputs_that_killed_two_workers_are_refused(tmp_path: Path) -> None:
 
 def test_measured_times_choose() -> None:
     times = fn.slow.tune(1.5)
-    assert set(times) == {"left", "right"}
-    assert times["right"] < times["left"]
+    assert set(times) == {LEFT, RIGHT}
+    assert times[RIGHT] < times[LEFT]
     lz.configure(weights={"perfdb": 1000})  # tests have 0
     try:
         assert fn.slow(1.5) == 1.5
@@ -138,3 +140,62 @@ def test_what_cannot_be_a_candidate_is_refused() -> None:
         fn.where.options(shadow=2)
     with pytest.raises(lz.InvalidArgument, match="no generator"):
         fn.where.implementation(lz.env("third"))(fn.numbers.__wrapped__)
+
+
+def test_an_implementation_is_called_in_the_same_way() -> None:
+    """One that is awaited, or that is given the memory of its result, does not stand for one that is not."""
+    third = lz.env("third")
+    for function, other, allowed in (
+        (fn.soon, fn.at_once, "a coroutine function"),
+        (fn.where, fn.soon.__wrapped__, "a function that is no coroutine"),
+        (fn.numbers, fn.at_once, "a generator function"),
+        (fn.where, fn.numbers.__wrapped__, "a function that is no generator"),
+        (fn.filled, fn.made, "a function with a parameter out"),
+        (fn.filled.options(shapes=lambda: ((1,), "float32")), fn.made, "a function with a parameter out"),
+    ):
+        with pytest.raises(lz.InvalidArgument, match=f"allowed as an implementation of .*: {allowed}"):
+            function.implementation(third)(other)
+    without = lz.isolated(fn.LEFT, shapes=lambda: ((1,), "float32"))(fn.made)
+    with pytest.raises(lz.InvalidArgument, match="a function without a parameter out"):
+        without.implementation(third)(fn.filled.__wrapped__)
+    with pytest.raises(lz.InvalidArgument, match="objects live in one environment"):
+        fn.Counter.of.implementation(third)(fn.at_once)
+
+
+def test_an_error_and_a_report_name_the_environment_that_it_is_of() -> None:
+    with lz.prefer("right.*"):
+        assert fn.where() == "right"
+        assert fn.where.last_report().env == "right"
+    with lz.prefer("right.*", only=True), pytest.raises(lz.DeadlineExceeded, match="hangs_at in right: "):
+        fn.hangs_at("right")
+    assert [text.split(": ")[:2] for text in fn.hangs_at.last_report().failures] == [["right", "DEADLINE"]]
+    wait_until(lambda: is_well(RIGHT))
+
+
+def test_a_shadow_check_runs_what_was_called_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither in place of an import nor with an object that is somewhere else."""
+    with caplog.at_level(logging.WARNING):
+        fn.checked.warmup()
+        with fn.kept() as handle:
+            assert fn.checked(handle) in ("left", "right")
+    assert "not made" in fn.checked.last_report().shadow
+    assert caplog.text == ""
+    for changes, function in (({"keep": True}, fn.checked), ({"shadow": 0.5}, fn.kept), ({"shadow": 0.5}, fn.numbers)):
+        with pytest.raises(lz.InvalidArgument, match="shadow compares results that come here"):
+            function.options(**changes)
+    with pytest.raises(lz.InvalidArgument, match="shadow is for functions"):
+        fn.Counter.options(shadow=0.5)
+
+
+def test_what_cannot_be_tuned_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        times = fn.fails_at.tune("left")
+    assert times[LEFT] == float("inf")
+    assert 0 < times[RIGHT] < float("inf")
+    assert f"tune: {LEFT}: " in caplog.text
+    assert "LookupError" in caplog.text
+    assert all(time_us < float("inf") for time_us in fn.kept.tune().values())
+    with pytest.raises(lz.InvalidArgument, match="set cannot go to another environment"):
+        fn.checked.tune({1})
+    with pytest.raises(lz.InvalidArgument, match="a generator"):
+        fn.numbers.tune(3)

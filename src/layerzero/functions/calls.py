@@ -9,11 +9,11 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
-from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
@@ -61,11 +61,12 @@ class Options:
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
-    where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
-    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay, results included. `selection`: the
-    broker's report of the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and
-    constructed again. `shadow`: what came of a shadow check of it; empty where there was none."""
+    """How a call of an isolated function went. `env`: the environment that served it, else the one that is wanted
+    first. `served_by`: the worker's backend, or the fallback's name; empty where the call failed. `failures`: what went
+    wrong before, as "where: code: message". `copies`: bytes that were copied, where and why; `uncopied_bytes`: of
+    arrays that crossed as they lay, results included. `selection`: the broker's report of the last attempt there; None
+    where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
+    check of it; empty where there was none."""
 
     function: str
     env: str
@@ -156,7 +157,6 @@ class Call:
 
     def finish(self, timeout: float | None = None) -> Any:
         """The function's result. Raises TimeoutError where it is not there after `timeout` seconds."""
-        owner = self.owner
         while True:
             try:
                 answer = self._answer(timeout)
@@ -175,7 +175,8 @@ class Call:
                     self._check(answer.value, served_by)
                 self._note(served_by)
                 return answer.value if wrap is None else self._wrapped(wrap, answer.value, served_by)
-            self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
+            where = self._env_of(error)
+            self._failures.append(f"{where.name}: {error.code}: {error.message.partition(chr(10))[0]}")
             if not self._may_repeat(error):
                 return self._fall_back(error)
 
@@ -239,17 +240,20 @@ class Call:
 
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
-        where = self.owner._env
         if isinstance(error, (InvalidArgument, NoBackend)):
             return self.owner._places.explain_failure(error, self._session.ask)
         if isinstance(error, BackendError):
-            said = f"{self.label} in {where.name}: {error.message}"
+            said = f"{self.label} in {self._env_of(error).name}: {error.message}"
             if not isinstance(error, DeadlineExceeded):
                 said += "; it may have run in part" + (
                     "" if self.options.idempotent else ": idempotent=True lets such a call run once more"
                 )
             error.message, error.args = said, (said,)
         return error
+
+    def _env_of(self, error: LayerZeroError) -> FunctionEnv:
+        """The environment that an error is of; the one that is wanted first where it is of none."""
+        return self.owner._places.env_of(str(error.facts.get("backend", "")))
 
     def _may_repeat(self, error: LayerZeroError) -> bool:
         """Once more, on a new worker: after a death that is not its own deadline's."""
@@ -299,9 +303,12 @@ class Call:
         others = [one.env for one in places.candidates if one.env is not places.env_of(served_by)]
         if not others or random.random() >= self.options.shadow:
             return
+        if self.given is not None and self.given.loans:
+            self._shadow = f"not made: objects among the arguments are in {places.env_of(served_by).name} alone"
+            return
         options = replace(self.options, shadow=0.0, fallback=None, idempotent=False)
-        given = Arguments(self.args, self.kwargs, places.backends_of(others[0]))
         try:
+            given = Arguments(self.args, self.kwargs, places.backends_of(others[0]))
             told = self._again(given, options).finish()
             found = difference(value, told, self.options.tolerance)
             self._shadow = f"differs from {others[0].name}: {found}" if found else f"agrees with {others[0].name}"
@@ -331,15 +338,12 @@ class Call:
             return None
         owner = self.owner
         selection = self._session.report_of(self._record)
-        attempts = () if selection is None else selection.attempts
-        before = [f"{one.backend}: {one.outcome}: {one.detail}" for one in attempts if one.outcome is not None]
-        failures = self._failures if not self._served_by else [*before, *self._failures]
         return FunctionReport(
             self.label,
-            owner._env.name,
+            owner._places.env_of(self._served_by).name,
             self._served_by,
             self._attempts,
-            tuple(failures),
+            tuple(self._failed(() if selection is None else selection.attempts)),
             () if selection is None else selection.copies,
             self._uncopied_bytes,
             (self._ended_ns - self._start_ns) / 1e3,
@@ -347,6 +351,16 @@ class Call:
             self._rebuilds > 0,
             self._shadow,
         )
+
+    def _failed(self, attempts: Sequence[Attempt]) -> list[str]:
+        """What went wrong, in order. `attempts`: of the last request, whose own error tells of the last of them."""
+        found = [f"{one.backend}: {one.outcome}: {one.detail}" for one in attempts if one.outcome is not None]
+        if not self._failures or not attempts or attempts[-1].outcome is None:
+            return [*self._failures, *found]
+        *earlier, last = self._failures
+        end = attempts[-1]
+        is_told = last.startswith(f"{self.owner._places.env_of(end.backend).name}: {end.outcome}: ")
+        return [*earlier, *(found[:-1] if is_told else found), last]
 
 
 class _Load(Call):
@@ -359,7 +373,7 @@ class _Load(Call):
 def warm_up(owner: Owner) -> float:
     """Start all workers of an owner's calls, and import its module there. Returns seconds. Raises as a call does."""
     start_s = time.monotonic()
-    options = replace(owner._options, fallback=None, keep=False)
+    options = replace(owner._options, fallback=None, keep=False, shadow=0.0)
     calls = [_Load(owner, Arguments((), {}, (one,)), (), {}, options) for one in owner._places.backends]
     for call in calls[1:]:
         call.send()

@@ -225,6 +225,9 @@ def env_of(where: object, name: str) -> FunctionEnv:
     if isinstance(where, FunctionEnv):
         return where
     if isinstance(where, (list, tuple)):
+        if any(isinstance(one, FunctionEnv) for one in where):
+            text = "a list of environments is for functions that are decorated with @lz.isolated"
+            raise InvalidArgument(f"{name}: {text}; allowed: one environment, or a list of requirements")
         name = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("_-")
         return env(name[:40] or "function", requires=list(where))
     raise InvalidArgument(

@@ -84,7 +84,7 @@ class Handle(Inside):
         raise TypeError(f"{self!r} cannot be copied or pickled: its result is in another process")
 
     def __repr__(self) -> str:
-        return f"<lz.Handle of a {self._type} in {self._owner._env.backend}{', closed' * self._stay.is_closed}>"
+        return f"<lz.Handle of a {self._type} in {self._stay.backend}{', closed' * self._stay.is_closed}>"
 
 
 class HandleMethod:

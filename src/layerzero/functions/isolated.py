@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import math
 import statistics
 import threading
@@ -37,6 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 MAX_OPEN = 32  # of a map
 TUNE_CALLS = 5
+_log = logging.getLogger("layerzero.functions")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ class Isolated(Generic[P, R]):
             self._signature = without_out(self._signature)
         if options.shapes is not None and self._is_stream:
             raise InvalidArgument(f"{code.label}: shapes is for functions; items of a generator come without")
+        if options.shadow and (self._is_stream or options.keep):
+            text = "shadow compares results that come here; allowed: 0 for generators and with keep=True"
+            raise InvalidArgument(f"{code.label}: {text}")
         self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
         self._last = threading.local()
@@ -156,8 +160,8 @@ class Isolated(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
-        """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers. Raises
-        InvalidArgument."""
+        """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers, shadow,
+        tolerance. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         return self._changed(options, self._places.candidates[1:])
 
@@ -251,32 +255,49 @@ class Isolated(Generic[P, R]):
             if (code.module, code.qualname) == (self._code.module, self._code.qualname):
                 text = f"{self._label}: give its implementation a name of its own"
                 raise InvalidArgument(f"{text}; workers import it by that")
-            if isinstance(function, type) or surface.is_stream(function) != self._is_stream:
-                kind = "a generator function" if self._is_stream else "a function that is no generator"
-                raise InvalidArgument(f"{code.label}: allowed as an implementation of {self._label}: {kind}")
+            self._demand_alike(function, code.label)
             env = env_of(where, function.__name__)
             self._places = Places([*self._places.candidates, Candidate(env, code)], self._options.workers)
             return Isolated(function, env, self._options, code)
 
         return decorate
 
+    def _demand_alike(self, function: Any, label: str) -> None:
+        """Raises InvalidArgument for what is not called as this function is."""
+        of_ours = (self._is_stream, self._is_coroutine, self._has_out)
+        of_its = (surface.is_stream(function), surface.is_coroutine(function), takes_out(function, self._options))
+        kinds = (
+            ("a generator function", "a function that is no generator"),
+            ("a coroutine function", "a function that is no coroutine"),
+            ("a function with a parameter out", "a function without a parameter out"),
+        )
+        for (one, other), ours, its in zip(kinds, of_ours, of_its, strict=True):
+            if isinstance(function, type) or ours != its:
+                text = f"{label}: allowed as an implementation of {self._label}"
+                raise InvalidArgument(f"{text}: {one if ours else other}")
+
     def tune(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
         """Call it in each of its environments, a few times, so that the broker has times to choose by. Returns the
-        median of each, in us, by environment; of one that failed, inf. Raises InvalidArgument for arguments that do not
-        fit."""
+        median of each, in us, by the environment's backend; of one that failed inf, and a warning says why. Raises
+        InvalidArgument for arguments that do not fit, and of a generator function."""
+        if self._is_stream:
+            raise InvalidArgument(f"{self._label} is a generator; allowed: functions, whose calls have a time")
         self._bind(args, kwargs)
+        return {one.env.backend: self._measured_us(one.env, args, kwargs) for one in self._places.candidates}
+
+    def _measured_us(self, where: FunctionEnv, args: Any, kwargs: Any) -> float:
+        times_us = []
         options = replace(self._options, fallback=None, shadow=0.0)
-        found = {}
-        for one in self._places.candidates:
-            times_us = []
-            with contextlib.suppress(LayerZeroError):
-                for _ in range(TUNE_CALLS):
-                    given = Arguments(args, kwargs, self._places.backends_of(one.env)[:1])
-                    start_ns = time.perf_counter_ns()
-                    Call(self, given, args, kwargs, options).finish()
-                    times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
-            found[one.env.name] = statistics.median(times_us) if len(times_us) == TUNE_CALLS else math.inf
-        return found
+        for _ in range(TUNE_CALLS):
+            given = Arguments(args, kwargs, self._places.backends_of(where)[:1])
+            start_ns = time.perf_counter_ns()
+            try:
+                self._call_of(given, args, kwargs, options).finish()
+            except LayerZeroError as exc:
+                _log.warning("%s.tune: %s: %s", self._label, where.backend, exc.message.partition("\n")[0])
+                return math.inf
+            times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+        return statistics.median(times_us)
 
     def warmup(self) -> float:
         """Start its workers and import its module there. Returns seconds. Raises as a call does."""
@@ -301,10 +322,9 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs)
+        return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
 
-    def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
-        options = self._options
+    def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
         if options.shapes is not None:
             return ShapedCall(self, given, args, kwargs, options, self._shaped(args, kwargs), has_out=self._has_out)
         return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))

@@ -41,9 +41,8 @@ class _Question(Call):
 
 
 def look_up(code: Code, where: FunctionEnv, options: Options) -> list[Any]:
-    """What a name of the environment is: [VALUE, value], [FUNCTION, whether it is a generator, a
-    coroutine], [CLASS, surface] or
-    [MODULE]. Raises AttributeError where there is none, and as a call does."""
+    """What a name of the environment is: [VALUE, value], [FUNCTION, whether it is a generator function, whether it is a
+    coroutine function], [CLASS, surface] or [MODULE]. Raises AttributeError where there is none, and as a call does."""
     try:
         found = _Question(_Name(code, where, options)).finish()
     except RemoteError as exc:

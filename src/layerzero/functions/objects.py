@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ class IsolatedClass:
         """`cls`: None for one that this process does not have. Raises InvalidArgument."""
         if on_death not in ON_DEATH:
             raise InvalidArgument(f"lz.isolated: on_death is {on_death!r:.80}; allowed: {', '.join(ON_DEATH)}")
-        _demand_no_fallback(options)
+        _demand_of_objects(options)
         if options.keep:
             raise InvalidArgument("lz.isolated: keep is for functions and methods; objects stay there anyway")
         self._class, self._surface = cls, surface
@@ -127,7 +127,8 @@ class IsolatedClass:
         return self._class(*args, **kwargs)
 
     def options(self, **changes: Any) -> IsolatedClass:
-        """The same class with other options: timeout_s, idempotent, on_death. Raises InvalidArgument."""
+        """The same class with other options: timeout_s, idempotent, on_death, workers, process. Raises
+        InvalidArgument."""
         on_death = changes.pop("on_death", self._on_death)
         options = options_of(replace, self._options, **changes)
         return IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
@@ -185,17 +186,21 @@ class ClassFunction(Isolated[Any, Any]):
     def options(self, **changes: Any) -> ClassFunction:
         """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        _demand_no_fallback(options)
+        _demand_of_objects(options)
         return ClassFunction(self._of, self._function, self._env, options, self._code, self._bits)
 
-    def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
-        if self._options.keep or self._is_stream or not self._bits & OF_CLASS:
-            return super()._call_of(given, args, kwargs)
+    def implementation(self, where: FunctionEnv | Sequence[str]) -> Callable[[Callable[..., Any]], Isolated[..., Any]]:
+        """Raises InvalidArgument: a class has one environment."""
+        raise InvalidArgument(f"{self._label}: its class's objects live in one environment; decorate a function")
+
+    def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
+        if options.keep or self._is_stream or not self._bits & OF_CLASS:
+            return super()._call_of(given, args, kwargs, options)
 
         def made(_: Any, hold: Hold) -> Any:
             return self._of._proxy(Remote(self._of, hold, self, args, kwargs))
 
-        return Call(self, given, args, kwargs, self._options, wrap=made, stays=frames.OWN)
+        return Call(self, given, args, kwargs, options, wrap=made, stays=frames.OWN)
 
 
 class Remote(Stay):
@@ -258,7 +263,7 @@ class Method:
         """The same method of the same object with other options: timeout_s, idempotent, keep. Raises
         InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        _demand_no_fallback(options)
+        _demand_of_objects(options)
         return Method(self._remote, self._name, options)
 
     def _start(self, args: Any, kwargs: Any) -> Use:
@@ -273,11 +278,14 @@ class Method:
         return f"<lz.isolated method {owner._label}.{self._name} in {owner._env.backend}>"
 
 
-def _demand_no_fallback(options: Options) -> None:
+def _demand_of_objects(options: Options) -> None:
+    """Raises InvalidArgument for options that are for functions."""
     if options.shapes is not None:
         raise InvalidArgument("lz.isolated: shapes is for functions; results of methods are copied once")
     if options.fallback is not None:
         raise InvalidArgument("lz.isolated: fallback is for functions; an object has its state there alone")
+    if options.shadow:
+        raise InvalidArgument("lz.isolated: shadow is for functions; a class has one environment")
 
 
 class Proxy(Inside):
