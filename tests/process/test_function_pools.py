@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.process import forks
 from tests.process import isolated_pools as pool
-from tests.process.harness import Site, in_threads, wait_ended
+from tests.process.harness import Site, in_threads, is_running, wait_ended
 
 import layerzero as lz
 
@@ -137,6 +138,21 @@ def test_objects_may_have_processes_of_their_own() -> None:
     assert len(names) <= 4  # their names are used again
     with pytest.raises(lz.InvalidArgument, match="allowed: pool, own"):
         pool.Alone.options(process="mine")
+
+
+def test_an_objects_own_process_ends_with_its_program(site: Site) -> None:
+    """However that ends."""
+    code = (
+        "import sys\nlz.connect(runtime_dir=sys.argv[1])\nfrom tests.process import isolated_pools as pool\n"
+        "one = pool.Alone()\nprint(one.pid(), flush=True)\nimport time; time.sleep(600)"
+    )
+    other = site.python(code, stderr=subprocess.PIPE)
+    assert other.stdout is not None
+    pid = int(other.stdout.readline())
+    assert is_running(pid)
+    other.kill()
+    other.communicate()
+    wait_ended(pid)
 
 
 def test_a_stream_is_made_in_one_worker() -> None:

@@ -39,15 +39,16 @@ def isolated(
     environments, the one that is wanted first in front: each is a candidate for each call. timeout_s: how long a call
     may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
-    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. shapes, of
-    functions: takes the same arguments and gives (shape, dtype) of the result, or a list of such, so that its memory is
-    there before: a parameter `out` of the function gets it. on_death, of classes:
-    "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
-    the next call of it. workers: how many processes of the environment serve it, so that calls run side by side;
-    as the environment says when left out. shadow: this share of the calls runs in a second environment, too; results
-    whose numbers differ by more than tolerance, absolute and relative, are reported. process, of classes: "pool":
-    objects share the environment's workers; "own": each has a process of its own, which ends with it.
-    A class becomes an IsolatedClass, whose objects are proxies.
+    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. shapes, of functions:
+    takes the same arguments and gives (shape, dtype) of the result, or a list of such, so that its memory is there
+    before: a parameter `out` of the function gets it. on_death, of classes: "error" (default), or "rebuild": an object
+    whose worker has died is constructed again, from the same arguments, by the next call of it. workers: how many
+    processes of the environment serve it, so that calls run side by side; as the environment says when left out.
+    shadow, of functions: this share of the calls runs in a second environment, too; results whose numbers differ by
+    more than tolerance, absolute and relative, are reported. process, of classes: "pool": objects share the
+    environment's workers; "own": each has a process of its own, which ends with it. A class becomes an IsolatedClass,
+    whose objects are proxies.
+
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
     given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}

@@ -52,6 +52,7 @@ class FunctionWorkers:
     def look(self, now_s: float) -> None:
         """End what was not called for long. A worker that keeps something for a client, an object for one, stays."""
         self.due_s = math.inf
+        self._free_abandoned()
         if self._rest_s == math.inf and not self._freed:
             return
         self._poll_lanes()
@@ -75,8 +76,7 @@ class FunctionWorkers:
     def reserve(self, environment: str, identity: bytes) -> tuple[str, int]:
         """A worker of an environment that no other object has, for a client; its name, and a token to free it with.
         Raises InvalidArgument."""
-        for backend in [one for one, its in self._reserved.items() if its.identity not in self._state.clients]:
-            del self._reserved[backend]
+        self._free_abandoned()
         for number in range(FIRST_RESERVED, FIRST_RESERVED + MAX_RESERVED):
             backend = pools.member(environment, number)
             if backend not in self._reserved:
@@ -92,12 +92,18 @@ class FunctionWorkers:
         if backend in self._reserved and self._reserved[backend].token == token:
             del self._reserved[backend]
             worker = self._state.workers.get(backend)
-            if worker is None or worker.state is not WorkerState.READY:
+            if worker is None or worker.state not in (WorkerState.PROBING, WorkerState.STARTING, WorkerState.READY):
                 return
-            if self._is_free(backend, worker.generation):
+            if worker.state is WorkerState.READY and self._is_free(backend, worker.generation):
                 self._rest(backend)
             else:  # it is about to say so
                 self._freed.add(backend)
+
+    def _free_abandoned(self) -> None:
+        """What clients had that have left."""
+        for backend, its in list(self._reserved.items()):
+            if its.identity not in self._state.clients:
+                self.free(backend, its.token)
 
     def _rest(self, backend: str) -> None:
         """Of one that nobody has: lanes to it are taken back first."""
