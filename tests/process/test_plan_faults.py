@@ -144,7 +144,7 @@ def test_policy_is_followed_as_by_calls(site: Site) -> None:
 def test_a_step_that_policy_wants_in_this_process_runs_here(new_site: Callable[..., Site]) -> None:
     """The others cross as before; the whole is right, before the probe in this interpreter has passed and after."""
     made = new_site()
-    made.set_policy("backend_isolation: {alpha: in_process}\nrules:\n- prefer: [beta.matmul]\n")
+    made.set_policy("backend_isolation: {alpha: in_process}\nlocks: {matmul: beta.matmul, silu: alpha.silu}\n")
     made.start().connect()
     made.wait_ready("alpha", "beta")
 

@@ -14,6 +14,7 @@ from tests.process.planned import W, X, agree, block, expected, settled, silu, s
 
 import layerzero as lz
 from layerzero.client.connection.arena import pool
+from layerzero.client.plans.segments import Segment
 
 
 @pytest.fixture
@@ -50,6 +51,36 @@ def test_a_plan_is_recorded_laid_out_and_then_runs_as_one(site: Site) -> None:
     counters = plan.counters()
     assert counters["replays"] == counters["runs"] - 2
     assert counters["misses"] == {"recorded": 2}
+
+
+def test_policy_that_changes_while_a_plan_is_linked_is_not_the_plans(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread does there: the plan was made for the policy of before."""
+    link = Segment._link
+
+    def lock(name: str) -> None:
+        lz.configure(locks={op: f"{name}.{op}" for op in ("silu", "matmul")})
+
+    def change_first(segment: Segment) -> None:
+        lock("beta")
+        link(segment)
+
+    try:
+        for name in ("beta", "alpha"):  # both have leases
+            lock(name)
+            settled(lz.plan(block), X)
+        monkeypatch.setattr(Segment, "_link", change_first)
+        plan = lz.plan(block)
+        for seed in range(8):
+            lock("alpha")
+            agree(plan(some(seed)), expected(some(seed)))
+        lock("alpha")
+        plan(X)
+        assert plan.explain().messages == 1
+        assert {t.kernel_id for t in plan.timings()} == {"alpha.silu", "alpha.matmul"}
+    finally:
+        lz.configure(locks=None)
 
 
 def test_results_are_the_callers_own(site: Site) -> None:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +206,32 @@ def test_what_changes_while_inputs_are_copied_is_seen(connected: Site) -> None:
             over.set()
             lz.configure(locks=None)
         assert all(future.result() >= 30 for future in futures)
+
+
+def test_policy_that_changes_as_a_call_ends_is_not_taken_for_the_calls(
+    connected: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread does there: the call's kernel was chosen by the policy of before."""
+    table = lz.session().repeats
+    remember = table.remember
+
+    def change_first(*args: Any) -> None:
+        lz.configure(locks={"silu": "beta.silu"})
+        remember(*args)
+
+    try:
+        lz.configure(locks={"silu": "alpha.silu"})
+        settle()
+        table.forget()
+        monkeypatch.setattr(table, "remember", change_first)
+        lz.silu(X)
+        assert lz.last_report().backend == "alpha"  # type: ignore[union-attr]
+        monkeypatch.undo()
+        for _ in range(3):
+            lz.silu(X)
+            assert lz.last_report().backend == "beta"  # type: ignore[union-attr]
+    finally:
+        lz.configure(locks=None)
 
 
 def test_arenas_that_have_closed_are_not_kept(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ class Submitted:
     start_ns: int
     refs: bytes
     adapted: frozenset[str]
+    asked_in: object  # overlay.process() before its policy was read
     written: Sequence[tuple[str, Array, memoryview, TensorSpec]] = ()  # copies of what the op writes in place
     sample: Sample | None = None
     prior: tuple[Attempt, ...] = ()  # attempts that failed in this process or on an express lane

@@ -50,14 +50,15 @@ class _Process:
     environment: tuple[Layer, ...] = ()
     locks: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    overlay: Overlay | None = field(init=False, compare=False)
 
-    def overlay(self) -> Overlay | None:
+    def __post_init__(self) -> None:
         layers = list(self.environment)
         if self.locks:
             layers.append({"origin": "lz.lock", "values": {"locks": dict(self.locks)}})
         if self.settings:
             layers.append({"origin": "lz.configure", "values": dict(self.settings)})
-        return Overlay.of(*layers) if layers else None
+        object.__setattr__(self, "overlay", Overlay.of(*layers) if layers else None)
 
 
 class Scope:
@@ -95,14 +96,13 @@ baked: ContextVar[Callable[[Any, tuple[TensorSpec | None, ...], str], Overlay | 
 client/tools/compile.py sets it."""
 _scopes: ContextVar[tuple[Scope, ...]] = ContextVar("layerzero_policy", default=())
 _process = _Process()
-_base: Overlay | None = None
 _lock = threading.Lock()  # held for the time of an assignment only
 
 
 def current() -> Overlay | None:
     """What is asked for here and now; None when nothing is."""
     scopes = _scopes.get()
-    return _joined(_base, scopes) if scopes else _base
+    return _joined(_process.overlay, scopes) if scopes else _process.overlay
 
 
 @functools.lru_cache(maxsize=256)
@@ -125,15 +125,14 @@ def only(kernel_id: str) -> Overlay:
 
 def change(update: Callable[[_Process], _Process]) -> None:
     """Replace what holds for all threads; other threads see all of it or nothing."""
-    global _process, _base
+    global _process
     with _lock:
-        changed = update(_process)
-        _base = changed.overlay()
-        _process = changed
+        _process = update(_process)
 
 
 def process() -> _Process:
-    """What holds for all threads."""
+    """What holds for all threads. It is another object after each change: while it is the one that it was before a call
+    was looked at, `current` has said the same in that call's thread all the time."""
     return _process
 
 

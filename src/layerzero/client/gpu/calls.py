@@ -167,14 +167,14 @@ class GpuCalls:
             self.glance(gpu, stream, READ_OFTEN)
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):
-                route, specs = self._route(request, arrays, out, gpu)
+                asked_in, (route, specs) = overlay.process(), self._route(request, arrays, out, gpu)
                 if self._session.sampler.is_on and self._session.sampler.draw_on_gpu(route.overlay) is not None:
                     self._session.sampler.count("captured")  # a copy would be one of each replay
                 if not route.is_armed:  # no worker has served it: was it lifted from the first?
                     before = context.driver.exchange_capture_mode(CAPTURE_RELAXED)
                     try:
                         result, address = result_like(like, out, route.plan.results)
-                        placed = Placed(request, route, arrays, out, like, gpu, stream, address, start_ns)
+                        placed = Placed(request, route, arrays, out, like, gpu, stream, address, start_ns, asked_in)
                         if self._session.lifts.serve(placed, waits=True):
                             return result if out is not None else give(like, result)
                     finally:
@@ -227,13 +227,14 @@ class GpuCalls:
         stream: int,
         like: Array,
     ) -> Any:
-        route, specs = self._route(request, arrays, out, gpu)
+        asked_in, (route, specs) = overlay.process(), self._route(request, arrays, out, gpu)
         result, address = result_like(like, out, route.plan.results)
+        placed = Placed(request, route, arrays, out, like, gpu, stream, address, start_ns, asked_in)
         if (
             not self._session.sampler.is_on
             and not request.is_apart
             and specs == tuple([None if array is None else array.spec for array in arrays])
-            and self._session.lifts.serve(Placed(request, route, arrays, out, like, gpu, stream, address, start_ns))
+            and self._session.lifts.serve(placed)
         ):
             return result if out is not None else give(like, result)
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
@@ -286,27 +287,28 @@ class GpuCalls:
                 self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
                 return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
         if isinstance(enqueued, OnRing) and transport == "ipc":
-            self._remember(request, enqueued, like, address, memory)
+            self._remember(placed, enqueued, memory)
         if not point.value % LOOK_EVERY:
             gpu.wait_for_room(point)
         enqueued.end_ns = time.perf_counter_ns()
         self._session.note(enqueued)
         return result if out is not None else give(like, result)
 
-    def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
+    def _remember(self, placed: Placed, enqueued: OnRing, memory: Memory) -> None:
+        like = placed.like
         if like.kind in ("dlpack", "own") or not memory.is_in_place:
             return
         if self._repeats is not None:
             learn(self._repeats, like)
-        key = key_of(request, self._repeats)
-        if key is None:
+        key = key_of(placed.request, self._repeats)
+        if key is None or not placed.has_its_policy:
             return
         known = self.known.get(key)
         if known is None or known.lease is not enqueued.lease:
             if len(self.known) >= MAX_KNOWN:
                 self.known.clear()
             known = self.known[key] = Known.of(enqueued, like, self._repeats)
-        known.remember(address, memory, enqueued.gpu.memory.context.driver)
+        known.remember(placed.address, memory, enqueued.gpu.memory.context.driver)
 
     # --- enqueueing. The GPU's lock is held: a lane's calls are told of in their order. Whatever happens, somebody ends
     # the point. `hold` keeps what a worker may write to although its caller was interrupted.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from layerzero.client.arrays.recognition import Array
+from layerzero.client.connection import overlay
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import Refusal, Request, Route
 from layerzero.client.connection.report import SelectionReport
@@ -29,6 +30,12 @@ class Placed(NamedTuple):
     stream: int
     address: int
     start_ns: int
+    asked_in: object  # overlay.process() before its policy was read
+
+    @property
+    def has_its_policy(self) -> bool:
+        """Whether the key that was made of it just now has the policy that its route has."""
+        return overlay.process() is self.asked_in
 
 
 class Lifting(Protocol):

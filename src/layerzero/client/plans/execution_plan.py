@@ -12,6 +12,7 @@ from typing import Any
 
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import overlay
+from layerzero.client.connection.overlay import Overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
@@ -49,8 +50,8 @@ MAX_VARIANTS = 64  # of one function; the one that was not used for longest goes
 class Variant:
     """The plan for arguments of one kind: shapes, dtypes, plain values, policy."""
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, label: str, asked: Overlay | None) -> None:
+        self.label, self.asked = label, asked
         self.phase, self.problem = COLD, ""
         self.recordings = 0
         self.runs = self.replays = self.fallbacks = 0
@@ -238,7 +239,7 @@ class ExecutionPlan:
             if variant is self._latest and variant is not None:
                 return variant
             if variant is None:
-                variant = self._variants[key] = Variant(label_of((args, kwargs)))
+                variant = self._variants[key] = Variant(label_of((args, kwargs)), policy)
                 if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
             else:
@@ -351,7 +352,7 @@ class ExecutionPlan:
         if frozen is None or frozen.is_spoilt or not is_its or frozen.wish is not wish:
             workers = variant.workers.get(variant.choices.chosen.key, NOBODY)
             tell = functools.partial(self._tell, variant)
-            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers, tell)
+            frozen = variant.frozen = FrozenPlan(session, variant.program, wish, workers, tell, variant.asked)
         return frozen
 
     def _replay_graph(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:

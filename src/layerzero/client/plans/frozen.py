@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from layerzero.client.connection.overlay import Overlay, Scope
+from layerzero.client.connection.overlay import Overlay, Scope, on_top
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.plans.layout import NOBODY, lay_out
 from layerzero.client.plans.memory import Memory, Place, array_at, array_on
@@ -36,12 +36,14 @@ class FrozenPlan:
         wish: Overlay | None = None,
         workers: Mapping[int, str] = NOBODY,
         tell: Tell | None = None,
+        asked: Overlay | None = None,
     ) -> None:
-        """`wish`: what its calls ask of selection, besides what their caller asks; `workers`: which ones `served` its
-        steps before, so that those of several can run at the same time; `tell` is told of links and fallbacks. Raises
-        OutOfMemory."""
+        """`asked`: what the caller asks of selection; `wish`: what its calls ask besides; `workers`: who `served` its
+        steps before, so that those of several can run at the same time; `tell` is told of links and fallbacks.
+        Raises OutOfMemory."""
         self.session, self.program, self.wish, self.workers = session, program, wish, workers
         self.link, self._tell = session.link, tell
+        self._policy = asked if wish is None else on_top(asked, wish)
         self._needed = self._find_needed()
         own = (step for step in program.steps if step.number not in program.chained)
         skipped = {step.number for step in own if self._is_skipped(step, self._needed)}
@@ -142,7 +144,7 @@ class FrozenPlan:
         for step in self.program.steps:
             if step.number in self.program.chained:
                 if not items or not isinstance(items[-1], Segment):
-                    its = (self.session, self.program, self.memory, list[Step](), table_at, self.timings)
+                    its = (self.session, self.program, self.memory, list[Step](), table_at, self.timings, self._policy)
                     items.append(Segment(*its, self._tell))
                 items[-1].steps.append(step)  # type: ignore[union-attr]
                 table_at += Segment.table_bytes(step)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt, Stopped
+from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.plans.memory import Memory, Place, Reach, array_at, put
 from layerzero.client.plans.passes import Program
@@ -83,6 +83,7 @@ class Segment:
     steps: list[Step]
     table_at: int  # where its tables may lie in the memory
     timings: dict[int, StepRun]
+    policy: Overlay | None  # of its calls, whatever is asked for meanwhile
     tell: Tell | None = None
     waves: list[list[_Chain | int]] = field(default_factory=list)
     is_linked: bool = False
@@ -129,12 +130,11 @@ class Segment:
         """Find the leases of all steps; nothing changes where one of them has none. A step that policy wants in this
         process has none ever."""
         found: list[tuple[Route, Lane, Lease] | None] = []
-        policy = overlay.current()
         for step in self.steps:
             specs = tuple(self._spec(arg) for arg in step.args)
             assert step.request is not None
             request = replace(step.request, args=step.args)
-            route = self.session.routes.find(self.session.link, request, specs, None, policy)
+            route = self.session.routes.find(self.session.link, request, specs, None, self.policy)
             place = self.session.lanes.of(route)
             if place is None and route.here is None:
                 return

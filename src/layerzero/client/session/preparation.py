@@ -37,7 +37,7 @@ def prepare(
 ) -> Submitted:
     """A call that may run in this process has run on return, unless its kernel failed here: then it is ready to be sent
     like any other. `prior`: attempts that failed so far."""
-    link = session.link
+    link, asked_in = session.link, overlay.process()
     found = [None if a is None or a.needs_copy else arenas.pool.find(a.address, a.spec.span_bytes) for a in arrays]
     specs: list[TensorSpec | None] = []
     op = OPS[request.op]
@@ -135,6 +135,7 @@ def prepare(
         start_ns,
         b"".join(refs),
         adapted,
+        asked_in,
         written,
         prior=prior,
     )
@@ -149,7 +150,7 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
     """As `prepare`, of a call whose inputs lie in arenas as `request.places` says. It never runs in this process."""
     assert request.places is not None
     assert request.output_bytes is not None
-    link, registry = session.link, session.arena_registry
+    link, registry, asked_in = session.link, session.arena_registry, overlay.process()
     specs = tuple([None if place is None else BYTES for place in request.places])
     route = session.routes.find(link, request, specs, None, overlay.current())
     refs = [_NO_REF if at is None else REF.pack(registry[at[0]], 0, at[1], at[2]) for at in request.places]
@@ -173,4 +174,5 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
         start_ns,
         b"".join(refs),
         frozenset(),
+        asked_in,
     )

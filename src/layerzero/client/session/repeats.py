@@ -132,8 +132,8 @@ class Repeats:
             self._compiled.learn(**_types_of(kind))
             self._kinds.add(kind)
         key = self._compiled.key(submitted.request)
-        if key is None:
-            return
+        if key is None or overlay.process() is not submitted.asked_in:
+            return  # the key may have another policy than the lease
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[key] = library.CallSite(**told)

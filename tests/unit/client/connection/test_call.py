@@ -22,7 +22,7 @@ def digest(op: str, *args: Any) -> bytes:
     arrays = tuple(None if arg is None else describe(arg) for arg in args)
     nothing: Any = None
     return Submitted(
-        nothing, nothing, request(op, *args), nothing, arrays, [], [], None, None, False, [], 0, b"", frozenset()
+        nothing, nothing, request(op, *args), nothing, arrays, [], [], None, None, False, [], 0, b"", frozenset(), None
     ).digest()
 
 

@@ -167,7 +167,7 @@ class Lifts:
             learn(self._compiled, call.like)
             self._learned.add(call.like.kind)
         key = described_key(call.request, call.arrays) if is_described else self._key(call.request)
-        if key is None:
+        if key is None or not call.has_its_policy:
             return False
         if is_described:  # else counted by `run`, which does not know such calls
             self._usable(key)

@@ -16,7 +16,7 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
 from tests.soft_gpu.soft_lifts import CODE, lifted_silu
 
-from layerzero.client.connection import arena
+from layerzero.client.connection import arena, overlay
 from layerzero.client.connection.call import Request, Route, describe_all
 from layerzero.client.connection.record import report_of
 from layerzero.client.connection.report import SelectionReport
@@ -152,11 +152,11 @@ class Rig:
             return result
         arrays, out = describe_all(request)
         like = next(array for array in arrays if array is not None)
-        route = self._route(request, arrays, out)
+        asked_in, route = overlay.process(), self._route(request, arrays, out)
         made, address = result_like(like, out, route.plan.results)
         stream = current_stream(like)
         with self.memory.context:
-            call = Placed(request, route, arrays, out, like, self.gpu, stream, address, start_ns)
+            call = Placed(request, route, arrays, out, like, self.gpu, stream, address, start_ns, asked_in)
             if self.lifts.serve(call):
                 return give(like, made)
         with self._lock:
