@@ -18,9 +18,8 @@ def difference(one: Any, other: Any, tolerance: float, where: str = "result") ->
 
 def _differences(one: Any, other: Any, tolerance: float, where: str) -> Iterator[str]:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)) and not isinstance(one, bool):
-        is_close = math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) or (one != one and other != other)
-        if not is_close:
-            yield f"{where} is {one!r} and {other!r}"
+        if not _is_close(one, other, tolerance):
+            yield f"{where} is {one!r:.100} and {other!r:.100}"
     elif type(one) is not type(other):
         yield f"{where} is {type(one).__name__} and {type(other).__name__}"
     elif isinstance(one, (list, tuple)):
@@ -41,6 +40,15 @@ def _differences(one: Any, other: Any, tolerance: float, where: str) -> Iterator
         yield from _of_arrays(one, other, tolerance, where)
     elif one != other:
         yield f"{where} is {one!r:.100} and {other!r:.100}"
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    if one == other or (one != one and other != other):
+        return True
+    try:
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # an integer that no float is near to
+        return False
 
 
 def _of_arrays(one: Any, other: Any, tolerance: float, where: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from layerzero.functions.agreement import difference
     [
         (1.0, 1.0 + 1e-6),
         (1, 1.0),
+        pytest.param(10**400, 10**400, id="wide"),
         (float("nan"), float("nan")),
         ([1, ("a", None)], [1, ("a", None)]),
         ({"x": np.ones(3)}, {"x": np.ones(3) + 1e-7}),
@@ -32,6 +33,7 @@ def test_what_agrees(one: Any, other: Any) -> None:
     [
         (1.0, 1.1, "result is 1.0 and 1.1"),
         (True, 1, "bool and int"),
+        pytest.param(10**400, 1.0, "result is 1000", id="wide"),
         ([1], [1, 2], "1 and 2 items"),
         ({"a": 1}, {"b": 1}, "the keys"),
         ([0, {"a": ("x",)}], [0, {"a": ("y",)}], "result[1]['a'][0] is 'x' and 'y'"),
