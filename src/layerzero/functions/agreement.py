@@ -19,7 +19,7 @@ def difference(one: Any, other: Any, tolerance: float, where: str = "result") ->
 def _differences(one: Any, other: Any, tolerance: float, where: str) -> Iterator[str]:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)) and not isinstance(one, bool):
         if not _is_close(one, other, tolerance):
-            yield f"{where} is {one!r:.100} and {other!r:.100}"
+            yield f"{where} is {_told(one)} and {_told(other)}"
     elif type(one) is not type(other):
         yield f"{where} is {type(one).__name__} and {type(other).__name__}"
     elif isinstance(one, (list, tuple)):
@@ -29,9 +29,9 @@ def _differences(one: Any, other: Any, tolerance: float, where: str) -> Iterator
             yield from _differences(mine, its, tolerance, f"{where}[{at}]")
     elif isinstance(one, dict):
         if one.keys() != other.keys():
-            yield f"{where} has the keys {list(one)!r:.200} and {list(other)!r:.200}"
+            yield f"{where} has the keys {_told(list(one))} and {_told(list(other))}"
         for key in one.keys() & other.keys():
-            yield from _differences(one[key], other[key], tolerance, f"{where}[{key!r:.60}]")
+            yield from _differences(one[key], other[key], tolerance, f"{where}[{_told(key)}]")
     elif dataclasses.is_dataclass(one):
         for field in dataclasses.fields(one):
             mine, its = getattr(one, field.name), getattr(other, field.name)
@@ -39,7 +39,14 @@ def _differences(one: Any, other: Any, tolerance: float, where: str) -> Iterator
     elif hasattr(one, "shape") and hasattr(one, "dtype"):
         yield from _of_arrays(one, other, tolerance, where)
     elif one != other:
-        yield f"{where} is {one!r:.100} and {other!r:.100}"
+        yield f"{where} is {_told(one)} and {_told(other)}"
+
+
+def _told(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return f"a long {type(value).__name__}"
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:

@@ -34,6 +34,7 @@ def test_what_agrees(one: Any, other: Any) -> None:
         (1.0, 1.1, "result is 1.0 and 1.1"),
         (True, 1, "bool and int"),
         pytest.param(10**400, 1.0, "result is 1000", id="wide"),
+        pytest.param(10**9000, 1, "result is a long int and 1", id="long"),
         ([1], [1, 2], "1 and 2 items"),
         ({"a": 1}, {"b": 1}, "the keys"),
         ([0, {"a": ("x",)}], [0, {"a": ("y",)}], "result[1]['a'][0] is 'x' and 'y'"),
