@@ -176,6 +176,7 @@ def test_a_broken_model_says_what_its_library_says(site: Site, tmp_path: Path) -
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # as model_files knows
 def test_models_of_torch_in_all_forms(site: Site, tmp_path: Path) -> None:
     """TorchScript, an exported program, and safetensors with a class: the same numbers; a pickle is refused."""
     model_files.TORCH.build(quiet=True)

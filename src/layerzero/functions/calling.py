@@ -17,6 +17,7 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
+from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Frame, Payload, Reference
@@ -211,6 +212,7 @@ class Exchange:
         self._stays, self._params = stays, {"of": of}
         self.answer_bytes = self.placed_bytes = 0  # placed: of arrays that were made where they lie
         self.library = ""  # of arrays here; each its own when empty
+        self.warned: list[tuple[Warned, str]] = []  # with the function and the environment
 
     def request(
         self,
@@ -320,7 +322,8 @@ class Exchange:
         return RemoteError(text, type=kind, message=message, traceback=trace, env=self._env)
 
     def _show(self, output: list[Any]) -> None:
-        """What the function printed and logged, with a label. Others say what they like: nothing of it is trusted."""
+        """What the function printed and logged, with a label, and note what it warned of. Others say what they like:
+        nothing of it is trusted."""
         for item in _joined(output):
             match item:
                 case [0 | 1 as kind, str(text)]:
@@ -329,6 +332,8 @@ class Exchange:
                     stream.write("".join(f"[{self._env}] {line}" if line.strip() else line for line in lines))
                 case [2, str(name), int(level), str(text)]:
                     logging.getLogger(name[:200]).log(level, "[%s] %s", self._env, text)
+                case [3, *tree]:
+                    self.warned.append((Warned.from_tree(tree), f"{self._label} in {self._env}"))
                 case _:
                     _log.warning("%s: output that cannot be shown: %.100r", self._env, item)
 

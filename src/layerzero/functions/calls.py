@@ -23,6 +23,7 @@ from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, Objec
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.held import Hold
 from layerzero.functions.places import Places
+from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import (
     BackendError,
     DeadlineExceeded,
@@ -145,6 +146,7 @@ class Call:
         self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
+        self._warned: list[tuple[Warned, str]] = []
 
     def send(self) -> None:
         """For a future; what fails at once fails in `finish`."""
@@ -156,7 +158,16 @@ class Call:
         return self._sent
 
     def finish(self, timeout: float | None = None) -> Any:
-        """The function's result. Raises TimeoutError where it is not there after `timeout` seconds."""
+        """The function's result. Raises TimeoutError where it is not there after `timeout` seconds, and a warning of
+        the function's where this program has such warnings be errors."""
+        try:
+            return self._finish(timeout)
+        finally:
+            while self._warned:
+                warned, label = self._warned.pop(0)
+                warned.issue(label)
+
+    def _finish(self, timeout: float | None) -> Any:
         while True:
             try:
                 answer = self._answer(timeout)
@@ -197,6 +208,7 @@ class Call:
         exchange, owner = self._exchange, self.owner
         if exchange is not None:
             self._placed_bytes = exchange.placed_bytes
+            self._warned += exchange.warned
             if exchange.answer_bytes > owner._room:
                 owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
