@@ -174,3 +174,19 @@ def later() -> None: ...
 class Latest:
     def three(self) -> int:
         return 3
+
+
+@lz.isolated(PLAIN, timeout_s=60)
+def debugged(value: int) -> int:
+    other = value + 1
+    breakpoint()
+    return other
+
+
+@lz.isolated(PLAIN)
+def debugged_in_a_loop(count: int) -> int:
+    total = 0
+    for number in range(count):
+        breakpoint()
+        total += number
+    return total

@@ -18,6 +18,7 @@ from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
 from layerzero.client.session.session import Session
+from layerzero.functions import breakpoints
 from layerzero.functions.agreement import difference
 from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, ObjectLost
 from layerzero.functions.environment import FunctionEnv
@@ -133,6 +134,7 @@ class Call:
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
         self._session: Session = default_session.session()
+        breakpoints.listen(self._session)
         if handler.get() is not None:  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
             text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
             raise InvalidArgument(text)
@@ -256,7 +258,10 @@ class Call:
             return self.owner._places.explain_failure(error, self._session.ask)
         if isinstance(error, BackendError):
             said = f"{self.label} in {self._env_of(error).name}: {error.message}"
-            if not isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceeded):
+                is_at_one = breakpoints.was_at_one(str(error.facts.get("backend", "")), self._start_ns)
+                said += "; it was at a breakpoint: give it longer, with timeout_s=" if is_at_one else ""
+            else:
                 said += "; it may have run in part" + (
                     "" if self.options.idempotent else ": idempotent=True lets such a call run once more"
                 )

@@ -41,7 +41,8 @@ class Warned(NamedTuple):
         if len(_seen) > MAX_FILES or len(shown) > MAX_SEEN:
             _seen.clear()
         one = _made_of(self.category, f"{self.text} [{label}]")
-        warnings.warn_explicit(one, type(one), self.file, self.line, self.module or None, shown)
+        module = self.module or self.file.removesuffix(".py") or "<unknown>"  # as Python has it; None would be silent
+        warnings.warn_explicit(one, type(one), self.file, self.line, module, shown)
 
 
 def _made_of(names: tuple[str, ...], text: str) -> Warning:

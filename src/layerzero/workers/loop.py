@@ -93,6 +93,8 @@ def serve(config: BootConfig) -> int:
     modules = _watched_modules() if config.lifts else None  # before a library loads any
     with loading():
         loaded = import_provider(config.provider).load()
+    if loaded.per_client is not None:
+        loaded.per_client.begin(page.write_kept, answer.endpoint)
 
     context = zmq.Context()
     dealer = sockets.connect_dealer(context, answer.endpoint, answer.identity, HWM)
@@ -137,8 +139,6 @@ class _Loop:
         self._page = page
         self._loaded = loaded
         self._kernels = loaded.kernels
-        if loaded.per_client is not None:
-            loaded.per_client.tell_kept(page.write_kept)
         self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._prepared: dict[int, _Prepared] = {}

@@ -24,6 +24,7 @@ from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.breakpoints import Breakpoints
 from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
@@ -66,7 +67,7 @@ class Functions:
     def __init__(self, arrays: Arrays, name: str, models: Models | None = None) -> None:
         self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
         self._models = models
-        self._modules, self._output = Modules(), Output()
+        self._modules, self._output, self._breakpoints = Modules(), Output(), Breakpoints(name)
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._kept_bytes = 0
         self._tokens = 0
@@ -90,9 +91,10 @@ class Functions:
                 self._let_go(several)
         self._tell()
 
-    def tell_kept(self, note: Callable[[int], None]) -> None:
+    def begin(self, note_kept: Callable[[int], None], endpoint: str) -> None:
         """As provider.PerClient."""
-        self._note_kept = note
+        self._note_kept = note_kept
+        self._breakpoints.begin(endpoint)
 
     def _tell(self) -> None:
         count = len(self._kept) + self._objects.count
@@ -106,11 +108,13 @@ class Functions:
         assert frame is not None
 
         def bound() -> dict[str, list[int]]:
+            self._breakpoints.client = client
             try:
                 made = self._fit(client, self._serve(client, frame, lent, answer), len(answer))
                 made.write(answer)
             finally:
                 placing.end()
+                self._breakpoints.end()
             self._tell()
             return {"sizes": [made.nbytes]}
 
@@ -216,6 +220,7 @@ class Functions:
         return made
 
     def _load(self, code: Code) -> Frame:
+        self._breakpoints.label = code.label
         try:
             self._modules.function(code)
         except InvalidArgument:
@@ -255,6 +260,7 @@ class Functions:
         match call:
             case [frames.CALL, tree, args, kwargs, int(level)]:
                 code, is_set = self._known(tree), False
+                label = self._breakpoints.label = code.label
                 self._output.level(level)
                 try:
                     run = self._function(code)
@@ -262,7 +268,6 @@ class Functions:
                     raise
                 except BaseException as exc:
                     return self._raised(exc, code.file, is_import=True)
-                label = code.label
             case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
                 self._output.level(level)
                 held = self._objects.find(client, reference)
@@ -271,7 +276,7 @@ class Functions:
                 code, is_set = held.code, how == frames.SET
                 self._modules.enter(code)
                 run = _use_of(held.value, how, name)
-                label = f"{code.label}{'.' * bool(name)}{name}"
+                label = self._breakpoints.label = f"{code.label}{'.' * bool(name)}{name}"
             case _:
                 raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
         if stays != frames.NOTHING:
@@ -331,6 +336,7 @@ class Functions:
         if not hasattr(type(held.value), "__next__" if advance is next else "__anext__"):
             raise ProtocolError(f"{values.described(held.value)} is no iterator")
         self._modules.enter(held.code)
+        self._breakpoints.label = held.code.label
         try:
             items = [advance(held.value)]
         except StopIteration:
