@@ -11,7 +11,7 @@ setup(
             [f"{CLIENT}/{folder}/{name}.c"],
             depends=[
                 f"{CLIENT}/gpu/_call_key.h",
-                *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "line", "waiting")),
+                *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "line", "waiting")),
             ],
             py_limited_api=True,
             optional=True,  # without a C compiler the same steps run in Python, and reports say so

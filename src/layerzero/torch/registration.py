@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowADInplaceOrView, _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad, profiler
-from torch.autograd.graph import increment_version
 from torch.library import Library, register_vmap
 
 import layerzero as lz
@@ -368,7 +367,7 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
     )
 
     def count(args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        increment_version([*[args[number] for number in numbers], *[options[name] for name in keywords]])
+        _count([*[args[number] for number in numbers], *[options[name] for name in keywords]])
 
     def differentiable(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         if _is_grad_on() and _any_needs_grad(*args, **options):
@@ -386,6 +385,9 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
 
     LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
     LIBRARY.impl(name, counted, "ADInplaceOrView")
+
+
+_count: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
 
 
 def _arguments(op: Any) -> tuple[tuple[str, ...], dict[str, Any], frozenset[str]]:

@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from layerzero.client.connection.call import Submitted
-from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Candidate, Copy, SelectionReport
+from layerzero.client.connection.report import (
+    BEFORE,
+    BROKER,
+    IN_PROCESS,
+    Attempt,
+    Candidate,
+    Copy,
+    SelectionReport,
+    not_kept,
+)
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.records import named_record
 from layerzero.ipc.transport import messages
@@ -28,7 +37,10 @@ class Told(messages.Decision):
 
 # Of a call that ended well: plan, copies, start and end in ns, the kernel's ns, failed attempts as the broker tells
 # them, what served, attempts that failed before the broker was asked, a note or "". A tuple: every call makes one.
-Record: TypeAlias = tuple[Plan, Sequence[Copy], int, int, int, Sequence[Any], messages.Decision, Sequence[Attempt], str]
+# Copies of a call that was made again (client/session/_repeats.c) may be those of the first one, and of each by turns
+# what is to be said of it, or None, whether it was made before, and None.
+Copies: TypeAlias = Sequence[Copy] | tuple[tuple[Copy, ...], list[Any]]
+Record: TypeAlias = tuple[Plan, Copies, int, int, int, Sequence[Any], messages.Decision, Sequence[Attempt], str]
 
 
 def report_of(record: Record | SelectionReport | None) -> SelectionReport | None:
@@ -36,7 +48,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
     if record is None or isinstance(record, SelectionReport):
         return record
     plan, copies, start_ns, end_ns, kernel_ns, attempts, decision, prior, note = record
-    copies = list(copies)
+    copies, kept = _told_apart(copies)
     where = "client" if decision.lane == IN_PROCESS else "worker"
     for is_copied, name, specs in (
         (decision.copies_inputs, "inputs", plan.inputs),
@@ -54,6 +66,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         worker_pid=decision.worker_pid,
         path=decision.lane,
         copies=tuple(copies),
+        kept=tuple(kept),
         elapsed_us=(end_ns - start_ns) / 1e3,
         kernel_us=kernel_ns / 1e3,
         attempts=(*prior, *(_attempt(a) for a in attempts), good),
@@ -61,6 +74,19 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         notes=(note,) if note else (),
         verdicts_age_s=age_s,
     )
+
+
+def _told_apart(copies: Copies) -> tuple[list[Copy], list[Copy]]:
+    """Those that were made for this call, and those that were made before it."""
+    told: list[Copy] = []
+    if copies and isinstance(copies[0], tuple):
+        first, said = copies
+        for copy, what, was_before in zip(first, said[::3], said[1::3], strict=True):  # type: ignore[arg-type, index]
+            plain = copy if what is None else not_kept(copy, what)
+            told.append(replace(copy, where=BEFORE, reason=what) if was_before else plain)
+    else:
+        told.extend(copies)  # type: ignore[arg-type]
+    return [copy for copy in told if copy.where != BEFORE], [copy for copy in told if copy.where == BEFORE]
 
 
 def failure(submitted: Submitted, outcome: messages.Outcome) -> SelectionReport:
@@ -72,6 +98,7 @@ def failure_of(
     op: str, copies: Sequence[Copy], start_ns: int, outcome: messages.Outcome, prior: Sequence[Attempt] = ()
 ) -> SelectionReport:
     """As `failure`, from its parts."""
+    copies, kept = _told_apart(copies)
     return SelectionReport(
         op=op,
         kernel_id=None,
@@ -79,6 +106,7 @@ def failure_of(
         worker_pid=None,
         path=BROKER,
         copies=tuple(copies),
+        kept=tuple(kept),
         elapsed_us=(time.perf_counter_ns() - start_ns) / 1e3,
         attempts=(*prior, *(_attempt(a) for a in outcome.attempts)),
         candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),

@@ -6,7 +6,7 @@ import html
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from layerzero.ipc.wording import counted, shared_causes
@@ -16,6 +16,7 @@ MIN_WIDTH = 80  # a report that is printed is made for a terminal at least so wi
 MIN_COLUMN = 24  # so wide is the last column of a table at least
 MAX_WHY = 160  # characters of why a kernel refuses
 MAX_REFUSING = 5  # so many kernels say why they refuse; all of them in what is `verbose`
+BEFORE = "before"  # where copies were made that serve again
 ADAPTED = "the chosen kernel takes it only contiguous (policy: allow_adaptation)"
 
 
@@ -27,6 +28,11 @@ class Copy:
     nbytes: int
     where: str
     reason: str
+
+
+def not_kept(copy: Copy, told: str) -> Copy:
+    """With what is to be said of why it was made for this call."""
+    return replace(copy, reason=f"{copy.reason} ({told})")
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,8 @@ class SelectionReport:
     `path` is "broker", "express", "in_process" or "lifted" (docs/design.md). `attempts` has every try, the successful
     one last with outcome None. `notes`: what else there is to say, such as why a backend that policy wants in the
     caller's process did not run there. `verdicts_age_s`: so long before this call `candidates` were looked at, where it
-    runs as earlier ones of its kind did; lz.explain has the present ones.
+    runs as earlier ones of its kind did; lz.explain has the present ones. `kept`: inputs that were not copied for this
+    call, since a copy of an earlier one is as they are, each with the rule that says so (docs/dispatch.md).
 
     Prints in a few lines: what was chosen, what else was accepted, then why others refuse, those first that a repair
     makes eligible. `text(verbose=True)` prints all of it, as does a report whose `is_verbose` is set.
@@ -147,6 +154,7 @@ class SelectionReport:
     candidates: tuple[Candidate, ...] = field(default=())
     notes: tuple[str, ...] = ()
     verdicts_age_s: float = 0.0
+    kept: tuple[Copy, ...] = ()
     is_verbose: bool = field(default=False, repr=False, compare=False)
 
     @property
@@ -221,6 +229,8 @@ class SelectionReport:
         for (where, reason), copies in alike.items():
             names, nbytes = ", ".join(copy.arg for copy in copies), sum(copy.nbytes for copy in copies)
             notes.append(f"copied {names}: {nbytes:,} bytes in the {where}, {reason}")
+        for copy in self.kept:
+            notes.append(f"{copy.arg}: {copy.nbytes:,} bytes {copy.reason}")
         if self.elapsed_us is not None and not self.copies:
             notes.append("copied nothing")
         if self.verdicts_age_s:

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-#define RECEIPT(X) X(line) X(site) X(hold) X(request) X(start_ns) X(key) X(args) X(out) X(block) X(inputs) X(said)
+#define RECEIPT(X) X(line) X(site) X(hold) X(request) X(start_ns) X(key) X(args) X(out) X(block) X(inputs) X(kept) X(said)
 
 /* A call on a lane. `said`: behind its end. Of one that is not of a site's, `hold` is what Python keeps for it. */
 typedef union {

@@ -18,17 +18,19 @@
 enum { REF_BYTES = 24 };                               /* ipc/transport/wire.py */
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
 enum { FRESH = 2 };
-enum { LONG_COPY_BYTES = 256 << 10 };                  /* of an input */
+enum { LONG_COPY_BYTES = 256 << 10, MAX_COPIED_BYTES = 8 << 20 }; /* of an input; of a call: of more, the longer way does not matter */
 static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
 
-#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(may_spin) X(miss)
+#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(kept) X(may_spin) X(miss)
 #define SITE(X) X(lane) X(line) X(link) X(lease) X(route) X(plan) X(decision) X(copies) X(note) X(wrap) X(values) X(inputs)
-#define NAMES(X) X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(index) X(record) X(resume)
+#define NAMES(X) X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(index) X(record) X(resume) \
+    X(row) X(memory) X(told) X(entries) X(look)
 
 NAMES(NAME)
 #include "_arenas.h"
+#include "_kept.h"
 
 static const char *const repeats_names[] = {REPEATS(TEXT) KEY_TYPES(TEXT)}, *const site_names[] = {SITE(TEXT)};
 enum { REPEATS_FIELDS = sizeof repeats_names / sizeof *repeats_names, SITE_FIELDS = sizeof site_names / sizeof *site_names };
@@ -203,6 +205,31 @@ static void copy_bytes(char *to, const void *from, uint64_t nbytes) {
     Py_END_ALLOW_THREADS
 }
 
+static uint64_t aligned(uint64_t nbytes) { return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+/* Copies of inputs that were made before and hold, by input, 0 for none; and how many bytes are to be copied now. */
+static Verdict find_copies(Repeats *self, Call *call, const uint64_t *inputs, int count, uint64_t *copies, uint64_t *nbytes) {
+    Receipt *receipt = call->receipt;
+    memset(copies, 0, (size_t)count * sizeof *copies), *nbytes = 0;
+    if (call->site->copied_bytes >= KEPT_LEAST_BYTES && !(receipt->its.kept = PyList_New(0))) return FAILED;
+    for (int n = 0; n < count; n++) {
+        if (inputs[2 * n] != COPIED) continue;
+        uint64_t size = inputs[2 * n + 1];
+        if (receipt->its.kept) {
+            PyObject *memory, *told;
+            int before = find_copy(self->its.kept, PyTuple_GetItem(call->parts.args, n), call->addresses[n], size, &copies[n], &memory, &told);
+            int status = before < 0 ? -1 : PyList_Append(receipt->its.kept, told ? told : Py_None);
+            if (status == 0) status = PyList_Append(receipt->its.kept, before ? Py_True : Py_False);
+            if (status == 0) status = PyList_Append(receipt->its.kept, memory ? memory : Py_None);
+            Py_XDECREF(memory);
+            Py_XDECREF(told);
+            if (status < 0) return leave();
+        }
+        if (!copies[n]) *nbytes += aligned(size);
+    }
+    return *nbytes > MAX_COPIED_BYTES ? OTHERS : see_arenas(&self->arenas, self->its.pool, self->its.arenas);
+}
+
 /* References of everything, and inputs that lie in no arena into a block of their own. */
 static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbytes) {
     CallSite *site = call->site;
@@ -217,9 +244,10 @@ static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbyte
     int count = (int)(inputs_size / 16);
     if (count + 1 != call->count) return OTHERS; /* the last address is that of `out` */
     Ref refs[KEY_ADDRESSES + 1], copied = {0, 0, 0, 0};
-    uint64_t out = call->addresses[count], used = 0;
+    uint64_t out = call->addresses[count], used = 0, copied_bytes, kept[KEY_ADDRESSES];
     int found = count;
-    Verdict verdict = site->copied_bytes ? take_memory(self, site->copied_bytes, &receipt->its.inputs, &copied, &copies) : PLAIN;
+    Verdict verdict = find_copies(self, call, inputs, count, kept, &copied_bytes);
+    if (verdict == PLAIN && copied_bytes) verdict = take_memory(self, copied_bytes, &receipt->its.inputs, &copied, &copies);
     if (verdict != PLAIN) return verdict;
     for (int n = 0; n < count; n++) {
         uint64_t address = call->addresses[n], size = inputs[2 * n + 1];
@@ -231,11 +259,15 @@ static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbyte
         if (inputs[2 * n] == PLACED) {
             if (!fits(call->places[n], address, size)) return OTHERS;
             refs[n] = ref_in(call->places[n], address, size);
+        } else if (kept[n]) {
+            Arena arena = arena_of(&self->arenas, kept[n]);
+            if (!fits(arena, kept[n], size)) return OTHERS; /* the broker does not know it yet */
+            refs[n] = ref_in(arena, kept[n], size);
         } else {
-            if (used > site->copied_bytes || size > site->copied_bytes - used) return OTHERS;
+            if (used > copied_bytes || size > copied_bytes - used) return OTHERS;
             copy_bytes(copies + used, (const void *)address, size);
             refs[n] = (Ref){copied.arena, 0, copied.offset + used, size};
-            used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+            used += aligned(size);
         }
     }
     if (site->result == PLACED) {
@@ -305,11 +337,26 @@ static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t ri
     if (spin_ns && seen_ns != NOT_WATCHED) note_watch(watch, seen_ns);
 }
 
+/* The copies of a call, for its report. Where some may have been made before: with what was told of each, and whether it was. The
+   memory of those is let go of. */
+static PyObject *copies_of(Receipt *receipt) {
+    PyObject *copies = ((CallSite *)receipt->its.site)->its.copies, *kept = receipt->its.kept;
+    if (!kept) {
+        Py_INCREF(copies);
+        return copies;
+    }
+    for (Py_ssize_t n = 2; n < PyList_Size(kept); n += 3) {
+        Py_INCREF(Py_None);
+        if (PyList_SetItem(kept, n, Py_None) < 0) return NULL;
+    }
+    return PyTuple_Pack(2, copies, kept);
+}
+
 /* What the caller gets, and what its report will be made of. */
 static PyObject *finish(Repeats *self, Receipt *receipt) {
     const CallSite *site = (CallSite *)receipt->its.site;
     const CallSiteFields *its = &site->its;
-    PyObject *result = site->result == PLACED ? receipt->its.out : Py_None, *note = NULL, *record = NULL;
+    PyObject *result = site->result == PLACED ? receipt->its.out : Py_None, *note = NULL, *record = NULL, *copies = NULL;
     if (receipt->its.block)
         result = PyObject_CallFunctionObjArgs(its->wrap, receipt->its.block, NULL);
     else
@@ -317,11 +364,12 @@ static PyObject *finish(Repeats *self, Receipt *receipt) {
     if (!result) return NULL;
     if (PyObject_IsTrue(its->note)) Py_INCREF(note = its->note);
     else note = PyObject_GetAttr(its->route, s_stays_out);
-    if (note)
-        record = Py_BuildValue("(OOOKK()O()O)", its->plan, its->copies, receipt->its.start_ns, (unsigned long long)now_ns(),
+    if (note && (copies = copies_of(receipt)))
+        record = Py_BuildValue("(OOOKK()O()O)", its->plan, copies, receipt->its.start_ns, (unsigned long long)now_ns(),
                                (unsigned long long)receipt->kernel_ns, its->decision, note);
     if (!record || PyObject_SetAttr(self->its.last, s_record, record) < 0) Py_CLEAR(result);
     Py_XDECREF(record);
+    Py_XDECREF(copies);
     Py_XDECREF(note);
     return result;
 }

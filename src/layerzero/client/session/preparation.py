@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from layerzero.client.arrays.copies import copy_into
@@ -12,9 +13,11 @@ from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied
 from layerzero.client.connection.link import Pending
 from layerzero.client.connection.overlay import Overlay
-from layerzero.client.connection.report import Attempt, Copy
+from layerzero.client.connection.report import BEFORE, Attempt, Copy, not_kept
 from layerzero.client.planning.plans import refuse_overlapping
+from layerzero.client.session import kept as kept_copies
 from layerzero.client.session.in_process import Place
+from layerzero.client.session.kept import Found
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -85,11 +88,20 @@ def prepare(
             arena, offset = place
             refs.append(REF.pack(arena_registry[arena], 0, offset, array.spec.span_bytes))
         else:
+            may_keep = here is None and array.spec == spec and not array.needs_copy and name not in op.in_place
+            kept = kept_copies.copies.find(array) if may_keep else None
+            if kept is not None and kept.memory is not None and kept.place is not None:
+                blocks.append(kept.memory)
+                copies.append(_told_of(name, array, kept))
+                arena, offset = kept.place
+                refs.append(REF.pack(arena_registry[arena], 0, offset, array.nbytes))
+                continue
             block, arena, offset = arenas.pool.allocate(array.nbytes)
             copy_into(array, block)
             blocks.append(block)
             if array.nbytes:
-                copies.append(Copy(name, array.nbytes, "client", why_copied(array, name in adapted)))
+                made = Copy(name, array.nbytes, "client", why_copied(array, name in adapted))
+                copies.append(made if kept is None else not_kept(made, kept.told))
                 if name in op.in_place:
                     written.append((name, array, block, spec))
             if here is None:
@@ -144,6 +156,12 @@ def prepare(
         if attempt is not None:
             return prepare(session, request, (attempt,), arrays, out, start_ns)
     return submitted
+
+
+def _told_of(name: str, array: Array, kept: Found) -> Copy:
+    """Of a copy that is kept: it was made for this call, or before it."""
+    made = Copy(name, array.nbytes, "client", why_copied(array, is_adapted=False))
+    return replace(made, where=BEFORE, reason=kept.told) if kept.uses else not_kept(made, kept.told)
 
 
 def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitted:

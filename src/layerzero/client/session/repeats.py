@@ -21,11 +21,13 @@ from layerzero.client.arrays.wrapping import wrap_torch
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
 from layerzero.client.connection.arena_registry import ArenaRegistry
-from layerzero.client.connection.call import Submitted
+from layerzero.client.connection.call import Submitted, why_copied
 from layerzero.client.connection.express import Lane, Lease, Line, Wait
 from layerzero.client.connection.link import Link
+from layerzero.client.connection.report import Copy
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.fastpath import MISS
+from layerzero.client.session import kept
 from layerzero.ipc import spinning
 from layerzero.ipc.shm import lane as lane_page
 from layerzero.ipc.shm.memory import ALIGNMENT
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from layerzero.client.session.session import Session
 
 MAX_KNOWN = 1024
-MAX_COPIED_BYTES = 8 << 20  # of the inputs of a call; with more of them, how long the longer way is does not matter
 NOTHING, PLACED, FRESH = 0, 1, 2  # results
 COPIED = 2  # of an input: there is nothing of it in an arena
 LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA)
@@ -85,6 +86,7 @@ class Repeats:
             pool=self._pool,
             arenas=self._arenas,
             slabs=self._slabs,
+            kept=kept.copies,
             may_spin=_never if cores is None else cores.are_free,
             miss=MISS,
             policy=overlay.current,
@@ -155,14 +157,16 @@ class Repeats:
         ):
             return None
         inputs: list[int] = []  # how each crosses, and its bytes
+        copies: list[Copy] = []  # of those that are copied
         copied_bytes = 0
-        for one in submitted.arrays:
+        for name, one in zip(OPS[request.op].inputs, submitted.arrays, strict=True):
             if one is None:
                 inputs += (NOTHING, 0)
             elif self._pool.find(one.address, 1) is None:
                 if not one.spec.is_contiguous:
                     return None
                 inputs += (COPIED, one.nbytes)
+                copies.append(Copy(name, one.nbytes, "client", why_copied(one, is_adapted=False)))
                 copied_bytes += -(-one.nbytes // ALIGNMENT) * ALIGNMENT
             else:
                 inputs += (PLACED, one.spec.span_bytes)
@@ -173,8 +177,6 @@ class Repeats:
             result, wrap = FRESH, _wrapper(next(a for a in arrays), plan.results[0])
             if wrap is None:
                 return None
-        if copied_bytes > MAX_COPIED_BYTES:
-            return None
         return {
             "lane": lane,
             "line": lane.line,
@@ -183,7 +185,7 @@ class Repeats:
             "route": route,
             "plan": plan,
             "decision": lease.decision,
-            "copies": tuple(submitted.copies),
+            "copies": tuple(copies),
             "note": lease.note,
             "wrap": wrap,
             "values": lease.values,

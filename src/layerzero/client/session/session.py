@@ -48,6 +48,7 @@ from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.lifting.lifts import Lifts
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.planning.plans import Plan
+from layerzero.client.session import kept
 from layerzero.client.session.lanes import Lanes
 from layerzero.client.session.local import Local
 from layerzero.client.session.preparation import prepare, prepare_placed
@@ -162,6 +163,7 @@ class Session:
         self.repeats.close()
         self.arena_registry.close()
         if is_own:
+            kept.copies.clear()
             self.lifts.close()
             self.gpus.close()
 

@@ -75,6 +75,12 @@ OTHERS = (
         "client, workers",
     ),
     Variable(
+        "KEPT_MIB",
+        "1024",
+        "MiB of copies that are kept of inputs outside of shared memory that come again; 0: none (docs/dispatch.md)",
+        "client",
+    ),
+    Variable(
         "CAPSULES",
         "shapes",
         "what is kept of a call whose worker died or hung (docs/capsules.md): off, shapes, small (with arguments of up "
