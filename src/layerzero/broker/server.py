@@ -36,6 +36,7 @@ from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.compile_jobs import CompileJobs
 from layerzero.broker.processes.exporter import Exporter
+from layerzero.broker.processes.function_workers import FunctionWorkers
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.probe_jobs import ProbeJobs
@@ -150,6 +151,7 @@ class Server:
             outsiders=[name for name, manifest in launcher.manifests.items() if manifest.source is not None],
             rest_s=settings.rest_s,
         )
+        self.function_workers = FunctionWorkers(settings, state, self.processes, self.handle, self.poll_lanes)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self.counters = self._offers.counters
         self._connections = Connections(
@@ -260,6 +262,7 @@ class Server:
         self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
         self.lifts.look()
+        self.function_workers.look(now_s)
         if self.state.engine.policy.memory_headroom_bytes is not None:
             engine = self.state.engine
             for device in ("", *self._pages.uuids()):
@@ -307,7 +310,7 @@ class Server:
         grace."""
         due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), self._kill_at_s)
         look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
-        self._check_s = min(due_s, look_s + time.monotonic())
+        self._check_s = min(due_s, self.function_workers.due_s, look_s + time.monotonic())
 
     @property
     def _has_folder(self) -> bool:
@@ -325,6 +328,7 @@ class Server:
             log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
             self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
+        self.function_workers.look(now_s)
         self._doorkeeper.look()
         self._exporter.look()
         self._plan_check()

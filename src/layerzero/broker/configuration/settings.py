@@ -80,6 +80,9 @@ class Settings(BaseModel):
         60.0, description="a worker for GPUs whose calls are all lifted ends when it was not needed for so long"
     )
     counts: bool = Field(True, description="clients count calls that pass the broker by, for metrics and lz status")
+    functions_rest_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        600.0, description="a worker of functions that keeps nothing ends when it was not called for so long; 0: never"
+    )
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(
         False, description="lz doctor finds MPS in order, although a fault of one process ends others"

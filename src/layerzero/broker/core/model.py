@@ -229,9 +229,9 @@ class Call:
 
 @dataclass(eq=False)
 class Worker:
-    """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not. `enqueued`: what it has
-    answered and the GPU is not known to be done with, by dispatch, oldest first; `graph_slots`: likewise what it has
-    bound."""
+    """The one worker of a backend; an environment of functions has a backend for each of its workers. `running` was
+    sent to it, oldest first; `waiting` was not. `enqueued`: what it has answered and the GPU is not known to be done
+    with, by dispatch, oldest first; `graph_slots`: likewise what it has bound."""
 
     backend: str
     state: WorkerState = WorkerState.ABSENT

@@ -14,6 +14,7 @@ from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.neighbours import neighbourhood
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
+from layerzero.capabilities.descriptor import Capability
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 
 
@@ -32,6 +33,12 @@ class PreparedCalls:
         signature = Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
         self.known[body] = signature
         return signature
+
+    def note_backend(self, capability: Capability) -> None:
+        """There are more candidates from now on."""
+        for signature in self.known.values():
+            if signature.spec.op in capability.ops:
+                signature.kernels = self.engine.kernels(signature.spec.op)
 
     def release(self, signature: Signature) -> None:
         """One route or open call less uses it; with the last one its plans go."""

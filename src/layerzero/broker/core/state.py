@@ -215,7 +215,7 @@ class BrokerState:
             ev.BackendOffered: lifecycle.take_offer,
             ev.BackendLearned: self.on_backend_learned,
             ev.BackendReset: self.on_backend_reset,
-            ev.WorkerSpared: lambda event: lifecycle.rest(self.workers[event.backend]),
+            ev.WorkerSpared: self.on_worker_spared,
             ev.PolicyChanged: self.on_policy_changed,
             ev.ShadowCompared: self.on_shadow_compared,
             ev.TimesLoaded: self.on_times_loaded,
@@ -345,7 +345,17 @@ class BrokerState:
         if event.backend not in self.workers:
             self.engine.note_backend(event.backend, event.capability, event.env)
             self.lifecycle.add(event.backend, event.missing)
+            self.signatures.note_backend(event.capability)
             self.effects.emit(act.Note("backend.learned", {"backend": event.backend}))
+
+    def on_worker_spared(self, event: ev.WorkerSpared) -> None:
+        """Calls on lanes of the CPU are not the broker's: the worker rests once none can come for a while."""
+        worker = self.workers[event.backend]
+        leased = [lane for lane in self.leases.lanes_to(worker) if lane.routes and not lane.gpu]
+        if leased:
+            self.effects.emit(*self.leases.revoke(leased))
+        else:
+            self.lifecycle.rest(worker)
 
     def on_backend_reset(self, event: ev.BackendReset) -> None:
         if event.backend in self.workers:

@@ -68,7 +68,7 @@ class UnreachableWorkers:
         error: LayerZeroError
         if is_final:
             error = BrokerLost("the broker was shut down before the call ended")
-        elif spec.pinned:
+        elif spec.pinned and len(spec.candidates) == 1:
             error = fault
         elif not self.calls.can_place(call):
             error = self.calls.unserved(call)

@@ -11,6 +11,7 @@ from layerzero.broker.core.events import Event
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.counter_pages import CounterPages
 from layerzero.broker.lifting.lifts import Lifts
+from layerzero.broker.processes.function_workers import FunctionWorkers
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined
@@ -33,6 +34,7 @@ class BrokerView(Protocol):
     planner: Planner
     policy: PolicySource
     processes: Processes
+    function_workers: FunctionWorkers
     joined: Joined
     users: UserBrokers | None
     perfdb: PerfDB

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli import options
+from layerzero.client.cli.attach import attach
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.compare import compare
@@ -82,6 +83,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
 app.add_typer(capsule_app, name="capsule")
 app.command()(replay)
+app.command()(attach)
 app.command()(ops)
 app.command()(compare)
 app.command("bisect")(cli_bisect.bisect)

@@ -45,6 +45,7 @@ class Request:
     copies: list[Copy] | None = None  # what was copied before; what is copied later is added
     # Of a function: arena, offset and bytes of each input, in place of `args`. Nobody but its maker calls again.
     places: tuple[tuple[Arena, int, int] | None, ...] | None = None
+    served_by: str = ""  # of a function: the backend, known before `finish`
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 
     def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
@@ -158,6 +159,10 @@ class Submitted:
         writes in place is left out: it is another one at each call."""
         digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
         op = OPS[self.request.op]
+        for place in self.request.places or ():
+            if place is not None:
+                arena, offset, nbytes = place
+                digest.update(arena.view[offset : offset + nbytes])
         for name, array in zip(op.inputs, self.arrays, strict=True):
             if array is not None and name not in op.in_place:
                 scratch = bytearray(array.nbytes)

@@ -23,7 +23,9 @@ from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_ROUTES = 4096
@@ -190,7 +192,8 @@ def _body_of(plan: Plan, backend: str | None, policy: Overlay | None, device: st
 
 def route_message(plan: Plan, backend: str | None, policy: Overlay | None, device: str = "") -> messages.Route:
     """What the broker is told of a signature. Raises InvalidArgument for what cannot be a backend's name."""
-    if backend is not None and not (isinstance(backend, str) and _BACKEND_NAME.fullmatch(backend)):
+    one_by_one = [backend] if backend is None or plan.op != FUNCTION else pools.named(backend)
+    if any(not (one is None or (isinstance(one, str) and _BACKEND_NAME.fullmatch(one))) for one in one_by_one):
         raise InvalidArgument(f"backend is {backend!r:.80}; allowed: None or a name that lz.status() lists")
     return messages.Route(
         op=plan.op,

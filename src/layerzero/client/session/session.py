@@ -196,6 +196,7 @@ class Session:
             if isinstance(end, Ran):
                 self.repeats.remember(submitted, lane, lease)
                 submitted.pending.finish()
+                request.served_by = lease.decision.backend
                 result = submitted.result(end.said)
                 self._note_ran(submitted.route, end, lease, start_ns, submitted.copies)
                 return result
@@ -348,8 +349,10 @@ class Session:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
             waits = waited(outcome)
-        result = submitted.result(body)
         decision = submitted.decision or submitted.route.decisions[header.aux]
+        if submitted.request.places is not None:
+            submitted.request.served_by = decision.backend
+        result = submitted.result(body)
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)
         note = "; ".join(filter(None, (waits, submitted.route.stays_out or self.routes.why_out(decision.backend))))

@@ -31,6 +31,8 @@ METHOD, GET, SET, ITSELF = range(4)
 NOTHING, ALL, OWN = range(3)
 # What a name of a module or a class is: the first item of the answer to NAME.
 VALUE, FUNCTION, CLASS, MODULE = range(4)
+# The first item of what stands in a call for its code, where that depends on who serves it: [environment, code] follow.
+BY_ENVIRONMENT = 0
 
 Write = Callable[[memoryview], object]
 

@@ -223,8 +223,16 @@ OPS: dict[str, Op] = {
         Op("null", (), ()),
         # A call of a user's function in an environment of its own (docs/functions.md). frame and answer: what
         # ipc/functions/frames.py writes; m0 to m7: memory that arrays of the frame lie in. All uint8, as long as the
-        # bytes that each call gives. The kernel returns {"sizes": [bytes of the answer]}.
-        Op("function", FUNCTION_INPUTS, ("answer",), optional=frozenset(FUNCTION_INPUTS[1:]), sized_output=True),
+        # bytes that each call gives. The kernel returns {"sizes": [bytes of the answer]}. `of`: what times are kept by,
+        # of a function that several environments have; "" for others.
+        Op(
+            "function",
+            FUNCTION_INPUTS,
+            ("answer",),
+            optional=frozenset(FUNCTION_INPUTS[1:]),
+            attrs=("of",),
+            sized_output=True,
+        ),
     )
 }
 PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with a function, a page and kernels of ours

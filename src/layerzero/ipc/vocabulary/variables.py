@@ -39,6 +39,7 @@ SETTINGS = (
     "poison_quarantine_s",
     "rest_s",
     "counts",
+    "functions_rest_s",
     "express",
     "allow_mps",
     "joined",

@@ -185,9 +185,8 @@ def _ping(op: str) -> Case:
     specs = (TensorSpec.contiguous("uint8", (len(asked),)), *(None for _ in OPS[op].inputs[1:]))
     out = (TensorSpec.contiguous("uint8", (len(answer),)),)
     data = (asked, *(b"" for _ in OPS[op].inputs[1:]))
-    return Case(
-        "ping", shape_class(op, specs, {}), {}, specs, out, lambda: data, lambda: (answer,), {"sizes": [len(answer)]}
-    )
+    kind, sizes = shape_class(op, specs, {}), {"sizes": [len(answer)]}
+    return Case("ping", kind, {"of": ""}, specs, out, lambda: data, lambda: (answer,), sizes)
 
 
 def _text_case(stored: Mapping[str, Any]) -> Case:

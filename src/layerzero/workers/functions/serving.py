@@ -12,18 +12,21 @@ import os
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import GeneratorType, ModuleType
+from types import AsyncGeneratorType, GeneratorType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
-from layerzero.ipc.functions.surface import is_stream, surface_of
+from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.breakpoints import Breakpoints
 from layerzero.workers.functions.code import MAIN, Modules
+from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
@@ -62,12 +65,15 @@ class Functions:
     """The kernel `function`. What is kept for a client goes with it, and no other client can have it."""
 
     def __init__(self, arrays: Arrays, name: str, models: Models | None = None) -> None:
-        self._arrays, self._name, self._models = arrays, name, models
-        self._modules, self._output = Modules(), Output()
+        self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
+        self._models = models
+        self._modules, self._output, self._breakpoints = Modules(), Output(), Breakpoints(name)
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._kept_bytes = 0
         self._tokens = 0
         self._objects = Objects(name)
+        self._told, self._loop = 0, EventLoop()
+        self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
 
     def bind_of(self, client: int) -> Bind:
@@ -83,6 +89,18 @@ class Functions:
         if several:
             with _ended_within(CLOSE_S):
                 self._let_go(several)
+        self._tell()
+
+    def begin(self, note_kept: Callable[[int], None], endpoint: str) -> None:
+        """As provider.PerClient."""
+        self._note_kept = note_kept
+        self._breakpoints.begin(endpoint)
+
+    def _tell(self) -> None:
+        count = len(self._kept) + self._objects.count
+        if count != self._told:
+            self._told = count
+            self._note_kept(count)
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -90,11 +108,14 @@ class Functions:
         assert frame is not None
 
         def bound() -> dict[str, list[int]]:
+            self._breakpoints.client = client
             try:
                 made = self._fit(client, self._serve(client, frame, lent, answer), len(answer))
                 made.write(answer)
             finally:
                 placing.end()
+                self._breakpoints.end()
+            self._tell()
             return {"sizes": [made.nbytes]}
 
         return bound
@@ -132,7 +153,7 @@ class Functions:
                 case [frames.FETCH, int(token)]:
                     return self._fetch(client, token)
                 case [frames.LOAD, code]:
-                    return self._load(Code.from_tree(code))
+                    return self._load(Code.from_tree(self._own(code)))
                 case [frames.CALL | frames.USE, *_]:
                     placing.begin(answer)
                     return self._run(client, head, [payload, *lent])
@@ -156,8 +177,19 @@ class Functions:
 
     def _known(self, tree: Any) -> Code:
         if self._code is None or self._code[0] != tree:
-            self._code = (tree, Code.from_tree(tree))
+            self._code = (tree, Code.from_tree(self._own(tree)))
         return self._code[1]
+
+    def _own(self, tree: Any) -> Any:
+        """Of what is named by environment, this one's."""
+        match tree:
+            case [frames.BY_ENVIRONMENT, *several]:
+                for one in several:
+                    match one:
+                        case [str(name), list(own)] if name == self._environment:
+                            return own
+                raise ProtocolError(f"{self._environment} is not among the environments of the call")
+        return tree
 
     def _refused(self, exc: ProtocolError | InvalidArgument) -> Frame:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
@@ -188,6 +220,7 @@ class Functions:
         return made
 
     def _load(self, code: Code) -> Frame:
+        self._breakpoints.label = code.label
         try:
             self._modules.function(code)
         except InvalidArgument:
@@ -209,7 +242,7 @@ class Functions:
         elif isinstance(found, type):
             answer = [frames.CLASS, *surface_of(found).to_tree()]
         elif callable(found):
-            answer = [frames.FUNCTION, is_stream(found)]
+            answer = [frames.FUNCTION, is_stream(found), is_coroutine(found)]
         else:
             answer = [frames.VALUE, found]
         return self._returned(answer, f"{code.label} is a value")
@@ -227,6 +260,7 @@ class Functions:
         match call:
             case [frames.CALL, tree, args, kwargs, int(level)]:
                 code, is_set = self._known(tree), False
+                label = self._breakpoints.label = code.label
                 self._output.level(level)
                 try:
                     run = self._function(code)
@@ -234,7 +268,6 @@ class Functions:
                     raise
                 except BaseException as exc:
                     return self._raised(exc, code.file, is_import=True)
-                label = code.label
             case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
                 self._output.level(level)
                 held = self._objects.find(client, reference)
@@ -243,7 +276,7 @@ class Functions:
                 code, is_set = held.code, how == frames.SET
                 self._modules.enter(code)
                 run = _use_of(held.value, how, name)
-                label = f"{code.label}{'.' * bool(name)}{name}"
+                label = self._breakpoints.label = f"{code.label}{'.' * bool(name)}{name}"
             case _:
                 raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
         if stays != frames.NOTHING:
@@ -258,6 +291,8 @@ class Functions:
             named["out"] = self._outs(specs)
         try:
             result = run(*given, **named)
+            if isinstance(result, Coroutine):
+                result = self._loop.complete(result)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             if code.is_model and isinstance(exc, InvalidArgument):
                 raise  # what we say of a model, not what it says
@@ -297,11 +332,13 @@ class Functions:
         held = self._objects.find(client, reference)
         if held is None:
             return Frame([frames.GONE, reference, ""])
-        if not hasattr(type(held.value), "__next__"):
+        advance = next if hasattr(type(held.value), "__next__") else self._loop.next_of
+        if not hasattr(type(held.value), "__next__" if advance is next else "__anext__"):
             raise ProtocolError(f"{values.described(held.value)} is no iterator")
         self._modules.enter(held.code)
+        self._breakpoints.label = held.code.label
         try:
-            items = [next(held.value)]
+            items = [advance(held.value)]
         except StopIteration:
             self._objects.release(client, reference)
             items = []
@@ -316,8 +353,13 @@ class Functions:
         """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
         while several:
             held = several.pop()
-            if held is not None and isinstance(held.value, GeneratorType):
+            if held is not None and isinstance(held.value, (GeneratorType, AsyncGeneratorType)):
                 self._modules.enter(held.code)
+            if held is not None and isinstance(held.value, AsyncGeneratorType):
+                try:
+                    self._loop.complete(held.value.aclose())
+                except BaseException:  # what its closing raises is shown
+                    traceback.print_exc()
             del held
 
     def _is_own(self, result: Any, code: Code) -> bool:
