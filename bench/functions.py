@@ -115,12 +115,17 @@ def main() -> None:
             for name, call in calls.items():
                 call()
                 found[name].append(p50_us(call, count if "null" in name else count // 3))
-        rates = []
+        rates: list[float] = []
+        mapped: list[float] = []
         for _ in range(rounds):
             start = time.monotonic()
             for future in [null.submit() for _ in range(IN_FLIGHT)]:
                 future.result()
             rates.append(IN_FLIGHT / (time.monotonic() - start))
+            start = time.monotonic()
+            for _ in take.map(range(100 * IN_FLIGHT), chunksize=IN_FLIGHT):
+                pass
+            mapped.append(100 * IN_FLIGHT / (time.monotonic() - start))
     child.terminate()
     null_us, mib = min(found["null"]), min(found["1 MiB, shared"])
     rows: list[tuple[str, ...]] = []
@@ -148,6 +153,14 @@ def main() -> None:
             f"{max(rates):,.0f}",
             *blank,
             "100,000: " + verdict(max(rates) >= 1e5),
+        )
+    )
+    rows.append(
+        (
+            f"map, {IN_FLIGHT} as one, calls a second",
+            f"{max(mapped):,.0f}",
+            *blank,
+            "100,000: " + verdict(max(mapped) >= 1e5),
         )
     )
     rows.append(

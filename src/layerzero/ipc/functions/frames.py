@@ -23,8 +23,8 @@ PLACED_AT = 1024  # where results that are made in an answer's memory begin in i
 MODELS = "layerzero.models"  # as a module: whole models, which the worker opens by kind
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE = range(10)
-RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED = range(8)
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE, MANY = range(11)
+RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED, SEVERAL = range(9)
 # What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
 METHOD, GET, SET, ITSELF = range(4)
 # What stays of the result of a call, for HOLD: all, or what is an object of the class whose method it is of.
