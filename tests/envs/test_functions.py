@@ -70,6 +70,25 @@ def test_the_example_has_two_of_each_in_one_program(own_store: Path) -> None:
 DTYPES = ["bool", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64"]
 
 
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize("chunksize", [1, 3, 100])
+def test_arrays_of_a_map_cross_as_in_single_calls(chunksize: int) -> None:
+    """Shared ones as they lie, others copied; results are the caller's own."""
+    plain = [np.full((3, n), n, np.float32) for n in range(1, 9)]
+    shared = [lz.share(array) for array in plain]
+    found = list(fn.new_echo.map([*plain, *shared], chunksize=chunksize))
+    for array, (result, told) in zip([*plain, *plain], found, strict=True):
+        np.testing.assert_array_equal(result, array)
+        assert told == ["float32", list(array.shape), False]
+        result[...] = 0
+    np.testing.assert_array_equal(shared[3], plain[3])
+    if chunksize > 1:
+        assert list(fn.total.map(shared[:3], chunksize=3)) == [array.sum() for array in plain[:3]]
+        report = fn.total.last_report()
+        assert report.function.endswith("total (3 calls as one)")
+        assert (report.uncopied_bytes, report.copies) == (sum(array.nbytes for array in shared[:3]), ())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_of_all_kinds_cross_both_ways(site: Site, dtype: str) -> None:
     """Dense ones, views with gaps, transposed, reversed, empty and 0-dimensional ones."""

@@ -258,6 +258,11 @@ class Exchange:
                         raise ProtocolError("no reference to what it holds")
                     self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
                     return Answer(value)
+                case [frames.SEVERAL, tree, failure, list(output)]:
+                    self._show(output)
+                    results = values.decode(tree, self._opener(memory, payload, copies, []), resolve, "result")
+                    self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
+                    return Answer((results, self._failure(failure)))
                 case [frames.RAISED, str(kind), str(message), str(trace), list(output)]:
                     self._show(output)
                     return Answer(error=self._remote(kind, message, trace))
@@ -316,6 +321,17 @@ class Exchange:
             return _array_on(library, wholes[library][first : first + len(part)], spec)
 
         return get
+
+    def _failure(self, tree: Any) -> LayerZeroError | None:
+        """What ended several calls before the last. Raises ProtocolError."""
+        match tree:
+            case None:
+                return None
+            case [str(kind), str(message), str(trace)]:
+                return self._remote(kind, message, trace)
+            case [str(message)]:
+                return InvalidArgument(f"{self._label} in {self._env}: {message}")
+        raise ProtocolError("no error of a call")
 
     def _remote(self, kind: str, message: str, trace: str) -> RemoteError:
         text = f"{self._label} in {self._env} raised {kind}: {message}\n{trace.rstrip()}"

@@ -231,10 +231,13 @@ class Call:
             self._frame(given),
             given.lent,
             room=self._room(),
-            timeout_s=self.options.timeout_s,
+            timeout_s=self._timeout_s(),
             copies=list(given.copies),
             keep=(given.keep, self._loan),
         )
+
+    def _timeout_s(self) -> float | None:
+        return self.options.timeout_s
 
     def _room(self) -> int:
         """Bytes for the answer."""
@@ -308,11 +311,13 @@ class Call:
             raise error
         self._attempts += 1
         name = getattr(fallback, "__qualname__", repr(fallback))
-        value = fallback(*self.args, **self.kwargs)
-        if isinstance(value, FunctionFuture):  # of an isolated coroutine function
-            value = value.result()
+        value = self._value_of(fallback)
         self._note(f"fallback {name}")
         return value
+
+    def _value_of(self, fallback: Callable[..., Any]) -> Any:
+        value = fallback(*self.args, **self.kwargs)
+        return value.result() if isinstance(value, FunctionFuture) else value  # of an isolated coroutine function
 
     def _check(self, value: Any, served_by: str) -> None:
         """Now and then the next environment computes it, too, before the caller may change the arguments."""

@@ -21,6 +21,7 @@ from layerzero.client.facade import default_session
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of, warm_up
+from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.handle import Handle
@@ -35,7 +36,7 @@ from layerzero.ipc.vocabulary.ops import FUNCTION
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_OPEN = 32  # of a map
+MAX_OPEN, MAX_CHUNKS = 32, 3  # of a map
 TUNE_CALLS = 5
 _log = logging.getLogger("layerzero.functions")
 
@@ -138,18 +139,40 @@ class Isolated(Generic[P, R]):
         call.send()
         return FunctionFuture(call)
 
-    def map(self, *iterables: Any) -> Iterator[R]:
+    def map(self, *iterables: Any, chunksize: int = 1) -> Iterator[R]:
         """Results of calls with items of these, in order; some calls are on their way ahead. The first that fails
-        raises; those that were sent behind it run."""
-        ahead: deque[FunctionFuture] = deque()
+        raises; those that were sent behind it run. With `chunksize` so many calls cross as one: they run one after the
+        other, have the time of all of them together, and behind one that raised none of its chunk runs. Raises
+        InvalidArgument."""
+        is_plain = not self._is_stream and not self._is_coroutine
+        size = demand_size(chunksize, self._label, self._options, is_plain=is_plain)
         calls = zip(*iterables)  # noqa: B905  # as map() of Python does
+        return self._mapped(calls) if size == 1 else self._mapped_by(size, calls)
+
+    def _mapped(self, calls: Iterator[Any]) -> Iterator[R]:
         submit: Callable[..., FunctionFuture] = self.submit
-        for args in itertools.islice(calls, MAX_OPEN):
-            ahead.append(submit(*args))
+        ahead = deque(submit(*args) for args in itertools.islice(calls, MAX_OPEN))
         while ahead:
             yield ahead.popleft().result()
             for args in itertools.islice(calls, 1):
                 ahead.append(submit(*args))
+
+    def _mapped_by(self, size: int, calls: Iterator[Any]) -> Iterator[R]:
+        ahead: deque[FunctionFuture] = deque()
+        while True:
+            while len(ahead) < MAX_CHUNKS and (items := list(itertools.islice(calls, size))):
+                for args in items:
+                    if len(args) != self._count:
+                        self._bind(args, {})
+                call = ChunkCall(self, items, self._options)
+                call.send()
+                ahead.append(FunctionFuture(call))
+            if not ahead:
+                return
+            results, error = ahead.popleft().result()
+            yield from results
+            if error is not None:
+                raise error
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it here, in this process, with what is installed here."""

@@ -160,6 +160,8 @@ class Functions:
                 case [frames.PLACE, list(call), list(specs)] if call[:1] == [frames.CALL]:
                     placing.begin(answer)
                     return self._run(client, call, [payload, *lent], specs=specs)
+                case [frames.MANY, tree, args, kwargs, int(level)] if kwargs == _NO_KWARGS:
+                    return self._run_many(client, tree, args, level, [payload, *lent])
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
                     return self._run(client, call, [payload, *lent], stays)
                 case [frames.NEXT, reference, int(level)]:
@@ -195,7 +197,11 @@ class Functions:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
 
     def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
-        """`file`: of the function; what is above it in the traceback is ours."""
+        return Frame([frames.RAISED, *self._error_of(exc, file, is_import=is_import), self._output.take()])
+
+    @staticmethod
+    def _error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[str]:
+        """Type, message and traceback. `file`: of the function; what is above it in the traceback is ours."""
         tb = exc.__traceback__
         while tb is not None and _is_above(tb.tb_frame.f_code.co_filename, file):
             tb = tb.tb_next
@@ -210,7 +216,7 @@ class Functions:
             message += "; its module is imported in this environment: import there only what that has, or in functions"
         module = type(exc).__module__
         kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
-        return Frame([frames.RAISED, kind, message[:MAX_TEXT], text, self._output.take()])
+        return [kind, message[:MAX_TEXT], text]
 
     def _fetch(self, client: int, token: int) -> Frame:
         made = self._unkeep((client, token))
@@ -302,6 +308,37 @@ class Functions:
             node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
             return Frame([frames.RETURNED, node, self._output.take()])
         return self._returned(result, f"{label} has run")
+
+    def _run_many(self, client: int, tree: Any, args: Any, level: int, memories: Memories) -> Frame:
+        """One call with each tuple of arguments, up to the first that raises."""
+        code = self._known(tree)
+        self._output.level(level)
+        try:
+            run = self._function(code)
+        except InvalidArgument:
+            raise
+        except BaseException as exc:
+            return self._raised(exc, code.file, is_import=True)
+        try:
+            several, _ = self._arguments(client, args, _NO_KWARGS, memories)
+        except values.NotHeld as exc:
+            return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
+        if any(type(given) is not tuple for given in several):
+            raise ProtocolError("arguments of several calls are tuples")
+        payload, results, failure = Payload(), list[Any](), list[str]()
+        for given in several:
+            try:
+                result = run(*given)
+            except BaseException as exc:  # as of one call
+                failure = self._error_of(exc, code.file)
+                break
+            try:
+                results.append(self._encoded(result, "result", f"{code.label} has run", payload))
+            except InvalidArgument as exc:
+                failure = [exc.message[:MAX_TEXT]]
+                break
+        made = _renamed([values.LIST, *results])
+        return Frame([frames.SEVERAL, made, failure or None, self._output.take()], payload)
 
     def _function(self, code: Code) -> Callable[..., Any]:
         if not code.is_model:
