@@ -153,7 +153,6 @@ class Server:
         )
         self.function_workers = FunctionWorkers(settings, state, self.processes, self.handle, self.poll_lanes)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
-        self.counters = self._offers.counters
         self._connections = Connections(
             endpoints.control,
             state,
@@ -172,7 +171,7 @@ class Server:
         )
         self._client_frames = ClientFrames(state, self._lanes, self._incremental_answers, self.processes.executing)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
-        lanes, pages, offers = self._lanes, self._pages, self._offers
+        lanes, pages, offers, self.counters = self._lanes, self._pages, self._offers, self._offers.counters
         self._perform: dict[type, Callable[[Any], None]] = {
             **{kind: partial(self._send_client, frame_of) for kind, frame_of in frame_codec.TO_CLIENT.items()},
             **{kind: partial(self._send_worker, frame_of) for kind, frame_of in frame_codec.TO_WORKER.items()},
@@ -228,9 +227,8 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._times.save(now_s)
-                    self._poller.wait(
-                        0.0 if self._may_have_input or self._incremental_answers else self._timeout_s(now_s)
-                    )
+                    is_busy = self._may_have_input or self._incremental_answers
+                    self._poller.wait(0.0 if is_busy else self._timeout_s(now_s))
                     self._look_around(time.monotonic())  # before the calls that woke us
                     self._incremental_answers.go_on()
         finally:
@@ -482,10 +480,8 @@ class Server:
 
     def _close(self) -> None:
         self._ended = True
-        self._exporter.close()
-        self.processes.close()
-        self._times.close()
-        self._lanes.close()
+        for part in (self._exporter, self.processes, self._times, self._lanes):
+            part.close()
         self._pages.close_all()
         self._connections.stop_listening()
         self._doorkeeper.close()
