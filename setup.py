@@ -11,6 +11,7 @@ setup(
             [f"{CLIENT}/{folder}/{name}.c"],
             depends=[
                 f"{CLIENT}/gpu/_call_key.h",
+                f"{CLIENT}/gpu/_counting.h",
                 *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "line", "waiting")),
             ],
             py_limited_api=True,

@@ -5,7 +5,8 @@
 Needs torch in this interpreter (pip install 'layerzero-broker[torch]') and the environment torch (lz env build torch).
 All columns of a row are measured in turns in one run; quote the ratios. `added`: what torch's dispatcher and autograd
 add to the same call by lz. `floor`: what they add at least to an op whose kernels are in Python: to one of
-Library.define with one kernel, and where gradients are needed with a torch.autograd.Function that keeps its input.
+Library.define with one kernel, and where gradients are needed with a torch.autograd.Function that keeps its input; with
+`out` to one that says in its schema that it writes there.
 """
 
 from __future__ import annotations
@@ -67,15 +68,22 @@ class Keeping(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0]
 
 
-def empty_ops(library: Library) -> tuple[Any, Any]:
-    """Ops that do as little as an op can with kernels in Python: one without gradients, and one with them."""
+def empty_ops(library: Library) -> tuple[Any, Any, Any]:
+    """Ops that do as little as an op can with kernels in Python: one without gradients, one with them, and one that
+    writes into an argument."""
     library.define("empty(Tensor input) -> Tensor")
     library.impl("empty", torch.empty_like, "CompositeExplicitAutograd")
     library.define("kept(Tensor input) -> Tensor")
     library.impl("kept", torch.empty_like, "CompositeExplicitAutograd")
     library.impl("kept", Keeping.apply, "Autograd")
+    library.define("written(Tensor input, *, Tensor(a!) out) -> ()")
+    library.impl("written", _written, "CompositeExplicitAutograd")
     found = torch.ops.layerzero_bench
-    return found.empty.default, found.kept.default
+    return found.empty.default, found.kept.default, found.written.default
+
+
+def _written(input: torch.Tensor, *, out: torch.Tensor) -> None:
+    torch.empty_like(input)
 
 
 def main() -> None:
@@ -103,7 +111,7 @@ def main() -> None:
 
     op, call = stub()
     library = Library("layerzero_bench", "DEF")
-    empty, kept = empty_ops(library)
+    empty, kept, written = empty_ops(library)
     buffer = torch.empty(4, 512)
     with torch.no_grad():
         row(NOTHING, lambda: torch.relu(x), lambda: call(x), lambda: op(x), lambda: empty(x))
@@ -112,6 +120,7 @@ def main() -> None:
             lambda: torch.relu(x),
             lambda: call(x),
             lambda: ops.bench_stub.out(x, out=buffer),
+            lambda: written(x, out=buffer),
         )
     with torch.inference_mode():
         y = torch.randn(4, 512)

@@ -245,6 +245,15 @@ def softmax(x: Array, *, dim: int) -> F64:
     return np.asarray(powers / powers.sum(axis=dim, keepdims=True))
 
 
+@np.errstate(invalid="ignore")
+def log_softmax(x: Array, *, dim: int) -> F64:
+    x = x.astype(np.float64)
+    if x.size == 0:
+        return x
+    x = x - x.max(axis=dim, keepdims=True)
+    return np.asarray(x - np.log(np.exp(x).sum(axis=dim, keepdims=True)))
+
+
 def layer_norm(x: Array, weight: Array | None = None, bias: Array | None = None, *, ndim: int, eps: float) -> F64:
     x, axes = x.astype(np.float64), tuple(range(x.ndim - ndim, x.ndim))
     centred = x - x.mean(axis=axes, keepdims=True)
@@ -253,10 +262,51 @@ def layer_norm(x: Array, weight: Array | None = None, bias: Array | None = None,
     return np.asarray(out if bias is None else out + bias.astype(np.float64))
 
 
+@np.errstate(invalid="ignore")
 def rms_norm(x: Array, weight: Array | None = None, *, ndim: int, eps: float) -> F64:
     x, axes = x.astype(np.float64), tuple(range(x.ndim - ndim, x.ndim))
     out = x / np.sqrt((x**2).mean(axis=axes, keepdims=True) + eps)
     return np.asarray(out if weight is None else out * weight.astype(np.float64))
+
+
+def add_rms_norm(x: Array, residual: Array, weight: Array | None = None, *, ndim: int, eps: float) -> tuple[Array, ...]:
+    summed = x.astype(np.float64) + residual.astype(np.float64)
+    return rms_norm(summed, weight, ndim=ndim, eps=eps), summed
+
+
+@np.errstate(invalid="ignore")
+def group_norm(
+    x: Array, weight: Array | None = None, bias: Array | None = None, *, num_groups: int = 0, eps: float
+) -> F64:
+    """Without groups one for each channel."""
+    if not x.size:
+        return x.astype(np.float64)
+    grouped = x.reshape(x.shape[0], num_groups or x.shape[1], -1)
+    return _of_channels(layer_norm(grouped, ndim=1, eps=eps).reshape(x.shape), weight, bias)
+
+
+@np.errstate(invalid="ignore")
+def batch_norm(
+    x: Array,
+    running_mean: Array,
+    running_var: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float,
+) -> F64:
+    mean, var = (beside(given, x) for given in (running_mean, running_var))
+    return _of_channels((x.astype(np.float64) - mean) / np.sqrt(var + eps), weight, bias)
+
+
+def beside(parameter: Array, x: Array) -> F64:
+    """One number for each channel of x."""
+    return parameter.astype(np.float64).reshape(-1, *[1] * (x.ndim - 2))
+
+
+def _of_channels(x: F64, weight: Array | None, bias: Array | None) -> F64:
+    scaled = x if weight is None else x * beside(weight, x)
+    return scaled if bias is None else scaled + beside(bias, x)
 
 
 def layer_norm_backward(
@@ -385,8 +435,13 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "matmul": matmul,
     "linear": linear,
     "softmax": softmax,
+    "log_softmax": log_softmax,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "group_norm": group_norm,
+    "instance_norm": group_norm,
+    "batch_norm": batch_norm,
     "layer_norm_backward": layer_norm_backward,
     "rms_norm_backward": rms_norm_backward,
     "gelu": gelu,

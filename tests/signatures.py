@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from layerzero.client.planning import activation_plans, attention_plans, plans, token_plans
+from layerzero.client.planning import activation_plans, attention_plans, norm_plans, plans, token_plans
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
 from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
@@ -134,6 +134,24 @@ def _softmax(rng: Random) -> Plan:
     return plans.plan_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)))
 
 
+def _log_softmax(rng: Random) -> Plan:
+    shape = _extents(rng, rng.randint(1, 3))
+    return plans.plan_log_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)))
+
+
+def _channels(rng: Random, op: str) -> Plan:
+    dtype, (groups, each) = _float(rng), _extents(rng, 2, least=1)
+    shape = _extents(rng, rng.randint(1 if op == "instance_norm" else 0, 2))
+    x = _tensor(rng, dtype, *_extents(rng, 1), groups * each, *shape)
+    per_channel = TensorSpec.contiguous(dtype, (groups * each,))
+    weight, bias = (rng.choice((None, per_channel)) for _ in range(2))
+    if op == "group_norm":
+        return norm_plans.plan_group_norm(x, weight, bias, num_groups=groups)
+    if op == "instance_norm":
+        return norm_plans.plan_instance_norm(x, weight, bias)
+    return norm_plans.plan_batch_norm(x, per_channel, per_channel, weight, bias)
+
+
 def _layer_norm(rng: Random) -> Plan:
     dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
     over = tuple(shape[rng.randrange(len(shape)) :])
@@ -145,6 +163,14 @@ def _rms_norm(rng: Random) -> Plan:
     dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
     weight = rng.choice((None, TensorSpec.contiguous(dtype, tuple(shape[-1:]))))
     return plans.plan_rms_norm(_tensor(rng, dtype, *shape), tuple(shape[-1:]), weight)
+
+
+def _add_rms_norm(rng: Random) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
+    over = tuple(shape[-1:])
+    weight = rng.choice((None, TensorSpec.contiguous(dtype, over)))
+    x, residual = _tensor(rng, dtype, *shape), _tensor(rng, dtype, *shape)
+    return norm_plans.plan_add_rms_norm(x, residual, weight, normalized_shape=over)
 
 
 def _norm_backward(rng: Random, plan: Any) -> Plan:
@@ -203,7 +229,10 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "matmul": _matmul,
     "linear": _linear,
     "softmax": _softmax,
+    "log_softmax": _log_softmax,
     "layer_norm": _layer_norm,
+    "add_rms_norm": _add_rms_norm,
+    **{op: partial(_channels, op=op) for op in ("group_norm", "instance_norm", "batch_norm")},
     "rms_norm": _rms_norm,
     "layer_norm_backward": lambda rng: _norm_backward(rng, plans.plan_layer_norm_backward),
     "rms_norm_backward": lambda rng: _norm_backward(rng, plans.plan_rms_norm_backward),

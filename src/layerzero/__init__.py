@@ -40,6 +40,10 @@ if TYPE_CHECKING:
         attention_forward as attention_forward,
     )
     from layerzero.client.facade.norm_ops import (
+        add_rms_norm as add_rms_norm,
+        batch_norm as batch_norm,
+        group_norm as group_norm,
+        instance_norm as instance_norm,
         layer_norm_backward as layer_norm_backward,
         rms_norm_backward as rms_norm_backward,
     )
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
         gelu as gelu,
         layer_norm as layer_norm,
         linear as linear,
+        log_softmax as log_softmax,
         matmul as matmul,
         null as null,
         paged_attention as paged_attention,
@@ -138,10 +143,12 @@ _HOME = {
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
-    "layerzero.client.facade.norm_ops": "layer_norm_backward rms_norm_backward",
+    "layerzero.client.facade.norm_ops": (
+        "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"
+    ),
     "layerzero.client.facade.ops": (
-        "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear matmul null paged_attention "
-        "quantize rms_norm rope silu softmax swiglu"
+        "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
+        "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",

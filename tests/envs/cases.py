@@ -90,6 +90,8 @@ def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]
 
 def refilled(name: str, values: reference.Array) -> reference.Array:
     """Other values of the same kind for the same memory. Sequences are the same in the opposite order."""
+    if name == "running_var":
+        return np.asarray(values * 0.5)
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
     if name.startswith("cu_seqlens"):
@@ -385,7 +387,7 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"empty {shape} to {rows}, no bias", (normal(rng, *shape), normal(rng, rows, shape[-1]), None))
 
 
-def softmax_cases(rng: np.random.Generator) -> Iterator[Case]:
+def softmax_cases(rng: np.random.Generator, *, is_log: bool = False) -> Iterator[Case]:
     for shape in ((5,), (1,), (3, 7), (2, 3, 5), (2, 3, 4, 5), (4, 1000), (3, 1)):
         for dim in range(len(shape)):
             yield Case(f"{shape} over {dim}", (normal(rng, *shape),), {"dim": dim})
@@ -394,6 +396,10 @@ def softmax_cases(rng: np.random.Generator) -> Iterator[Case]:
     masked = normal(rng, 4, 9)
     masked[:, ::2] = -np.inf
     yield Case("some -inf", (masked,), {"dim": 1})
+    if is_log:
+        edges = normal(rng, 5, 6)
+        edges[0], edges[1, 2], edges[2, 3], edges[3, ::2] = -np.inf, np.inf, np.nan, -np.inf
+        yield Case("NaN and infinities", (edges,), {"dim": 1})
     for layout in LAYOUTS[1:]:
         for dim in (0, 2):
             yield Case(f"{layout} input over {dim}", (normal(rng, 3, 4, 6),), {"dim": dim}, layouts=(layout,))
@@ -437,6 +443,61 @@ def norm_cases(rng: np.random.Generator, tensors: int) -> Iterator[Case]:
     for layout in ("transposed", "gaps", "rows", "first last"):
         yield case(f"{layout} output", normal(rng, 3, 4, 6), 1, out_layout=layout)
     yield case("empty", normal(rng, 0, 4), 1)
+
+
+def add_rms_norm_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of rms_norm, with a residual that lies as x does, or the other way round."""
+    for case in norm_cases(rng, tensors=2):
+        x, weight = case.tensors
+        assert x is not None
+        layouts = (*case.layouts, "contiguous", "contiguous")[:2]
+        other = np.clip(normal(rng, *x.shape), -1, 1) * min(np.abs(x).max(initial=0.0), 1e4)
+        yield Case(case.name, (x, other, weight), case.attrs, (layouts[0], *layouts), case.out_layout)
+    x, other, edges = normal(rng, 3, 6), normal(rng, 3, 6), normal(rng, 4, 6)
+    yield Case("residual of another layout", (x, other, None), {"ndim": 1, "eps": 1e-5}, ("contiguous", "transposed"))
+    edges[0, 1], edges[1, 2], edges[2, 3] = np.nan, np.inf, -np.inf
+    yield Case("NaN and infinities", (edges, normal(rng, 4, 6), normal(rng, 6)), {"ndim": 1, "eps": 1e-5})
+    yield Case("a sum of 0", (x, -x, normal(rng, 6)), {"ndim": 1, "eps": 1e-5})
+
+
+def channel_norm_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
+    """group_norm, instance_norm and batch_norm, with none, one and all of their parameters."""
+
+    def case(name: str, x: Any, groups: int = 1, given: str = "wb", eps: float = 1e-5, **more: Any) -> Case:
+        channels = x.shape[1]
+        parameters = [normal(rng, channels) if one in given else None for one in "wb"]
+        if op == "batch_norm":
+            axes = tuple(n for n in range(x.ndim) if n != 1)
+            known = np.where(np.isfinite(x), x, 0.0) if x.size else np.ones((1, channels, *[1] * (x.ndim - 2)))
+            found = (known.mean(axis=axes), np.minimum(known.var(axis=axes), 6e4))  # float16 has no larger ones
+            return Case(name, (x, *found, *parameters), {"eps": eps}, **more)
+        attrs = {"eps": eps} if op == "instance_norm" else {"num_groups": groups, "eps": eps}
+        return Case(name, (x, *parameters), attrs, **more)
+
+    shapes = [((2, 4, 5), 2), ((2, 4, 5), 1), ((2, 4, 5), 4), ((1, 1, 7), 1), ((3, 6, 2, 3), 3), ((2, 2, 3, 2, 5), 2)]
+    shapes += [((2, 32, 8, 8), 8), ((1, 6, 300), 2), ((3, 2, 1), 1)]
+    shapes += [] if op == "instance_norm" else [((3, 6), 2), ((5, 4), 1), ((2, 33), 11)]
+    for shape, groups in shapes:
+        for given in ("", "w", "b", "wb"):
+            yield case(f"{shape} in {groups}, {given or 'alone'}", normal(rng, *shape), groups, given)
+    yield case("no variance", np.ones((2, 4, 3)), 2)
+    yield case("eps 1", normal(rng, 2, 4, 3), 2, eps=1.0)
+    yield case("eps 0", normal(rng, 2, 4, 8), 2, eps=0.0)
+    yield case("values of 1e4", normal(rng, 2, 4, 16) * 1e4, 2)
+    yield case("values of 1e-4", normal(rng, 2, 4, 16) * 1e-4, 2, eps=1e-6)
+    yield case("mean of 100", np.round(normal(rng, 2, 4, 16) * 8) / 2 + 100, 2)
+    yield case("mean of 1e4, deviation of 1", np.round(normal(rng, 2, 4, 64) * 16) / 16 + 1e4, 2)
+    for layout in LAYOUTS[1:]:
+        yield case(f"{layout} x", normal(rng, 3, 4, 6), 2, layouts=(layout,))
+        yield case(f"{layout} 4-D x", normal(rng, 3, 4, 2, 6), 2, layouts=(layout,))
+        yield case(f"{layout} parameters", normal(rng, 3, 4, 6), 2, layouts=("contiguous", *[layout] * 4))
+    for layout in ("transposed", "gaps", "rows", "first last"):
+        yield case(f"{layout} output", normal(rng, 3, 4, 6), 2, out_layout=layout)
+    edges = normal(rng, 2, 4, 6)
+    edges[0, 0, 1], edges[1, 3, 2], edges[0, 3, 3] = np.nan, np.inf, -np.inf
+    yield case("NaN and infinities", edges, 2)
+    yield case("no samples", normal(rng, 0, 4, 3), 2)
+    yield case("no elements", normal(rng, 2, 4, 0), 2)
 
 
 def norm_backward_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -515,6 +576,9 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "matmul": matmul_cases,
     "linear": linear_cases,
     "softmax": softmax_cases,
+    "log_softmax": functools.partial(softmax_cases, is_log=True),
+    "add_rms_norm": add_rms_norm_cases,
+    **{op: functools.partial(channel_norm_cases, op=op) for op in ("group_norm", "instance_norm", "batch_norm")},
     "layer_norm": functools.partial(norm_cases, tensors=3),
     "rms_norm": functools.partial(norm_cases, tensors=2),
     "layer_norm_backward": norm_backward_cases,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import layerzero as lz
@@ -77,4 +80,38 @@ def talkative(x: Any, *, text: str, out: Any) -> Any:
 
 @lz.isolated(NEW, shapes=lambda: ("three", "float32"))
 def shapeless(out: Any) -> Any:
+    return out
+
+
+@lz.isolated([NEW, OLD], shapes=lambda x, _="": like(x))
+def doubled(x: Any, ends_numpy: str = "", *, out: Any) -> Any:
+    """Its process ends where NumPy is of this version."""
+    import numpy
+
+    if ends_numpy and numpy.__version__.startswith(ends_numpy):
+        os._exit(1)
+    return numpy.multiply(x, 2, out=out)
+
+
+@lz.isolated(NEW, shapes=lambda x, off: like(x), shadow=1.0, tolerance=1e-6)
+def halved(x: Any, off: float, *, out: Any) -> Any:
+    import numpy
+
+    return numpy.divide(x, 2, out=out)
+
+
+@halved.implementation(OLD)
+def halved_elsewhere(x: Any, off: float, *, out: Any) -> Any:
+    import numpy
+
+    return numpy.add(numpy.divide(x, 2, out=out), off, out=out)
+
+
+@lz.isolated(NEW, shapes=lambda x, folder: like(x), workers=2, timeout_s=60)
+def met(x: Any, folder: str, *, out: Any) -> Any:
+    """It waits for a call in another process: alone it runs into its deadline."""
+    (Path(folder) / str(os.getpid())).touch()
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.002)
+    out[...] = x
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.envs import numpy_functions as fn
-from tests.process.harness import ROOT, Site
+from tests.process.harness import ROOT, Site, wait_until
 
 import layerzero as lz
 
@@ -25,6 +25,10 @@ def run(site: Site, *argv: str) -> subprocess.CompletedProcess[str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path}
         return subprocess.run([sys.executable, *argv], env=environ, capture_output=True, text=True, check=False)
+
+
+def is_well(backend: str) -> bool:
+    return any(row["name"] == backend and not row["unavailable"] for row in lz.status()["backends"])
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,25 @@ def test_the_example_has_two_of_each_in_one_program(own_store: Path) -> None:
 
 
 DTYPES = ["bool", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64"]
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize("chunksize", [1, 3, 100])
+def test_arrays_of_a_map_cross_as_in_single_calls(chunksize: int) -> None:
+    """Shared ones as they lie, others copied; results are the caller's own."""
+    plain = [np.full((3, n), n, np.float32) for n in range(1, 9)]
+    shared = [lz.share(array) for array in plain]
+    found = list(fn.new_echo.map([*plain, *shared], chunksize=chunksize))
+    for array, (result, told) in zip([*plain, *plain], found, strict=True):
+        np.testing.assert_array_equal(result, array)
+        assert told == ["float32", list(array.shape), False]
+        result[...] = 0
+    np.testing.assert_array_equal(shared[3], plain[3])
+    if chunksize > 1:
+        assert list(fn.total.map(shared[:3], chunksize=3)) == [array.sum() for array in plain[:3]]
+        report = fn.total.last_report()
+        assert report.function.endswith("total (3 calls as one)")
+        assert (report.uncopied_bytes, report.copies) == (sum(array.nbytes for array in shared[:3]), ())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -238,3 +261,51 @@ def test_what_is_no_shape_is_refused(site: Site) -> None:
         fn.scaled()
     with pytest.raises(lz.InvalidArgument, match="without keep=True"):
         fn.shifted.options(keep=True)
+
+
+def test_declared_shapes_in_several_environments(site: Site) -> None:
+    """The result is made where it lies in each of them, and by the next one after a death."""
+    x = lz.share(np.arange(1000.0))
+    for version, backend in (("2.", fn.NEW.backend), ("1.26", fn.OLD.backend)):
+        with lz.prefer(backend):
+            np.testing.assert_array_equal(fn.doubled(x), x * 2)
+        report = fn.doubled.last_report()
+        assert (report.served_by, report.copies, report.uncopied_bytes) == (backend, (), 2 * x.nbytes)
+        other = fn.OLD.backend if backend == fn.NEW.backend else fn.NEW.backend
+        with lz.prefer(backend):
+            np.testing.assert_array_equal(fn.doubled(x, version), x * 2)
+        report = fn.doubled.last_report()
+        assert (report.served_by, report.copies) == (other, ())
+        assert [text.split(": ")[:2] for text in report.failures] == [[backend, "BACKEND_ERROR"]]
+        wait_until(lambda name=backend: is_well(name))
+    np.testing.assert_array_equal(fn.doubled.local(x), x * 2)
+
+
+def test_shadow_checks_of_declared_shapes(site: Site) -> None:
+    x = lz.share(np.arange(1000.0))
+    np.testing.assert_array_equal(fn.halved(x, 0.0), x / 2)
+    report = fn.halved.last_report()
+    assert (report.shadow, report.copies) == ("agrees with numpy-old", ())
+    np.testing.assert_array_equal(fn.halved.submit(x, 0.5).result(), x / 2)
+    assert "result differs in 1,000 of 1,000 elements, by up to 0.5" in fn.halved.last_report().shadow
+
+
+def test_declared_shapes_are_tuned(site: Site) -> None:
+    times = fn.halved.tune(lz.share(np.arange(1000.0)), 0.0)
+    assert set(times) == {fn.NEW.backend, fn.OLD.backend}
+    assert all(0 < time_us < 60e6 for time_us in times.values())
+
+
+def test_declared_shapes_in_several_workers(site: Site, tmp_path: Path) -> None:
+    """Calls that wait for each other, each with a result of its own that nobody copies."""
+    arrays = [lz.share(np.full(1000, float(number))) for number in range(2)]
+    futures = [fn.met.submit(array, str(tmp_path)) for array in arrays]
+    for array, future in zip(arrays, futures, strict=True):
+        np.testing.assert_array_equal(future.result(), array)
+    reports = [future.report for future in futures]
+    assert all(report is not None and report.copies == () for report in reports)
+    assert {report.served_by for report in reports if report} == {fn.NEW.backend, f"{fn.NEW.backend}.2"}
+    both = fn.doubled.options(workers=2)
+    for number, found in enumerate(both.map(arrays)):
+        np.testing.assert_array_equal(found, arrays[number] * 2)
+    assert len(both.explain(arrays[0]).candidates) == 4

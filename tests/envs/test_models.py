@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.envs import model_files
 from tests.envs.linear_model import Linear
-from tests.process.harness import Site
+from tests.process.harness import Site, in_threads
 
 import layerzero as lz
 
@@ -124,6 +124,38 @@ def test_a_model_is_opened_again_after_its_workers_death(site: Site, folder: Pat
         model(X, X)
 
 
+def test_models_in_an_environment_with_several_workers(site: Site, folder: Path) -> None:
+    """Each is in one worker, which its calls go to; it is opened again alone after that one's death."""
+    path = folder / "one.onnx"
+    onnx_model(folder, "one").close()
+    pair = model_files.ONNX.options(workers=2)
+    here: list[lz.Model] = []
+    in_threads(4, lambda: here.append(lz.load(path, env=pair, timeout_s=60)))
+    places = {id(model): served_by(model) for model in here}
+    assert set(places.values()) <= {pair.backend, f"{pair.backend}.2"}
+    x = lz.share(X)
+    futures = [model.submit(x, x) for model in here * 4]
+    for future in futures:
+        np.testing.assert_array_equal(future.result(), X + X)
+    doomed = places[id(here[0])]
+    pid = next(row["pid"] for row in lz.status()["backends"] if row["name"] == doomed)
+    os.kill(pid, signal.SIGKILL)
+    for model in here:
+        assert served_by(model) == places[id(model)]
+        assert not model.last_report().is_rebuilt or places[id(model)] == doomed
+    for model in here:
+        model.close()
+    with pytest.raises(lz.InvalidArgument, match="one: a list of environments is for functions"):
+        lz.load(path, env=[model_files.ONNX, model_files.TORCH])  # type: ignore[list-item]
+
+
+def served_by(model: lz.Model) -> str:
+    x = lz.share(X)
+    np.testing.assert_array_equal(model(x, x), X + X)
+    assert model.last_report().copies == ()
+    return model.last_report().served_by
+
+
 def test_a_changed_file_is_an_error(site: Site, folder: Path) -> None:
     """Of one that is opened again."""
     path = folder / "changing.onnx"
@@ -144,6 +176,7 @@ def test_a_broken_model_says_what_its_library_says(site: Site, tmp_path: Path) -
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # as model_files knows
 def test_models_of_torch_in_all_forms(site: Site, tmp_path: Path) -> None:
     """TorchScript, an exported program, and safetensors with a class: the same numbers; a pickle is refused."""
     model_files.TORCH.build(quiet=True)

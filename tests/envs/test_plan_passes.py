@@ -208,6 +208,62 @@ def test_gating_in_place_is_one_call_and_a_used_gate_is_none(weights: Arrays) ->
         x = x + 1
 
 
+def layers(x: Any, w: Any, norm: Any) -> Any:
+    """Two blocks of a transformer in short: the sum goes on, its norm is what the next part reads."""
+    total = x + lz.linear(lz.rms_norm(x, D, norm), w)
+    total = total + lz.linear(lz.rms_norm(total, D, norm), w)
+    return lz.gelu(lz.rms_norm(total, D, norm)), total
+
+
+def sum_between(x: Any, w: Any, norm: Any) -> Any:
+    total = lz.gelu(x) + x
+    other = lz.linear(total, w)  # reads the sum before its norm is made
+    return lz.rms_norm(total, D, norm), other
+
+
+def broadcast_sum(x: Any, w: Any, norm: Any) -> Any:
+    return lz.rms_norm(lz.gelu(x) + norm, D, norm)
+
+
+def sum_written(x: Any, w: Any, norm: Any) -> Any:
+    total = lz.gelu(x) + x
+    normed = lz.rms_norm(total, D, norm)
+    total *= 2
+    return normed, total
+
+
+def pinned_norm(x: Any, w: Any, norm: Any) -> Any:
+    return lz.rms_norm(lz.gelu(x) + x, D, norm, backend="torch")
+
+
+def made_weight(x: Any, w: Any, norm: Any) -> Any:
+    total = lz.gelu(x) + x
+    return lz.rms_norm(total, D, lz.gelu(norm))
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [(layers, 2), (sum_between, 1), (broadcast_sum, 0), (sum_written, 0), (pinned_norm, 0), (made_weight, 0)],
+)
+def test_a_sum_and_its_norm_are_one_call(installation: Site, function: Callable[..., Any], fused: int) -> None:
+    """Where the sum is used elsewhere, too; not where it is written to, or the weight is not there yet."""
+    w, norm = lz.share(numbers(1, D, D) / 4), lz.share(numbers(2, D))
+    plan = lz.plan(function, keep_choice=False)
+    for seed in range(5):
+        x = numbers(seed, S, D)
+        expected, found = function(x.copy(), w, norm), plan(x.copy(), w, norm)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert plan.phase == "FROZEN", plan.explain()
+    assert steps_of(plan).count("add_rms_norm") == fused, passes_of(plan)
+    assert (f"residual fusion: {fused}, off by" in passes_of(plan)) is bool(fused)
+    if function is layers:
+        run(plan, numbers(9, S, D), w, norm)  # timed: so all of it has crossed in chains
+        x = numbers(10, S, D)
+        for one, other in zip(plan(x, w, norm), function(x, w, norm), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_passes_can_be_left_out_and_named(weights: Arrays) -> None:
     """What is not made is said, and so is what no backend has a kernel for."""
 
@@ -219,12 +275,12 @@ def test_passes_can_be_left_out_and_named(weights: Arrays) -> None:
     plan = lz.plan(block, passes=["constants", "common", "unused"], keep_choice=False)
     for _ in range(3):
         np.testing.assert_allclose(plan(x), block(x), rtol=1e-3, atol=1e-4)
-    assert "passes left out: identities, attention, projections, gating" in str(plan.explain())
+    assert "passes left out: identities, attention, projections, residuals, gating" in str(plan.explain())
     plan = lz.plan(block, keep_choice=False)
     for _ in range(3):
         plan(x)
     assert "linear + activation: 1 seen, no backend has a certified kernel" in passes_of(plan)
-    assert "residual + norm: 1 seen" in passes_of(plan)
+    assert "residual + layer_norm: 1 seen" in passes_of(plan)
     with pytest.raises(lz.InvalidArgument, match="passes has 'fuse'; allowed: constants"):
         lz.plan(block, passes=["fuse"])
     with pytest.raises(lz.InvalidArgument, match="allowed: names"):

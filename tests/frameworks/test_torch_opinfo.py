@@ -36,6 +36,11 @@ def _has_negative_eps(sample: Any) -> bool:
     return (sample.kwargs.get("eps") or 0.0) < 0.0
 
 
+def _is_training(sample: Any) -> bool:
+    """Statistics of the batch itself; torch takes an empty vector, too."""
+    return bool(sample.kwargs.get("training")) or sample.args[0] is None or sample.input.dim() < 2
+
+
 SERVED = [
     Served("nn.functional.silu", lzt.silu),
     Served("nn.functional.gelu", lzt.gelu),
@@ -43,6 +48,9 @@ SERVED = [
     Served("softmax", lzt.softmax, "with_dtype", lambda sample: not sample.kwargs["dtype"].is_floating_point),
     Served("nn.functional.layer_norm", lzt.layer_norm, "", _has_negative_eps),
     Served("nn.functional.rms_norm", lzt.rms_norm, "", _has_negative_eps),
+    Served("log_softmax", torch.ops.layerzero.log_softmax),
+    Served("nn.functional.group_norm", torch.ops.layerzero.group_norm, "", _has_negative_eps),
+    Served("nn.functional.batch_norm", torch.ops.layerzero.batch_norm, "", _is_training),
     # torch takes some biases that broadcast.
     Served("nn.functional.linear", lzt.linear, "", lambda sample: len(sample.args) > 1 and not _is_plain(sample)),
     Served("matmul", lzt.matmul),

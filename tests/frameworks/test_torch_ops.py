@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.frameworks.torch_cases import NATIVE, Case, cases, random
+from tests.frameworks.torch_cases import NATIVE, Case, cases, joined, random
 
 import layerzero as lz
 import layerzero.torch
@@ -60,9 +60,9 @@ def test_values_are_torchs(name: str, dtype: torch.dtype) -> None:
     """In float64; half types are compared with the float64 result of the rounded inputs, at twice their epsilon."""
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
     for args, options in cases(dtype)[name]:
-        found = op(name)(*args, **options)
+        found = joined(op(name)(*args, **options))
         wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-        expected = NATIVE[name](*wide, **options).nan_to_num()  # rows that see nothing are 0 here, NaN in torch
+        expected = joined(NATIVE[name](*wide, **options)).nan_to_num()  # rows that see nothing are 0 here, NaN in torch
         assert found.dtype == dtype
         assert found.is_contiguous()
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
@@ -155,7 +155,7 @@ def test_second_derivatives_are_refused_by_name(name: str) -> None:
     args, options = case(name, dtype=torch.float64, needs_grad=True)
     args = tuple(a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
     given = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
-    grads = torch.autograd.grad(op(name)(*args, **options).square().sum(), given, create_graph=True)
+    grads = torch.autograd.grad(joined(op(name)(*args, **options)).square().sum(), given, create_graph=True)
     with pytest.raises(lz.InvalidArgument, match=f"layerzero::{name} has no second derivative"):
         grads[0].sum().backward()
 
@@ -234,8 +234,8 @@ def test_vmap_is_the_loop(name: str, index: int, which: str) -> None:
     stacked = [
         _stack([sample[n] for sample in samples], in_dims[n]) if n in chosen else arg for n, arg in enumerate(args)
     ]
-    found = torch.func.vmap(lambda *given: op(name)(*given, **options), in_dims=in_dims)(*stacked)
-    expected = [op(name)(*sample, **options) for sample in samples]
+    found = torch.func.vmap(lambda *given: joined(op(name)(*given, **options)), in_dims=in_dims)(*stacked)
+    expected = [joined(op(name)(*sample, **options)) for sample in samples]
     assert found.shape == (3, *expected[0].shape)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=1e-5, atol=1e-5)

@@ -23,6 +23,9 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
     def t(*shape: int, seed: int = 0) -> torch.Tensor:
         return random(*shape, seed=seed, dtype=dtype, needs_grad=needs_grad)
 
+    def positive(*shape: int) -> torch.Tensor:
+        return (random(*shape, seed=8).abs() + 0.5).to(dtype).requires_grad_(needs_grad)
+
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     tables, lengths = torch.tensor([[1, 0], [2, 1]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
     mask = random(3, 5, seed=9) > 0
@@ -35,6 +38,30 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
         "reglu": [((t(3, 4), t(3, 4, seed=1)), {}), (tuple(t(3, 8).chunk(2, -1)), {})],
         **{op: [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {})] for op in ACTIVATIONS},
         "softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
+        "log_softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
+        "add_rms_norm": [
+            ((t(3, 4), t(3, 4, seed=2), [4], t(4, seed=1), 1e-4), {}),
+            ((t(2, 3, 4), t(2, 3, 4, seed=2), [3, 4]), {}),
+            ((t(3, 2, 4).transpose(0, 1), t(2, 3, 4, seed=2), [4]), {}),
+            ((t(0, 4), t(0, 4), [4], t(4)), {}),
+        ],
+        "group_norm": [
+            ((t(2, 4, 3), 2, t(4, seed=1), t(4, seed=2), 1e-4), {}),
+            ((t(2, 4, 3, 2), 4, None, t(4, seed=2)), {}),
+            ((t(3, 4), 2, t(4, seed=1)), {}),
+            ((t(0, 4, 3), 2), {}),
+        ],
+        "instance_norm": [
+            ((t(2, 4, 3), t(4, seed=1), t(4, seed=2), 1e-4), {}),
+            ((t(2, 4, 3, 2), None, t(4, seed=2)), {}),
+            ((t(2, 3, 4).transpose(1, 2),), {}),
+        ],
+        "batch_norm": [
+            ((t(2, 4, 3), t(4, seed=1), positive(4), t(4, seed=2), t(4, seed=3), False, 0.1, 1e-4), {}),
+            ((t(2, 4, 3, 2), t(4, seed=1), positive(4), None, t(4, seed=3)), {}),
+            ((t(3, 4), t(4, seed=1), positive(4), t(4, seed=2)), {}),
+            ((t(0, 4, 3), t(4, seed=1), positive(4)), {}),
+        ],
         "layer_norm": [
             ((t(3, 4), [4], t(4, seed=1), t(4, seed=2), 1e-4), {}),
             ((t(2, 3, 4), [3, 4]), {}),
@@ -133,6 +160,36 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
     }
 
 
+def _group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """torch's; of a bias without a weight its backward pass fails (2.13)."""
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)
+    return F.group_norm(x, groups, weight, bias, eps)
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """The formula: torch gives no gradients by the statistics."""
+    beside = (-1, *[1] * (x.dim() - 2))
+    normalized = (x - mean.view(beside)) / torch.sqrt(var.view(beside) + eps)
+    scaled = normalized if weight is None else normalized * weight.view(beside)
+    return scaled if bias is None else scaled + bias.view(beside)
+
+
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """As complex numbers, of which the pairs are rotated."""
     pairs = cos.shape[-1]
@@ -167,7 +224,12 @@ def _attention(
     return out.transpose(1, 2) if layout == "BSHD" else out
 
 
-NATIVE: dict[str, Callable[..., torch.Tensor]] = {
+def joined(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Results of one shape as one tensor."""
+    return torch.stack(result) if isinstance(result, tuple) else result
+
+
+NATIVE: dict[str, Callable[..., Any]] = {
     "silu": F.silu,
     "gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
     "swiglu": lambda gate, up: F.silu(gate) * up,
@@ -180,6 +242,14 @@ NATIVE: dict[str, Callable[..., torch.Tensor]] = {
     "hardswish": F.hardswish,
     "mish": F.mish,
     "softmax": F.softmax,
+    "log_softmax": F.log_softmax,
+    "add_rms_norm": lambda x, residual, shape, weight=None, eps=None: (
+        F.rms_norm(x + residual, shape, weight, eps if x.dtype != torch.float64 or eps is not None else 2.0**-52),
+        x + residual,
+    ),
+    "group_norm": _group_norm,
+    "instance_norm": lambda x, weight=None, bias=None, eps=1e-5: F.instance_norm(x, weight=weight, bias=bias, eps=eps),
+    "batch_norm": _batch_norm,
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
     "linear": lambda x, weight, bias=None: F.linear(x, weight, bias) if weight.dim() == 2 else x @ weight + bias,

@@ -103,7 +103,7 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "4 rows, 4096", (of(4, 4096), weight, None), (of(4, 4096),), {}, _WELL
         yield "1024 rows, 4096", (of(1024, 4096), weight, None), (of(1024, 4096),), {}, _WELL
         yield "512 rows, bias", (of(512, 1024), of(2048, 1024), of(2048)), (of(512, 2048),), {}, _WELL
-    elif op == "softmax":
+    elif op in ("softmax", "log_softmax"):
         yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1}, _WELL
         yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0}, _WELL
     elif op in ("layer_norm", "rms_norm"):
@@ -113,6 +113,15 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "1024 x 4096, no weight", (x, *(None for _ in weights)), (x,), attrs, _WELL
         small = of(7, 100)
         yield "7 x 100", (small, *(of(100) for _ in weights)), (small,), attrs, 16
+    elif op == "add_rms_norm":
+        for rows, columns, alignment in ((1024, 4096, _WELL), (7, 100, 16)):
+            x = of(rows, columns)
+            yield f"{rows} x {columns}", (x, x, of(columns)), (x, x), {"ndim": 1, "eps": 1e-5}, alignment
+    elif op in ("group_norm", "instance_norm", "batch_norm"):
+        x, w = of(2, 320, 32, 32), of(320)
+        params = (w, w, w, w) if op == "batch_norm" else (w, w)
+        attrs = {"num_groups": 32, "eps": 1e-5} if op == "group_norm" else {"eps": 1e-5}
+        yield "2 x 320 x 32 x 32", (x, *params), (x,), attrs, _WELL
     elif op in ("layer_norm_backward", "rms_norm_backward"):
         attrs = {"ndim": 1, "eps": 1e-5}
         for rows, columns, alignment in ((1024, 4096, _WELL), (7, 100, 16)):

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers import boot
 from layerzero.workers.certify.cases import Case, cases
 from layerzero.workers.certify.claims import Claims, dtypes
 from layerzero.workers.certify.memory import FILL, GpuBench, placed
-from layerzero.workers.certify.problems import PROBLEMS, Problem
-from layerzero.workers.certify.reference import Values
+from layerzero.workers.certify.problem import Problem
+from layerzero.workers.certify.problems import PROBLEMS
+from layerzero.workers.certify.values import Values
 from layerzero.workers.probe import probe
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 
@@ -216,18 +217,26 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         elif op == "linear":
             k, n = extent(), extent()
             inputs = [numbers(extent(), k), numbers(n, k), numbers(n) if number % 2 else None]
+        elif op in ("group_norm", "instance_norm", "batch_norm"):
+            groups = rng.choice((1, 2, 8))
+            channels = groups * rng.choice((1, 3, 4))
+            attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
+            params = [numbers(channels) if number % 2 else None for _ in "wb"]
+            if op == "batch_norm":
+                params = [numbers(channels), Values((channels,), [0.25 + n / 8 for n in range(channels)]), *params]
+            inputs = [numbers(rng.choice((1, 3)), channels, extent()), *params]
         elif op == "embedding":
             inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
         else:
             shape = [rng.choice((1, 3, 40)), extent() * rng.choice((1, 3, 8))][-max(kernel.get("min_ndim", 0), 2) :]
-            given = {"layer_norm": 2, "rms_norm": 1, "layer_norm_backward": 1, "rms_norm_backward": 1}.get(op, 0)
-            attrs = {"dim": 1} if op == "softmax" else {"ndim": 1, "eps": 1e-5} if given else {}
-            if op == "gelu":
+            given = {"layer_norm": 2}.get(op, 1 if "_norm" in op else 0)
+            attrs = {"dim": 1} if op.endswith("softmax") else {"ndim": 1, "eps": 1e-5} if given else {}
+            if op in ("gelu", "geglu"):
                 attrs = {"approximate": ("none", "tanh")[number % 2]}
             inputs = [numbers(*shape), *(numbers(shape[-1]) for _ in range(given))]
-            if op == "swiglu":
+            if op in ("swiglu", *GATED):
                 inputs = [*inputs, numbers(*shape)]
-            if op.endswith("_backward"):
+            if op.endswith("_backward") or op == "add_rms_norm":
                 inputs = [numbers(*shape), *inputs]
         indices = INDICES.get(op, {})
         kinds = tuple(indices.get(name, "") for name in OPS[op].inputs)

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,39 @@ def fail(text: str) -> None:
 @lz.isolated(PLAIN)
 def leave(code: int) -> None:
     sys.exit(code)
+
+
+class SoonGone(DeprecationWarning):
+    """A category of the program's own."""
+
+
+class Pair(UserWarning):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+@lz.isolated(PLAIN)
+def warn(kind: str = "", times: int = 1) -> str:
+    class OddWarning(RuntimeWarning):
+        """That no caller has."""
+
+    for _ in range(times):
+        category = {"own": SoonGone, "odd": OddWarning, "deprecated": DeprecationWarning}.get(kind, UserWarning)
+        warnings.warn(Pair(1, 2) if kind == "pair" else category("mind the gap"), stacklevel=1)
+    return "done"
+
+
+@lz.isolated(PLAIN)
+def warn_each(count: int) -> Iterator[int]:
+    for number in range(count):
+        warnings.warn(f"item {number}", stacklevel=1)
+        yield number
+
+
+@lz.isolated(PLAIN)
+def warn_and_fail() -> None:
+    warnings.warn("before", stacklevel=1)
+    raise LookupError("gone")
 
 
 @lz.isolated(PLAIN)
@@ -139,3 +174,19 @@ def later() -> None: ...
 class Latest:
     def three(self) -> int:
         return 3
+
+
+@lz.isolated(PLAIN, timeout_s=60)
+def debugged(value: int) -> int:
+    other = value + 1
+    breakpoint()
+    return other
+
+
+@lz.isolated(PLAIN)
+def debugged_in_a_loop(count: int) -> int:
+    total = 0
+    for number in range(count):
+        breakpoint()
+        total += number
+    return total

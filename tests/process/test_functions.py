@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,41 @@ def test_output_reaches_the_caller_with_a_label(
     assert [(r.name, r.getMessage()) for r in caplog.records] == [("shop.sales", "[plain] sold 3")]
 
 
+def test_warnings_are_the_callers_with_a_label() -> None:
+    """Of the same category, about the same code, each time anew: what is shown is the caller's to decide."""
+    said = "mind the gap [tests.process.isolated_functions.warn in plain]"
+    for kind, category in (("", UserWarning), ("own", fn.SoonGone), ("deprecated", DeprecationWarning)):
+        for _ in range(2):
+            with pytest.warns() as seen:
+                assert fn.warn(kind, times=3) == "done"
+            assert [(one.category, str(one.message)) for one in seen] == [(category, said)]
+            assert seen[0].filename == fn.__file__
+            assert "warnings.warn(" in linecache.getline(fn.__file__, seen[0].lineno)
+    with pytest.warns(RuntimeWarning, match="mind the gap") as seen:
+        fn.warn.submit("odd").result()
+    assert seen[0].category.__name__ == "OddWarning"
+    with pytest.warns(UserWarning, match="1 and 2"):  # which cannot be made of its text
+        fn.warn("pair")
+    with pytest.warns() as seen:
+        assert list(fn.warn_each(2)) == [0, 1]
+    assert [str(one.message).partition(" [")[0] for one in seen] == ["item 0", "item 1"]
+
+
+def test_filters_of_the_caller_decide_about_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="mind the gap"):
+            fn.warn()
+        assert fn.warn.last_report().served_by == fn.PLAIN.backend
+        warnings.filterwarnings("ignore", "mind the", module=r"tests\.process\.isolated_functions")
+        assert fn.warn() == "done"
+        with pytest.raises(UserWarning, match="before") as raised:
+            fn.warn_and_fail()
+        assert isinstance(raised.value.__context__, lz.RemoteError)
+    with pytest.warns(UserWarning, match="before"), pytest.raises(lz.RemoteError, match="gone"):
+        fn.warn_and_fail()
+
+
 def test_a_death_is_an_error_that_says_so_and_the_next_call_is_served(tmp_path: Path) -> None:
     """Nobody runs it twice unasked."""
     notes = str(tmp_path / "runs")
@@ -244,6 +281,7 @@ def test_other_clients_and_the_status_see_the_environment_as_a_backend(site: Sit
 
 SCRIPT = """
 import sys
+import warnings
 import layerzero as lz
 ENV = lz.env("plain")
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.process.gpu_site import (
     soft,
 )
 from tests.process.harness import PATIENCE_S, Site, wait_until
+from tests.process.test_counters import counts, grown, reported
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
 from tests.soft_gpu.soft_numpy import SLOW
@@ -99,6 +101,17 @@ def test_settled_calls_go_past_the_broker(connected: Site) -> None:
     for _ in range(300):
         before = lz.silu(x)
     close(before, silu(values))
+
+
+def test_each_call_on_a_ring_is_counted_once(connected: Site) -> None:
+    """By who makes it: the broker sees no more of it than how far the ring is."""
+    x, _ = randn(32, 48)
+    settle(lambda: lz.silu(x))
+    before, seen = counts(), reported(lambda: lz.silu(x), 40)
+    seen = Counter({(op, name, "ring" if path == "express" else path): n for (op, name, path), n in seen.items()})
+    assert seen["silu", "one", "ring"] > 20
+    lz.synchronize(PATIENCE_S)
+    assert grown(before, counts()) == dict(seen)
 
 
 def test_what_is_compiled_makes_them_without_the_python(connected: Site, is_compiled: bool) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.process.gpu_site import broker, close, connected, finish, new_site, randn, silu, soft
 from tests.process.harness import PATIENCE_S, Site, wait_until
+from tests.process.test_counters import counts, grown
 from tests.process.test_gpu_lifted import Lifting, kernels
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_graphs import SoftGraphs
@@ -246,3 +247,15 @@ def test_steps_can_be_looked_at_one_by_one(lifting: Lifting) -> None:
     assert plan.verify(x) == 0.0
     gc.collect()
     close(plan(x), expected(values))
+
+
+def test_the_steps_of_a_replay_count_as_calls(lifting: Lifting) -> None:
+    """Of each kernel, though one launch is all that is made."""
+    x, _ = randn(8, 16)
+    plan = captured(lz.plan(twice), x)
+    before, replays = counts(), plan.counters()["replays"]
+    for _ in range(10):
+        plan(x)
+    made = plan.counters()["replays"] - replays
+    assert made > 0
+    assert sum(n for (*_, path), n in grown(before, counts()).items() if path == "graph") == 2 * made

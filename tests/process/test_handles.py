@@ -196,5 +196,6 @@ def test_a_killed_clients_handles_go_with_it(site: Site) -> None:
 def ask(place: list[Any]) -> Any:
     """The answer to a call of `items` with what a reference leads to."""
     session = lz.session()
-    call = [frames.CALL, objects.items._tree, [values.LIST, [values.HELD, *place]], [values.DICT], 30]
-    return session.run(Exchange(session, objects.PLAIN.backend, "test", "plain").request(Frame(call)))
+    code = objects.items._places.tree([objects.PLAIN.backend])
+    call = [frames.CALL, code, [values.LIST, [values.HELD, *place]], [values.DICT], 30]
+    return session.run(Exchange(session, (objects.PLAIN.backend,), "test", "plain").request(Frame(call)))

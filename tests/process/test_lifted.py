@@ -14,6 +14,7 @@ import pytest
 from tests.process.gpu_site import close, finish, gelu, randn, report, silu, slow, soft
 from tests.process.harness import wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, rows
+from tests.process.test_counters import counts, grown, reported
 from tests.soft_gpu import soft_cupy
 
 import layerzero as lz
@@ -58,6 +59,16 @@ def test_a_repeated_call_is_launched_by_this_process(lifted_site: LiftedSites, k
     assert {row[1:] for row in rows()} == {("lifted", "")}
     x.scale(2)
     close(lz.silu(x), silu(2 * a))
+
+
+def test_each_launch_is_counted_once(lifted_site: LiftedSites, way: None) -> None:
+    """By its caller, whom no worker and no broker hears of."""
+    lifted_site().start().connect()
+    x, _ = randn(16, 24)
+    lift(lambda: lz.silu(x))
+    before, seen = counts(), reported(lambda: lz.silu(x), 40)
+    assert seen["silu", "one", "lifted"] > 20
+    assert grown(before, counts()) == dict(seen)
 
 
 def test_caches_are_written_in_place(lifted_site: LiftedSites, way: None) -> None:

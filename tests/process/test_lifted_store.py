@@ -172,4 +172,4 @@ def test_clear_keeps_faults_and_forgive_forgets_them(idle: Site, filled: Path) -
     assert run(idle, "forgive").stdout == "forgiven: 1\n"
     assert data(run(idle, "forgive", "--json")) == {"forgiven": 0}
     assert "0 lifted, 0 refused" in run(idle, "list").stdout
-    assert data(run(idle, "clear", "--yes", "--json")) == {"removed": 0, "plan_choices": 0}
+    assert data(run(idle, "clear", "--yes", "--json")) == {"removed": 0, "plan_choices": 0, "tokenizers": 0}

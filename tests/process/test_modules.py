@@ -156,4 +156,4 @@ def test_no_file_and_no_folder_of_others_comes_with_a_name(tmp_path: Any) -> Non
 
 def ask(head: list[Any]) -> Any:
     session = lz.session()
-    return session.run(Exchange(session, PLAIN.backend, "test", "plain").request(Frame(head)))
+    return session.run(Exchange(session, (PLAIN.backend,), "test", "plain").request(Frame(head)))

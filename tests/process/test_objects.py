@@ -307,7 +307,7 @@ def ask(reference: Any, name: str | None) -> Any:
     session = lz.session()
     use = [frames.USE, reference, frames.METHOD, name, [values.LIST], [values.DICT], 30]
     frame = Frame([frames.RELEASE, [reference]] if name is None else use)
-    return session.run(Exchange(session, objects.PLAIN.backend, "test", "plain").request(frame, room=MIN_ROOM))
+    return session.run(Exchange(session, (objects.PLAIN.backend,), "test", "plain").request(frame, room=MIN_ROOM))
 
 
 def test_a_forked_child_has_no_objects_and_takes_none_away() -> None:

@@ -53,6 +53,14 @@ def lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def test_a_stream_takes_nothing() -> None:
+    with numbers(2) as stream:
+        with pytest.raises(lz.InvalidArgument, match="call its methods"):
+            stream.send(1)
+        with pytest.raises(lz.InvalidArgument, match="close"):
+            stream.throw(ValueError)
+
+
 def test_a_generators_items_come_one_by_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of any size; what it prints comes with them."""
     notes = tmp_path / "notes"
@@ -283,4 +291,4 @@ def ask(reference: Any) -> Any:
     """The answer to a frame that wants the next item."""
     session = lz.session()
     frame = Frame([frames.NEXT, reference, 30])
-    return session.run(Exchange(session, objects.PLAIN.backend, "test", "plain").request(frame))
+    return session.run(Exchange(session, (objects.PLAIN.backend,), "test", "plain").request(frame))

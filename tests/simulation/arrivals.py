@@ -8,6 +8,7 @@ from tests.simulation.model import Call, Dispatch, Lane
 from tests.simulation.workers import Process
 
 from layerzero.broker.core import events as ev
+from layerzero.ipc.shm.counter_words import BUCKETS, Growth, Label
 from layerzero.ipc.vocabulary.worker_codes import mark
 
 
@@ -96,6 +97,12 @@ class Arrivals:
             plan = lane.ring[lane.done].plan if lane.ring else plan
             self._deliver(ev.LanePolled(lane.number, calls, plan, self.rng.randrange(1000, 10**6)))
 
+    def counters_seen(self, client: Client) -> None:
+        """The client has left: its page is read."""
+        calls = client.number
+        grown = Growth(Label("silu", "nobody", "express"), [calls] + [0] * (BUCKETS - 1), 1000 * calls, 0, {}, {})
+        self._deliver(ev.CountersPolled(client.number, [("nobody", grown)]))
+
     def arena_offered(self, client: Client, arena: int) -> None:
         if not client.has_left:
             self._arenas.add((client.number, arena))
@@ -113,6 +120,8 @@ class Arrivals:
 
     def client_gone(self, client: Client) -> None:
         if client.identity in self.clients and not client.has_left:
+            if client.number % 3 == 0:  # the others make no calls that pass the broker by
+                self.counters_seen(client)
             self._leave(client)
             self._deliver(ev.ClientLeft(client.identity))
 

@@ -22,6 +22,7 @@ import numpy as np
 from tests.simulation.coverage import Violation
 
 from layerzero.client.connection.call import Request
+from layerzero.client.connection.counters import Counters
 from layerzero.client.connection.express import Lease, Lost, Ran, Stopped
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.preparing import prepare
@@ -41,7 +42,7 @@ class SimulatedSession:
     """As much of a Session as plans use. Its calls always end well; lanes are where things happen."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.link = rng, object()
+        self.rng, self.link = rng, SimpleNamespace(counters=Counters(None))
         self.shadow, self.last = SimpleNamespace(is_on=False), SimpleNamespace(record=None)
         self.routes = self.lanes = self.arena_registry = self
         self.arenas: list[Any] = []

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"ipc", "capabilities", "envs"},
         {"msgpack", "platformdirs", "pydantic", "yaml", "zmq"},
     ),
-    "client": ({"ipc"}, {"ml_dtypes", "numpy", "rich", "zmq"}),
+    "client": ({"ipc"}, {"ml_dtypes", "numpy", "prometheus_client", "rich", "zmq"}),
     # What users of layerzero could have written themselves.
     "torch": ({""}, {"torch"}),
     # Functions of users, in environments that it builds and calls that it makes of arrays' memory.
@@ -63,6 +63,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("ipc", "zmq"): {"ipc/transport/keys.py", "ipc/transport/sockets.py"},
     ("ipc", "msgpack"): {"ipc/transport/plain.py"},
     ("client", "zmq"): {"client/connection"},
+    ("client", "prometheus_client"): {"client/metrics"},
     ("envs", "cryptography"): {"envs/signing.py", "envs/lifted/folder.py", "envs/hub/lock.py"},
     ("envs", "huggingface_hub"): {"envs/hub/repository.py"},
     ("broker", "yaml"): {"broker/configuration"},

@@ -259,6 +259,7 @@ class Connections:
             if not self.clients:
                 self._idle_since_s = time.monotonic()
                 self._note_change()
+            self._offers.on_client_left(peer.number)
             self._lifts.on_client_left(peer.number)
             self._handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":

@@ -35,6 +35,8 @@ from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.compile_jobs import CompileJobs
+from layerzero.broker.processes.exporter import Exporter
+from layerzero.broker.processes.function_workers import FunctionWorkers
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.probe_jobs import ProbeJobs
@@ -92,8 +94,7 @@ class Server:
         self.load_table()
         self._ended = False
         self._kill_at_s = math.inf
-        self._check_s = 0.0
-        self._poll_at_s = 0.0
+        self._check_s = self._poll_at_s = 0.0
         self._incremental_answers = IncrementalAnswers(
             partial(methods.begin, self), self._to_client, self._client_failed
         )
@@ -121,6 +122,7 @@ class Server:
             uids=gate.uids if gate.is_shared and not parts_users else (),
         )
         doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
+        self._exporter = Exporter(settings, endpoints)
         self._doorkeeper = Doorkeeper(doors, self._wake_up)
         self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
@@ -151,6 +153,7 @@ class Server:
             outsiders=[name for name, manifest in launcher.manifests.items() if manifest.source is not None],
             rest_s=settings.rest_s,
         )
+        self.function_workers = FunctionWorkers(settings, state, self.processes, self.handle, self.poll_lanes)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,
@@ -170,16 +173,11 @@ class Server:
         )
         self._client_frames = ClientFrames(state, self._lanes, self._incremental_answers, self.processes.executing)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
-        lanes, pages, offers = self._lanes, self._pages, self._offers
+        self.counters = self._offers.counters
         self._perform: dict[type, Callable[[Any], None]] = {
             **{kind: partial(self._send_client, frame_of) for kind, frame_of in frame_codec.TO_CLIENT.items()},
             **{kind: partial(self._send_worker, frame_of) for kind, frame_of in frame_codec.TO_WORKER.items()},
-            **offers.performs(),
-            act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
-            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.point, action.code),
-            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.point),
-            act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
-            act.EndLane: lambda action: lanes.end(action.lane),
+            **self._offers.performs(),
             act.Probe: self._probe,
             act.Compile: self._compile,
             act.Spawn: self.processes.spawn,
@@ -228,9 +226,8 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._times.save(now_s)
-                    self._poller.wait(
-                        0.0 if self._may_have_input or self._incremental_answers else self._timeout_s(now_s)
-                    )
+                    is_busy = self._may_have_input or self._incremental_answers
+                    self._poller.wait(0.0 if is_busy else self._timeout_s(now_s))
                     self._look_around(time.monotonic())  # before the calls that woke us
                     self._incremental_answers.go_on()
         finally:
@@ -262,6 +259,7 @@ class Server:
         self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
         self.lifts.look()
+        self.function_workers.look(now_s)
         if self.state.engine.policy.memory_headroom_bytes is not None:
             engine = self.state.engine
             for device in ("", *self._pages.uuids()):
@@ -309,7 +307,7 @@ class Server:
         grace."""
         due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), self._kill_at_s)
         look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
-        self._check_s = min(due_s, look_s + time.monotonic())
+        self._check_s = min(due_s, self.function_workers.due_s, look_s + time.monotonic())
 
     @property
     def _has_folder(self) -> bool:
@@ -327,7 +325,9 @@ class Server:
             log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
             self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
+        self.function_workers.look(now_s)
         self._doorkeeper.look()
+        self._exporter.look()
         self._plan_check()
 
     # --- events and actions --------------------------------------------------------------------------
@@ -479,9 +479,8 @@ class Server:
 
     def _close(self) -> None:
         self._ended = True
-        self.processes.close()
-        self._times.close()
-        self._lanes.close()
+        for part in (self._exporter, self.processes, self._times, self._lanes):
+            part.close()
         self._pages.close_all()
         self._connections.stop_listening()
         self._doorkeeper.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
+from layerzero.capabilities.descriptor import Capability
 from layerzero.envs import manifest as manifests
 from layerzero.envs.build import store as locks
 from layerzero.envs.build.build import Env, ensure, find
@@ -113,6 +114,15 @@ def remove(name: str, store: Path) -> bool:
         for one in (path, path.with_suffix(".json"), *ours.glob(f"{name}.cpu*.txt")):
             one.unlink(missing_ok=True)
     return True
+
+
+def of_worker(capability: Capability, backend: str) -> Capability:
+    """What the descriptor of an environment says of one of its workers."""
+    ops = {
+        op: tuple(kernel.model_copy(update={"kernel_id": f"{backend}.call"}) for kernel in kernels)
+        for op, kernels in capability.ops.items()
+    }
+    return capability.model_copy(update={"backend": backend, "ops": ops})
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,9 +17,11 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
+from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Frame, Payload, Reference
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -32,9 +34,10 @@ Place: TypeAlias = tuple[Arena, int, int]
 _log, _root_logger = logging.getLogger("layerzero.functions"), logging.getLogger()
 
 
-def plan(*inputs: TensorSpec | None, **attrs: Any) -> Plan:
-    """What the broker is told of calls: the same of all that lend memory of as many arenas."""
-    return Plan(FUNCTION, inputs, attrs, (BYTES,), ())
+def plan(*inputs: TensorSpec | None, of: str = "") -> Plan:
+    """What the broker is told of calls: the same of all that lend memory of as many arenas. `of`: of a function that
+    several environments have, what times are kept by."""
+    return Plan(FUNCTION, inputs, {"of": of}, (BYTES,), ())
 
 
 class _Lent:
@@ -77,6 +80,10 @@ class Loan(Protocol):
     @property
     def reference(self) -> Reference: ...
 
+    @property
+    def backend(self) -> str:
+        """The worker that it is in."""
+
     def rebuild(self) -> bool:
         """Have the object again, which is lost. False where nobody can, or wants to. Raises as a call does."""
 
@@ -86,26 +93,30 @@ class Inside:
 
     __slots__ = ()
 
-    def _lz_lend(self, backend: str) -> Loan:
-        """To a call of this backend. Raises InvalidArgument."""
+    def _lz_lend(self, backends: Sequence[str]) -> Loan:
+        """To a call that one of these may serve. Raises InvalidArgument."""
         raise NotImplementedError
 
 
 class Arguments:
-    """The arguments of a call, encoded once; `keep` holds them while they are lent. `loans`: of objects among them."""
+    """The arguments of a call, encoded once; `keep` holds them while they are lent. `loans`: of objects among them.
+    `backends`: those that may serve it, which an object among them leaves one of. `library`: of arrays there."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], backend: str, library: str = "") -> None:
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], backends: Sequence[str], library: str = ""
+    ) -> None:
         """`library`: what the worker has arrays of, whose they may be here; each its own when left out. Raises
         InvalidArgument with the place of what cannot go to another environment."""
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
         self.loans: list[Loan] = []
         self.keep = (args, kwargs, self.loans)
-        self._backend, self._library = backend, library
+        self.backends, self.library = backends, library
         self._payload, self._lent = Payload(), _Lent()
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
         self.lent = self._lent.close()
+        self.nbytes = self._payload.nbytes + self.uncopied_bytes
 
     def frame(self, *head: Any, stays: int = frames.NOTHING) -> Frame:
         """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""
@@ -129,15 +140,16 @@ class Arguments:
     def _refer(self, value: Any) -> list[int] | None:
         if not isinstance(value, Inside):
             return None
-        loan = value._lz_lend(self._backend)
+        loan = value._lz_lend(self.backends)
         self.loans.append(loan)
+        self.backends = (loan.backend,)
         return loan.reference.place
 
     def _put(self, value: Any) -> list[Any] | None:
         array = _array(value)
         if array is None:
             return None
-        library, place = self._library or array.kind, None
+        library, place = self.library or array.kind, None
         if not array.needs_copy:
             place = arenas.pool.find(array.address, array.spec.span_bytes)
             node = None if place is None else self._lent.add(library, array.spec, *place)
@@ -174,21 +186,33 @@ class ObjectLost(BackendError):
 
 
 class Answer:
-    """What came back: `value`, or an error to raise."""
+    """What came back: `value`, or an error to raise. `served_by`: the worker that it is of."""
 
     def __init__(self, value: Any = None, error: LayerZeroError | None = None) -> None:
         self.value, self.error = value, error
+        self.served_by = ""
 
 
 class Exchange:
     """One frame to an environment, and its answer. `room` for it is a guess; a larger one is fetched. `stays`: what of
     the result does, whose answer is a Reference."""
 
-    def __init__(self, session: Session, backend: str, label: str, env: str, stays: int = frames.NOTHING) -> None:
-        self._session, self._backend, self._label, self._env = session, backend, label, env
-        self._stays = stays
+    def __init__(
+        self,
+        session: Session,
+        backends: Sequence[str],
+        label: str,
+        env: str,
+        stays: int = frames.NOTHING,
+        of: str = "",
+    ) -> None:
+        """`backends`: those that may serve it, of environments of which `env` is the first. `of`: as of `plan`."""
+        self._session, self._label, self._env = session, label, env
+        self._backends, self._backend = backends, backends[0]
+        self._stays, self._params = stays, {"of": of}
         self.answer_bytes = self.placed_bytes = 0  # placed: of arrays that were made where they lie
         self.library = ""  # of arrays here; each its own when empty
+        self.warned: list[tuple[Warned, str]] = []  # with the function and the environment
 
     def request(
         self,
@@ -208,9 +232,15 @@ class Exchange:
 
         def finish(outputs: list[memoryview], _: bytes) -> Answer:
             held.clear()  # nobody reads it any more
-            return self._read(outputs[0], noted, timeout_s)
+            if made.served_by != self._backend:
+                self._backend, self._backends = made.served_by, (made.served_by,)
+                self._env = pools.environment_of(made.served_by).partition(".")[0]
+            answer = self._read(outputs[0], noted, timeout_s)
+            answer.served_by = self._backend
+            return answer
 
-        made = Request(FUNCTION, (), {}, plan, None, self._backend, timeout_s, (room,), finish)
+        pinned = pools.joined(self._backends)
+        made = Request(FUNCTION, (), self._params, plan, None, pinned, timeout_s, (room,), finish)
         made.copies, made.places = noted, ((arena, offset, frame.nbytes), *lent)
         return made
 
@@ -228,6 +258,11 @@ class Exchange:
                         raise ProtocolError("no reference to what it holds")
                     self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
                     return Answer(value)
+                case [frames.SEVERAL, tree, failure, list(output)]:
+                    self._show(output)
+                    results = values.decode(tree, self._opener(memory, payload, copies, []), resolve, "result")
+                    self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
+                    return Answer((results, self._failure(failure)))
                 case [frames.RAISED, str(kind), str(message), str(trace), list(output)]:
                     self._show(output)
                     return Answer(error=self._remote(kind, message, trace))
@@ -287,12 +322,24 @@ class Exchange:
 
         return get
 
+    def _failure(self, tree: Any) -> LayerZeroError | None:
+        """What ended several calls before the last. Raises ProtocolError."""
+        match tree:
+            case None:
+                return None
+            case [str(kind), str(message), str(trace)]:
+                return self._remote(kind, message, trace)
+            case [str(message)]:
+                return InvalidArgument(f"{self._label} in {self._env}: {message}")
+        raise ProtocolError("no error of a call")
+
     def _remote(self, kind: str, message: str, trace: str) -> RemoteError:
         text = f"{self._label} in {self._env} raised {kind}: {message}\n{trace.rstrip()}"
         return RemoteError(text, type=kind, message=message, traceback=trace, env=self._env)
 
     def _show(self, output: list[Any]) -> None:
-        """What the function printed and logged, with a label. Others say what they like: nothing of it is trusted."""
+        """What the function printed and logged, with a label, and note what it warned of. Others say what they like:
+        nothing of it is trusted."""
         for item in _joined(output):
             match item:
                 case [0 | 1 as kind, str(text)]:
@@ -301,6 +348,8 @@ class Exchange:
                     stream.write("".join(f"[{self._env}] {line}" if line.strip() else line for line in lines))
                 case [2, str(name), int(level), str(text)]:
                     logging.getLogger(name[:200]).log(level, "[%s] %s", self._env, text)
+                case [3, *tree]:
+                    self.warned.append((Warned.from_tree(tree), f"{self._label} in {self._env}"))
                 case _:
                     _log.warning("%s: output that cannot be shown: %.100r", self._env, item)
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
-from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
 from layerzero.client.session.session import Session
+from layerzero.functions import breakpoints
+from layerzero.functions.agreement import difference
 from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, ObjectLost
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.held import Hold
+from layerzero.functions.places import Places
+from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import (
     BackendError,
     DeadlineExceeded,
@@ -28,8 +36,11 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame, Reference
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
+_log = logging.getLogger("layerzero.functions")
+PROCESSES = ("pool", "own")
 MAX_REBUILDS = 3  # in one call
 UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
@@ -44,15 +55,20 @@ class Options:
     idempotent: bool = False
     keep: bool = False
     shapes: Callable[..., Any] | None = None
+    workers: int | None = None
+    shadow: float = 0.0
+    tolerance: float = 1e-5
+    process: str = "pool"
 
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """How a call of an isolated function went. `served_by`: the environment's backend, or the fallback's name; empty
-    where the call failed. `failures`: what went wrong before, as "where: code: message". `copies`: bytes that were
-    copied, where and why; `uncopied_bytes`: of arrays that crossed as they lay, results included. `selection`: the
-    broker's report of the last attempt there; None where it has none. `is_rebuilt`: an object of it was lost and
-    constructed again."""
+    """How a call of an isolated function went. `env`: the environment that served it, else the one that is wanted
+    first. `served_by`: the worker's backend, or the fallback's name; empty where the call failed. `failures`: what went
+    wrong before, as "where: code: message". `copies`: bytes that were copied, where and why; `uncopied_bytes`: of
+    arrays that crossed as they lay, results included. `selection`: the broker's report of the last attempt there; None
+    where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
+    check of it; empty where there was none."""
 
     function: str
     env: str
@@ -64,6 +80,7 @@ class FunctionReport:
     elapsed_us: float
     selection: SelectionReport | None = None
     is_rebuilt: bool = False
+    shadow: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -74,6 +91,7 @@ class FunctionReport:
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes ({copy.where}): {copy.reason}" for copy in self.copies]
         lines += [f"  failed: {text}" for text in self.failures]
         lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
+        lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
         return "\n".join(lines)
 
 
@@ -81,7 +99,7 @@ class Owner(Protocol):
     """What calls belong to: a function, or the class of objects."""
 
     _env: FunctionEnv
-    _tree: list[Any]  # of frames.Code
+    _places: Places
     _room: int  # bytes for an answer, by the largest one so far
     _last: threading.local
     _options: Options
@@ -95,13 +113,13 @@ Wrap: TypeAlias = Callable[[Owner, Hold], Any]
 
 
 class Call:
-    """One call on its way: attempts, then the fallback. `given`: None to load the module alone. `wrap`: of
-    what stays there it makes what the caller gets; `stays`: that is all of the result, or objects of the class."""
+    """One call on its way: attempts, then the fallback. `wrap`: of what stays there it makes what the caller gets;
+    `stays`: that is all of the result, or objects of the class."""
 
     def __init__(
         self,
         owner: Owner,
-        given: Arguments | None,
+        given: Arguments,
         args: Any,
         kwargs: Any,
         options: Options,
@@ -110,11 +128,13 @@ class Call:
         stays: int = frames.ALL,
     ) -> None:
         self.label = label or owner._label
-        self.owner, self.given, self.args, self.kwargs, self.options = owner, given, args, kwargs, options
+        self.owner, self.args, self.kwargs, self.options = owner, args, kwargs, options
+        self.given: Arguments | None = given  # until it has ended
         self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
         self._session: Session = default_session.session()
+        breakpoints.listen(self._session)
         if handler.get() is not None:  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
             text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
             raise InvalidArgument(text)
@@ -124,9 +144,11 @@ class Call:
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = self._placed_bytes = 0
         self._has_repeated = self._is_taught = False
+        self._shadow = ""
         self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
+        self._warned: list[tuple[Warned, str]] = []
 
     def send(self) -> None:
         """For a future; what fails at once fails in `finish`."""
@@ -138,8 +160,16 @@ class Call:
         return self._sent
 
     def finish(self, timeout: float | None = None) -> Any:
-        """The function's result. Raises TimeoutError where it is not there after `timeout` seconds."""
-        owner = self.owner
+        """The function's result. Raises TimeoutError where it is not there after `timeout` seconds, and a warning of
+        the function's where this program has such warnings be errors."""
+        try:
+            return self._finish(timeout)
+        finally:
+            while self._warned:
+                warned, label = self._warned.pop(0)
+                warned.issue(label)
+
+    def _finish(self, timeout: float | None) -> Any:
         while True:
             try:
                 answer = self._answer(timeout)
@@ -149,20 +179,25 @@ class Call:
             except LayerZeroError as exc:
                 if self._has_taught(exc):
                     continue
+                self._record = getattr(exc, "report", None)
                 error = self._understood(exc)
             if error is None:
-                wrap = self._wrap
-                self._note(owner._env.backend)
-                return answer.value if wrap is None else self._wrapped(wrap, answer.value)
-            self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
+                wrap, served_by = self._wrap, answer.served_by
+                self._record = self._session.last_record
+                if self.options.shadow and wrap is None:
+                    self._check(answer.value, served_by)
+                self._note(served_by)
+                return answer.value if wrap is None else self._wrapped(wrap, answer.value, served_by)
+            where = self._env_of(error)
+            self._failures.append(f"{where.name}: {error.code}: {error.message.partition(chr(10))[0]}")
             if not self._may_repeat(error):
                 return self._fall_back(error)
 
-    def _wrapped(self, wrap: Wrap, value: Any) -> Any:
-        where = self.owner._env
+    def _wrapped(self, wrap: Wrap, value: Any, served_by: str) -> Any:
         if not isinstance(value, Reference):  # another result of a method of a class
             return value
-        return wrap(self.owner, Hold(self._session, where.backend, where.name, value))
+        where = self.owner._places.env_of(served_by)
+        return wrap(self.owner, Hold(self._session, served_by, where.name, value))
 
     def _answer(self, timeout: float | None) -> Answer:
         sent = self._sent
@@ -175,58 +210,70 @@ class Call:
         exchange, owner = self._exchange, self.owner
         if exchange is not None:
             self._placed_bytes = exchange.placed_bytes
+            self._warned += exchange.warned
             if exchange.answer_bytes > owner._room:
                 owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
 
     def _request(self) -> Any:
         owner, given = self.owner, self.given
+        assert given is not None
         self._attempts += 1
-        where = owner._env
-        self._exchange = exchange = Exchange(self._session, where.backend, self.label, where.name, self._stays)
+        places = owner._places
+        places.introduce(self._session)
+        name = places.env_of(given.backends[0]).name
+        of = places.of(given.nbytes)
+        self._exchange = exchange = Exchange(self._session, given.backends, self.label, name, self._stays, of)
         exchange.library = self._library
-        if given is None:
-            return exchange.request(Frame([frames.LOAD, owner._tree]), timeout_s=self.options.timeout_s)
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
             self._frame(given),
             given.lent,
             room=self._room(),
-            timeout_s=self.options.timeout_s,
+            timeout_s=self._timeout_s(),
             copies=list(given.copies),
             keep=(given.keep, self._loan),
         )
+
+    def _timeout_s(self) -> float | None:
+        return self.options.timeout_s
 
     def _room(self) -> int:
         """Bytes for the answer."""
         return self.owner._room
 
     def _frame(self, given: Arguments) -> Frame:
-        return given.frame(frames.CALL, self.owner._tree, stays=self._stays)
+        return given.frame(frames.CALL, self.owner._places.tree(given.backends), stays=self._stays)
 
     def _has_taught(self, error: LayerZeroError) -> bool:
         """Whether the broker did not know the environment, and does now, by this call or another: nothing has begun."""
         is_unknown = isinstance(error, NoBackend) or (isinstance(error, InvalidArgument) and UNKNOWN in error.facts)
         if self._is_taught or not is_unknown:
             return False
-        self._is_taught = self.owner._env.is_served(self._session.ask)
+        self._is_taught = self.owner._places.are_served(self._session.ask)
         self._sent = None
         return self._is_taught
 
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
-        where = self.owner._env
         if isinstance(error, (InvalidArgument, NoBackend)):
-            return where.explain_failure(error, self._session.ask)
+            return self.owner._places.explain_failure(error, self._session.ask)
         if isinstance(error, BackendError):
-            said = f"{self.label} in {where.name}: {error.message}"
-            if not isinstance(error, DeadlineExceeded):
+            said = f"{self.label} in {self._env_of(error).name}: {error.message}"
+            if isinstance(error, DeadlineExceeded):
+                is_at_one = breakpoints.was_at_one(str(error.facts.get("backend", "")), self._start_ns)
+                said += "; it was at a breakpoint: give it longer, with timeout_s=" if is_at_one else ""
+            else:
                 said += "; it may have run in part" + (
                     "" if self.options.idempotent else ": idempotent=True lets such a call run once more"
                 )
             error.message, error.args = said, (said,)
         return error
+
+    def _env_of(self, error: LayerZeroError) -> FunctionEnv:
+        """The environment that an error is of; the one that is wanted first where it is of none."""
+        return self.owner._places.env_of(str(error.facts.get("backend", "")))
 
     def _may_repeat(self, error: LayerZeroError) -> bool:
         """Once more, on a new worker: after a death that is not its own deadline's."""
@@ -250,7 +297,7 @@ class Call:
                 return False
             self._rebuilds += 1
             if given.loans:
-                self.given = Arguments(self.args, self.kwargs, self.owner._env.backend)
+                self.given = Arguments(self.args, self.kwargs, given.backends, given.library)
         except LayerZeroError:
             self._note("")
             raise
@@ -259,22 +306,49 @@ class Call:
     def _fall_back(self, error: LayerZeroError) -> Any:
         fallback = self.options.fallback
         self._sent = None
-        if fallback is None or self.given is None or isinstance(error, _FINAL):
+        if fallback is None or isinstance(error, _FINAL):
             self._note("")
             raise error
         self._attempts += 1
         name = getattr(fallback, "__qualname__", repr(fallback))
-        value = fallback(*self.args, **self.kwargs)
+        value = self._value_of(fallback)
         self._note(f"fallback {name}")
         return value
+
+    def _value_of(self, fallback: Callable[..., Any]) -> Any:
+        value = fallback(*self.args, **self.kwargs)
+        return value.result() if isinstance(value, FunctionFuture) else value  # of an isolated coroutine function
+
+    def _check(self, value: Any, served_by: str) -> None:
+        """Now and then the next environment computes it, too, before the caller may change the arguments."""
+        places = self.owner._places
+        others = [one.env for one in places.candidates if one.env is not places.env_of(served_by)]
+        if not others or random.random() >= self.options.shadow:
+            return
+        if self.given is not None and self.given.loans:
+            self._shadow = f"not made: objects among the arguments are in {places.env_of(served_by).name} alone"
+            return
+        options = replace(self.options, shadow=0.0, fallback=None, idempotent=False)
+        try:
+            given = Arguments(self.args, self.kwargs, places.backends_of(others[0]))
+            told = self._again(given, options).finish()
+            found = difference(value, told, self.options.tolerance)
+            self._shadow = f"differs from {others[0].name}: {found}" if found else f"agrees with {others[0].name}"
+        except LayerZeroError as exc:
+            found = exc.message.partition("\n")[0]
+            self._shadow = f"{others[0].name} failed: {found}"
+        if found:
+            _log.warning("%s: shadow check: %s", self.label, self._shadow)
+
+    def _again(self, given: Arguments, options: Options) -> Call:
+        """The same call elsewhere."""
+        return Call(self.owner, given, self.args, self.kwargs, options)
 
     def _note(self, served_by: str) -> None:
         """It has ended: what a report is made of, without the arguments."""
         given = self.given
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
         self._uncopied_bytes = self._placed_bytes + (0 if given is None else given.uncopied_bytes)
-        if served_by == self.owner._env.backend:
-            self._record = self._session.last_record
         self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
         self._wrap = None
         self.owner._last.call = self
@@ -288,16 +362,46 @@ class Call:
         selection = self._session.report_of(self._record)
         return FunctionReport(
             self.label,
-            owner._env.name,
+            owner._places.env_of(self._served_by).name,
             self._served_by,
             self._attempts,
-            tuple(self._failures),
+            tuple(self._failed(() if selection is None else selection.attempts)),
             () if selection is None else selection.copies,
             self._uncopied_bytes,
             (self._ended_ns - self._start_ns) / 1e3,
             selection,
             self._rebuilds > 0,
+            self._shadow,
         )
+
+    def _failed(self, attempts: Sequence[Attempt]) -> list[str]:
+        """What went wrong, in order. `attempts`: of the last request, whose own error tells of the last of them."""
+        found = [f"{one.backend}: {one.outcome}: {one.detail}" for one in attempts if one.outcome is not None]
+        if not self._failures or not attempts or attempts[-1].outcome is None:
+            return [*self._failures, *found]
+        *earlier, last = self._failures
+        end = attempts[-1]
+        is_told = last.startswith(f"{self.owner._places.env_of(end.backend).name}: {end.outcome}: ")
+        return [*earlier, *(found[:-1] if is_told else found), last]
+
+
+class _Load(Call):
+    """The import of a module in one worker."""
+
+    def _frame(self, given: Arguments) -> Frame:
+        return Frame([frames.LOAD, self.owner._places.tree(given.backends)])
+
+
+def warm_up(owner: Owner) -> float:
+    """Start all workers of an owner's calls, and import its module there. Returns seconds. Raises as a call does."""
+    start_s = time.monotonic()
+    options = replace(owner._options, fallback=None, keep=False, shadow=0.0)
+    calls = [_Load(owner, Arguments((), {}, (one,)), (), {}, options) for one in owner._places.backends]
+    for call in calls[1:]:
+        call.send()
+    for call in calls:
+        call.finish()
+    return time.monotonic() - start_s
 
 
 class FunctionFuture:
@@ -352,6 +456,17 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
     made = make(*args, **given)
     if made.fallback is not None and not callable(made.fallback):
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
+    if made.process not in PROCESSES:
+        raise InvalidArgument(f"lz.isolated: process is {made.process!r:.80}; allowed: {', '.join(PROCESSES)}")
+    if inspect.iscoroutinefunction(made.fallback):
+        name = getattr(made.fallback, "__qualname__", repr(made.fallback))
+        raise InvalidArgument(f"lz.isolated: fallback {name} is asynchronous; define it without async")
+    if type(made.shadow) not in (int, float) or not 0 <= made.shadow <= 1:
+        raise InvalidArgument(f"lz.isolated: shadow is {made.shadow!r:.80}; allowed: a share of calls, from 0 to 1")
+    if type(made.tolerance) not in (int, float) or not 0 <= made.tolerance < math.inf:
+        raise InvalidArgument(f"lz.isolated: tolerance is {made.tolerance!r:.80}; allowed: 0 or more")
+    if made.workers is not None:
+        pools.demand_workers(made.workers)
     if type(made.keep) is not bool:
         raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
     if made.shapes is not None and (made.keep or not callable(made.shapes)):

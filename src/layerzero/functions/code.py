@@ -30,9 +30,6 @@ def reference(function: Callable[..., Any]) -> Code:
         raise InvalidArgument(f"{text}; move it to the top of its module, and pass as arguments what it uses")
     if "." in name:
         raise InvalidArgument(f"lz.isolated: {name} is a method; decorate a function at the top of a module")
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        text = f"lz.isolated: {name} is asynchronous; define it without async: calls of it can be awaited"
-        raise InvalidArgument(text)
     return _reference(function, name)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from layerzero.functions.calls import Options, options_of
 from layerzero.functions.code import reference
-from layerzero.functions.environment import FunctionEnv, env
+from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.isolated import Isolated
 from layerzero.functions.objects import IsolatedClass
+from layerzero.functions.places import Candidate
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions.surface import surface_of
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def isolated(
-    where: FunctionEnv | Sequence[str],
+    where: FunctionEnv | Sequence[str] | Sequence[FunctionEnv],
     *,
     timeout_s: float | None = None,
     fallback: Callable[..., Any] | None = None,
@@ -27,27 +27,39 @@ def isolated(
     keep: bool = False,
     shapes: Callable[..., Any] | None = None,
     on_death: str | None = None,
+    workers: int | None = None,
+    shadow: float = 0.0,
+    tolerance: float = 1e-5,
+    process: str = "pool",
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
     process that the broker keeps.
 
-    where: what lz.env gives, or a list of requirements (its name is the function's then). timeout_s: how long a call
+    where: what lz.env gives, or a list of requirements (its name is the function's then), or, for functions, a list of
+    environments, the one that is wanted first in front: each is a candidate for each call. timeout_s: how long a call
     may run; its worker is killed then. fallback: what to call with the same arguments where the environment cannot
     serve: a function of this process, or an isolated one; classes have none. idempotent: a call whose worker died runs
-    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. shapes, of
-    functions: takes the same arguments and gives (shape, dtype) of the result, or a list of such, so that its memory is
-    there before: a parameter `out` of the function gets it. on_death, of classes:
-    "error" (default), or "rebuild": an object whose worker has died is constructed again, from the same arguments, by
-    the next call of it. A class becomes an IsolatedClass, whose objects are proxies.
+    once more. keep, of functions: results stay in the worker, and calls return an lz.Handle. shapes, of functions:
+    takes the same arguments and gives (shape, dtype) of the result, or a list of such, so that its memory is there
+    before: a parameter `out` of the function gets it. on_death, of classes: "error" (default), or "rebuild": an object
+    whose worker has died is constructed again, from the same arguments, by the next call of it. workers: how many
+    processes of the environment serve it, so that calls run side by side; as the environment says when left out.
+    shadow, of functions: this share of the calls runs in a second environment, too; results whose numbers differ by
+    more than tolerance, absolute and relative, are reported. process, of classes: "pool": objects share the
+    environment's workers; "own": each has a process of its own, which ends with it. A class becomes an IsolatedClass,
+    whose objects are proxies.
+
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
-    options = options_of(
-        Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent, keep=keep, shapes=shapes
-    )
+    given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
+    more = {"shapes": shapes, "shadow": shadow, "tolerance": tolerance, "process": process}
+    options = options_of(Options, **given, **more)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):
             code = reference(function)
+            if _several(where):
+                raise InvalidArgument(f"lz.isolated: {code.label} is a class, whose objects live in one environment")
             made = IsolatedClass(
                 function, surface_of(function), env_of(where, function.__name__), options, code, on_death or "error"
             )
@@ -55,20 +67,20 @@ def isolated(
         if on_death is not None:
             raise InvalidArgument("lz.isolated: on_death is for classes; a function's call has idempotent=, fallback=")
         code = reference(function)
-        return Isolated(function, env_of(where, function.__name__), options, code)
+        first, *others = _several(where) or [env_of(where, function.__name__)]
+        return Isolated(function, first, options, code, others=[Candidate(one, code) for one in others])
 
     if callable(where) and not isinstance(where, FunctionEnv):
         raise InvalidArgument("lz.isolated: name the environment: @lz.isolated(lz.env(...)) or @lz.isolated([...])")
     return decorate
 
 
-def env_of(where: object, name: str) -> FunctionEnv:
-    """What lz.env gave, or an environment with these requirements and this name. Raises InvalidArgument."""
-    if isinstance(where, FunctionEnv):
-        return where
-    if isinstance(where, (list, tuple)):
-        name = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("_-")
-        return env(name[:40] or "function", requires=list(where))
-    raise InvalidArgument(
-        f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"
-    )
+def _several(where: object) -> list[FunctionEnv]:
+    """The environments of a list; none of what is no such list."""
+    if not isinstance(where, (list, tuple)) or not where:
+        return []
+    found = [one for one in where if isinstance(one, FunctionEnv)]
+    if found and len(found) < len(where):
+        text = "lz.isolated: a list has environments or requirements, not both; pass lz.env(requires=...)"
+        raise InvalidArgument(text)
+    return found

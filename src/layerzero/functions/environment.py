@@ -11,6 +11,7 @@ from typing import Any
 
 from layerzero.envs.declared import Declared
 from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument, LayerZeroError
+from layerzero.ipc.vocabulary import pools
 
 HERE = f"3.{sys.version_info[1]}"  # this interpreter's Python
 SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # PEP 723's own expression
@@ -20,8 +21,10 @@ MAX_FILE_BYTES = 1 << 20
 class FunctionEnv:
     """An environment that functions run in: packages and a Python. Made by `lz.env`; nothing is built by that."""
 
-    def __init__(self, name: str, requires: Sequence[str], python: str) -> None:
+    def __init__(self, name: str, requires: Sequence[str], python: str, workers: int = 1) -> None:
         self._declared = Declared.of(name, requires, python)
+        pools.demand_workers(workers)
+        self._workers = workers
 
     @property
     def _store(self) -> Path:
@@ -40,6 +43,15 @@ class FunctionEnv:
     @property
     def python(self) -> str:
         return self._declared.python
+
+    @property
+    def workers(self) -> int:
+        """How many workers its functions have, unless they say so themselves."""
+        return self._workers
+
+    def options(self, *, workers: int) -> FunctionEnv:
+        """The same environment whose functions have so many workers. Raises InvalidArgument."""
+        return FunctionEnv(self.name, self.requires, self.python, workers)
 
     @property
     def backend(self) -> str:
@@ -68,13 +80,13 @@ class FunctionEnv:
         functions.build(self._declared, self._store, Quiet() if quiet else Lines(), force=force)
         return self
 
-    def is_served(self, ask: Any) -> bool:
-        """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now.
-        `ask`: of the session."""
+    def is_served(self, ask: Any, workers: int = 1) -> bool:
+        """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now,
+        by so many workers. `ask`: of the session."""
         if not self.is_built:
             return False
         try:
-            return ask("learn", backend=self.backend)["serves"] is True
+            return ask("learn", backend=self.backend, workers=workers)["serves"] is True
         except LayerZeroError:
             return False
 
@@ -117,15 +129,22 @@ class Environments:
     """`lz.env(...)`, and environments from files."""
 
     def __call__(
-        self, name: str, *, requires: Sequence[str] = (), python: str | None = None, build: str | None = None
+        self,
+        name: str,
+        *,
+        requires: Sequence[str] = (),
+        python: str | None = None,
+        build: str | None = None,
+        workers: int = 1,
     ) -> FunctionEnv:
         """An environment with these packages. Nothing is built, unless `build="now"`: a call into one that is not
         built is an error that says the command.
 
         name: for people, [a-z0-9_-]. requires: requirements such as "numpy<2"; wheels alone are installed. python: such
-        as "3.11"; this interpreter's when left out. Raises InvalidArgument, and with build="now" EnvError.
+        as "3.11"; this interpreter's when left out. workers: how many processes its functions have, so that calls run
+        side by side; each is started when it is needed. Raises InvalidArgument, and with build="now" EnvError.
         """
-        found = FunctionEnv(name, requires, HERE if python is None else python)
+        found = FunctionEnv(name, requires, HERE if python is None else python, workers)
         if build is None:
             return found
         if build != "now":
@@ -199,6 +218,21 @@ class Environments:
 
 
 env = Environments()
+
+
+def env_of(where: object, name: str) -> FunctionEnv:
+    """What lz.env gave, or an environment with these requirements and this name. Raises InvalidArgument."""
+    if isinstance(where, FunctionEnv):
+        return where
+    if isinstance(where, (list, tuple)):
+        if any(isinstance(one, FunctionEnv) for one in where):
+            text = "a list of environments is for functions that are decorated with @lz.isolated"
+            raise InvalidArgument(f"{name}: {text}; allowed: one environment, or a list of requirements")
+        name = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("_-")
+        return env(name[:40] or "function", requires=list(where))
+    raise InvalidArgument(
+        f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"
+    )
 
 
 def _read(file: Path) -> str:

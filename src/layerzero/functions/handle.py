@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerzero.functions.calling import Inside
-from layerzero.functions.calls import Options, Owner
+from layerzero.functions.calls import FunctionFuture, Options, Owner, options_of
 from layerzero.functions.held import Hold, Lent, Stay
 from layerzero.functions.streams import Stream, iterate
 from layerzero.functions.use import Use
+from layerzero.ipc.errors import InvalidArgument, RemoteError
 from layerzero.ipc.functions import frames
 
 
@@ -39,6 +41,23 @@ class Handle(Inside):
         options = replace(_plain, timeout_s=self._timeout_s)
         return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, options).finish()
 
+    def value(self, name: str) -> Any:
+        """A public attribute of the result, as it is there. Raises AttributeError, and as `fetch` does."""
+        options = replace(_plain, timeout_s=self._timeout_s)
+        try:
+            return Use(self._stay, self._owner, frames.GET, name, (), {}, options).finish()
+        except RemoteError as exc:
+            if exc.facts.get("type") == "AttributeError":
+                raise AttributeError(str(exc.facts["message"]), name=name) from exc
+            raise
+
+    def __getattr__(self, name: str) -> HandleMethod:
+        """A public method of the result; whether there is one, its call says."""
+        if name.startswith("_"):
+            raise AttributeError(f"{self!r} shows no {name}: names with an underscore stay in its environment")
+        options = replace(self._owner._options, keep=False, fallback=None, shadow=0.0)
+        return HandleMethod(self, name, options)
+
     def __iter__(self) -> Stream:
         """The items of what can be iterated over there, one by one. Raises as a call does."""
         return iterate(self._stay, self._owner)
@@ -52,8 +71,8 @@ class Handle(Inside):
     def _timeout_s(self) -> float | None:
         return self._owner._options.timeout_s
 
-    def _lz_lend(self, backend: str) -> Lent:
-        return self._stay.lend_to(backend)
+    def _lz_lend(self, backends: Sequence[str]) -> Lent:
+        return self._stay.lend_to(backends)
 
     def __enter__(self) -> Handle:
         return self
@@ -65,7 +84,39 @@ class Handle(Inside):
         raise TypeError(f"{self!r} cannot be copied or pickled: its result is in another process")
 
     def __repr__(self) -> str:
-        return f"<lz.Handle of a {self._type} in {self._owner._env.backend}{', closed' * self._stay.is_closed}>"
+        return f"<lz.Handle of a {self._type} in {self._stay.backend}{', closed' * self._stay.is_closed}>"
+
+
+class HandleMethod:
+    """A method of what a handle stands for: called as ever, or with `submit`."""
+
+    def __init__(self, handle: Handle, name: str, options: Options) -> None:
+        self._handle, self._name, self._options = handle, name, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it in the environment. Raises as a call of a function does."""
+        return self._start(args, kwargs).finish()
+
+    def submit(self, *args: Any, **kwargs: Any) -> FunctionFuture:
+        """Send a call and return at once. Arguments must not change before it is done."""
+        call = self._start(args, kwargs)
+        call.send()
+        return FunctionFuture(call)
+
+    def options(self, **changes: Any) -> HandleMethod:
+        """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
+        options = options_of(replace, self._options, **changes)
+        if options.fallback is not None:
+            raise InvalidArgument("lz.isolated: fallback is for functions; what a handle stands for is there alone")
+        return HandleMethod(self._handle, self._name, options)
+
+    def _start(self, args: Any, kwargs: Any) -> Use:
+        handle = self._handle
+        wrap = Handle if self._options.keep else None
+        return Use(handle._stay, handle._owner, frames.METHOD, self._name, args, kwargs, self._options, wrap)
+
+    def __repr__(self) -> str:
+        return f"<method {self._name} of {self._handle!r}>"
 
 
 _plain = Options(idempotent=True)  # nothing runs

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ class _Place(NamedTuple):
     env: str
     pid: int
     reference: Reference
+    token: int = 0  # of a worker that is reserved for it
+    is_lost: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -40,18 +43,47 @@ class _Place(NamedTuple):
             return False
 
 
+class Reserved(NamedTuple):
+    """A worker that is for one object alone."""
+
+    backend: str
+    token: int
+
+    @classmethod
+    def of(cls, session: Session, where: FunctionEnv) -> Reserved:
+        """Raises EnvError where the environment cannot serve, and as a question to the broker does."""
+        identity = session.link.welcome.identity
+        try:
+            found = session.ask("reserve", backend=where.backend, identity=identity)
+        except LayerZeroError as exc:
+            raise where.explain_failure(exc, session.ask) from exc
+        return cls(str(found["backend"]), int(found["token"]))
+
+    def free(self, session: Session) -> None:
+        """Nobody needs it any more."""
+        session.ask("free", backend=self.backend, token=self.token)
+
+
 class Hold:
     """An object in a worker. It is released there when nobody has this any more: neither what stands for it here, nor
     a call that it was lent to."""
 
-    __slots__ = ("__weakref__", "_finalizer", "_lent", "reference")
+    __slots__ = ("__weakref__", "_finalizer", "_lent", "backend", "reference")
 
     def __init__(self, session: Session, backend: str, env: str, reference: Reference) -> None:
-        self.reference = reference
+        self.reference, self.backend = reference, backend
         self._lent: weakref.WeakSet[Any] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, _dropped, _Place(session, backend, env, os.getpid(), reference))
         self._finalizer.atexit = False  # what is left goes with this client
         _releases.start()
+
+    def in_own_worker(self, reserved: Reserved) -> Hold:
+        """The same object, whose worker is for it alone."""
+        found = self._finalizer.detach()
+        assert found is not None
+        self._finalizer = weakref.finalize(self, _dropped, found[2][0]._replace(token=reserved.token))
+        self._finalizer.atexit = False
+        return self
 
     def note_lent(self, loan: Any) -> None:
         """A loan, which holds this as well."""
@@ -59,7 +91,9 @@ class Hold:
 
     def lose(self) -> None:
         """It is not there any more."""
-        self._finalizer.detach()
+        found = self._finalizer.detach()
+        if found is not None and found[2][0].token:
+            _dropped(found[2][0]._replace(is_lost=True))
 
     def release(self, timeout_s: float | None) -> None:
         """Release it now, or when the last call that it was lent to has ended. An error is logged: in a `with` block it
@@ -73,6 +107,7 @@ class Hold:
         try:
             if place.is_ours:
                 _release(place.session, place.backend, place.env, [place.reference], timeout_s)
+                _free([place])
         except LayerZeroError as exc:
             _log.warning("an object in %s is not released: %s", place.env, exc.message)
 
@@ -89,6 +124,11 @@ class Lent:
     def reference(self) -> Reference:
         return self._hold.reference
 
+    @property
+    def backend(self) -> str:
+        """The worker that it is in."""
+        return self._hold.backend
+
     def rebuild(self) -> bool:
         """As calling.Loan."""
         return self._stay.rebuild(self._hold)
@@ -101,10 +141,19 @@ class Stay:
         self.label, self._env = label, where
         self._lock = threading.RLock()
         self._hold: Hold | None = None
+        self._backend = where.backend
 
     @property
     def is_closed(self) -> bool:
         return self._hold is None
+
+    @property
+    def backend(self) -> str:
+        """The worker that its object is in, or was."""
+        hold = self._hold
+        if hold is not None:
+            self._backend = hold.backend
+        return self._backend
 
     def take(self, hold: Hold) -> None:
         """Have it from now on."""
@@ -120,12 +169,13 @@ class Stay:
             hold.note_lent(lent)
         return lent
 
-    def lend_to(self, backend: str) -> Lent:
-        """To a call of a backend. Raises InvalidArgument where it is not the object's own, too."""
-        if backend != self._env.backend:
-            text = f"{self.label}: its object is in {self._env.backend}, and the call is of {backend}"
-            raise InvalidArgument(f"{text}; objects are arguments in their own environment")
-        return self.lend()
+    def lend_to(self, backends: Sequence[str]) -> Lent:
+        """To a call that one of these may serve. Raises InvalidArgument where the object's own worker may not, too."""
+        lent = self.lend()
+        if lent.backend not in backends:
+            text = f"{self.label}: its object is in {lent.backend}, and the call is of {', '.join(backends)}"
+            raise InvalidArgument(f"{text}; objects are arguments in their own environment, and in their own worker")
+        return lent
 
     def lose(self) -> None:
         """The worker has let go of it."""
@@ -155,11 +205,18 @@ class Stay:
 def _release(
     session: Session, backend: str, env: str, references: list[Reference], timeout_s: float | None = None
 ) -> None:
-    exchange = Exchange(session, backend, "release", env)
+    exchange = Exchange(session, (backend,), "release", env)
     frame = Frame([frames.RELEASE, [one.place for one in references]])
     error = session.run(exchange.request(frame, timeout_s=timeout_s)).error
     if error is not None:
         raise error
+
+
+def _free(places: Sequence[_Place]) -> None:
+    """The workers that were reserved for what was there."""
+    for place in places:
+        if place.token and place.is_ours:
+            Reserved(place.backend, place.token).free(place.session)
 
 
 class _Releases:
@@ -193,10 +250,11 @@ class _Releases:
         by_backend: defaultdict[tuple[Session, str, str], list[Reference]] = defaultdict(list)
         try:
             for place in places:
-                if place.is_ours:
+                if place.is_ours and not place.is_lost:
                     by_backend[place.session, place.backend, place.env].append(place.reference)
             for (session, backend, env), references in by_backend.items():
                 _release(session, backend, env, references)
+            _free(places)
         except Exception as exc:  # the worker's death, for one; what is left goes with this client
             if any(place.is_ours for place in places):
                 _log.warning("objects that nobody has any more are not released: %s", exc)

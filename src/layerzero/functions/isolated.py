@@ -5,34 +5,47 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
+import math
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from layerzero.client.connection.report import Candidate as Verdict
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
-from layerzero.functions.calling import MIN_ROOM, Arguments
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of
-from layerzero.functions.environment import FunctionEnv
+from layerzero.client.session.preparation import BYTES
+from layerzero.functions.calling import MIN_ROOM, Arguments, plan
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of, warm_up
+from layerzero.functions.chunks import ChunkCall, demand_size
+from layerzero.functions.code import reference
+from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.handle import Handle
+from layerzero.functions.places import Candidate, Places
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
 from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
 from layerzero.ipc.functions.frames import Code
+from layerzero.ipc.vocabulary import pools
+from layerzero.ipc.vocabulary.ops import FUNCTION
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_OPEN = 32  # of a map
+MAX_OPEN, MAX_CHUNKS = 32, 3  # of a map
+TUNE_CALLS = 5
+_log = logging.getLogger("layerzero.functions")
 
 
 @dataclass(frozen=True)
 class FunctionExplanation:
     """Where a call would run, and what would be copied. `file`, `sha256`: empty for a name of lz.module. `state`: of
-    the environment's worker, or why there is none. `command`: what to run first; empty for nothing."""
+    the environment's worker, or why there is none. `command`: what to run first; empty for nothing. `candidates`: where
+    several workers may serve it, each with its score or every reason against it, the one that would be chosen first."""
 
     function: str
     env: str
@@ -43,12 +56,17 @@ class FunctionExplanation:
     command: str
     copies: tuple[Copy, ...]
     uncopied_bytes: int
+    candidates: tuple[Verdict, ...] = ()
 
     def __str__(self) -> str:
         of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
         lines = [f"{self.function}{of} in {self.backend}: {self.state}"]
         lines += [f"  run: {self.command}"] if self.command else []
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
+        for one in self.candidates:
+            time = "" if one.measured_us is None else f", {one.measured_us:,.0f} us"
+            why = f"score {one.score:g}{time}" if one.accepted else "; ".join(map(str, one.reasons))
+            lines.append(f"  {one.backend}: {why}{''.join(f'; {note}' for note in one.notes)}")
         return "\n".join(lines)
 
 
@@ -63,18 +81,28 @@ class Isolated(Generic[P, R]):
         code: Code,
         *,
         is_stream: bool = False,
+        is_coroutine: bool = False,
+        others: Sequence[Candidate] = (),
     ) -> None:
-        """`function`: None for one that this process does not have, which is a generator function with `is_stream`."""
+        """`function`: None for one that this process does not have, which is a generator function with `is_stream`, and
+        calls of which are awaited with `is_coroutine`. `others`: its implementations in further environments. Raises
+        InvalidArgument."""
+        if options.process != "pool":
+            raise InvalidArgument("lz.isolated: process is for classes; a function has workers=")
         self._is_stream = is_stream or surface.is_stream(function)
+        self._is_coroutine = is_coroutine or surface.is_coroutine(function)
         self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
-        self._tree = self._code.to_tree()
+        self._places = Places([Candidate(where, code), *others], options.workers)
         self._has_out = takes_out(function, options)
         self._signature = None if function is None else inspect.signature(function)
         if self._has_out and self._signature is not None:
             self._signature = without_out(self._signature)
         if options.shapes is not None and self._is_stream:
             raise InvalidArgument(f"{code.label}: shapes is for functions; items of a generator come without")
+        if options.shadow and (self._is_stream or options.keep):
+            text = "shadow compares results that come here; allowed: 0 for generators and with keep=True"
+            raise InvalidArgument(f"{code.label}: {text}")
         self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
         self._last = threading.local()
@@ -95,12 +123,14 @@ class Isolated(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it in its environment. Arguments are lent: they must not change before it returns. Of a generator
-        function it gives a Stream.
+        function it gives a Stream; a coroutine function is sent, and gives a FunctionFuture to be awaited.
 
         Raises RemoteError for what it raised there, InvalidArgument for arguments and results that cannot cross,
         EnvError where its environment cannot serve, DeadlineExceeded, BackendError where its worker died, and what a
         call of any op raises besides.
         """
+        if self._is_coroutine:
+            return self.submit(*args, **kwargs)  # type: ignore[return-value]
         return self._start(args, kwargs).finish()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
@@ -109,18 +139,40 @@ class Isolated(Generic[P, R]):
         call.send()
         return FunctionFuture(call)
 
-    def map(self, *iterables: Any) -> Iterator[R]:
+    def map(self, *iterables: Any, chunksize: int = 1) -> Iterator[R]:
         """Results of calls with items of these, in order; some calls are on their way ahead. The first that fails
-        raises; those that were sent behind it run."""
-        ahead: deque[FunctionFuture] = deque()
+        raises; those that were sent behind it run. With `chunksize` so many calls cross as one: they run one after the
+        other, have the time of all of them together, and behind one that raised none of its chunk runs. Raises
+        InvalidArgument."""
+        is_plain = not self._is_stream and not self._is_coroutine
+        size = demand_size(chunksize, self._label, self._options, is_plain=is_plain)
         calls = zip(*iterables)  # noqa: B905  # as map() of Python does
+        return self._mapped(calls) if size == 1 else self._mapped_by(size, calls)
+
+    def _mapped(self, calls: Iterator[Any]) -> Iterator[R]:
         submit: Callable[..., FunctionFuture] = self.submit
-        for args in itertools.islice(calls, MAX_OPEN):
-            ahead.append(submit(*args))
+        ahead = deque(submit(*args) for args in itertools.islice(calls, MAX_OPEN))
         while ahead:
             yield ahead.popleft().result()
             for args in itertools.islice(calls, 1):
                 ahead.append(submit(*args))
+
+    def _mapped_by(self, size: int, calls: Iterator[Any]) -> Iterator[R]:
+        ahead: deque[FunctionFuture] = deque()
+        while True:
+            while len(ahead) < MAX_CHUNKS and (items := list(itertools.islice(calls, size))):
+                for args in items:
+                    if len(args) != self._count:
+                        self._bind(args, {})
+                call = ChunkCall(self, items, self._options)
+                call.send()
+                ahead.append(FunctionFuture(call))
+            if not ahead:
+                return
+            results, error = ahead.popleft().result()
+            yield from results
+            if error is not None:
+                raise error
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it here, in this process, with what is installed here."""
@@ -131,10 +183,14 @@ class Isolated(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
-        """The same function with other options: timeout_s, fallback, idempotent, keep, shapes. Raises
-        InvalidArgument."""
+        """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers, shadow,
+        tolerance. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        return Isolated(self._function, self._env, options, self._code, is_stream=self._is_stream)
+        return self._changed(options, self._places.candidates[1:])
+
+    def _changed(self, options: Options, others: Sequence[Candidate]) -> Isolated[P, R]:
+        kinds = {"is_stream": self._is_stream, "is_coroutine": self._is_coroutine}
+        return Isolated(self._function, self._env, options, self._code, **kinds, others=others)
 
     def as_torch_op(
         self,
@@ -159,9 +215,9 @@ class Isolated(Generic[P, R]):
         except ImportError as exc:
             text = f"{self._label}.as_torch_op needs torch 2.13 or newer: pip install 'layerzero-broker[torch]' ({exc})"
             raise InvalidArgument(text) from exc
-        if self._is_stream or self._options.keep or self._has_out:
-            text = f"{self._label}: an op of torch has tensors as results; not of generators, keep=True or out="
-            raise InvalidArgument(text)
+        if self._is_stream or self._is_coroutine or self._options.keep or self._has_out:
+            text = f"{self._label}: an op of torch has tensors as results"
+            raise InvalidArgument(f"{text}; not of generators, coroutines, keep=True or out=")
         is_remote = isinstance(backward, Isolated)
         return define(self, self._label, name, schema, fake, backward, is_remote, arrays)
 
@@ -169,7 +225,7 @@ class Isolated(Generic[P, R]):
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
         cannot go there."""
         self._bind(args, kwargs)
-        given = Arguments(args, kwargs, self._env.backend)
+        given = Arguments(args, kwargs, self._places.backends)
         state, command = "", ""
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
@@ -181,17 +237,94 @@ class Isolated(Generic[P, R]):
         if not self._env.is_built:
             state, command = "its environment is not built", self._env.build_command
         where, code = self._env, self._code
-        copies = tuple(given.copies)
         return FunctionExplanation(
-            self._label, where.name, where.backend, code.file, code.sha256, state, command, copies, given.uncopied_bytes
+            self._label,
+            where.name,
+            where.backend,
+            code.file,
+            code.sha256,
+            state,
+            command,
+            tuple(given.copies),
+            given.uncopied_bytes,
+            self._verdicts(given),
         )
 
+    def _verdicts(self, given: Arguments) -> tuple[Verdict, ...]:
+        """The broker's, on the workers that may serve a call; none where there is one alone, or where it knows none."""
+        places, session = self._places, default_session.session()
+        if len(given.backends) == 1:
+            return ()
+        places.introduce(session)
+        lent = [None if one is None else BYTES for one in given.lent]
+        body = session.route_body(plan(BYTES, *lent, of=places.of(given.nbytes)), pools.joined(given.backends))
+        try:
+            found = session.explain_route(FUNCTION, body)
+        except InvalidArgument:  # one that is not known, of an environment that is not built
+            return ()
+        return tuple(one for one in found.candidates if one.backend in given.backends)
+
+    def implementation(self, where: FunctionEnv | Sequence[str]) -> Callable[[Callable[..., Any]], Isolated[..., Any]]:
+        """Have another function of a module be this one in another environment, as a further candidate: it serves where
+        policy prefers it, where it was measured to be faster (`tune`), and after the one before has died or has taken
+        too long.
+
+        where: as of lz.isolated. What it gives is the other function, isolated in its environment. Raises
+        InvalidArgument.
+        """
+
+        def decorate(function: Callable[..., Any]) -> Isolated[..., Any]:
+            code = reference(function)
+            if (code.module, code.qualname) == (self._code.module, self._code.qualname):
+                text = f"{self._label}: give its implementation a name of its own"
+                raise InvalidArgument(f"{text}; workers import it by that")
+            self._demand_alike(function, code.label)
+            env = env_of(where, function.__name__)
+            self._places = Places([*self._places.candidates, Candidate(env, code)], self._options.workers)
+            return Isolated(function, env, self._options, code)
+
+        return decorate
+
+    def _demand_alike(self, function: Any, label: str) -> None:
+        """Raises InvalidArgument for what is not called as this function is."""
+        of_ours = (self._is_stream, self._is_coroutine, self._has_out)
+        of_its = (surface.is_stream(function), surface.is_coroutine(function), takes_out(function, self._options))
+        kinds = (
+            ("a generator function", "a function that is no generator"),
+            ("a coroutine function", "a function that is no coroutine"),
+            ("a function with a parameter out", "a function without a parameter out"),
+        )
+        for (one, other), ours, its in zip(kinds, of_ours, of_its, strict=True):
+            if isinstance(function, type) or ours != its:
+                text = f"{label}: allowed as an implementation of {self._label}"
+                raise InvalidArgument(f"{text}: {one if ours else other}")
+
+    def tune(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
+        """Call it in each of its environments, a few times, so that the broker has times to choose by. Returns the
+        median of each, in us, by the environment's backend; of one that failed inf, and a warning says why. Raises
+        InvalidArgument for arguments that do not fit, and of a generator function."""
+        if self._is_stream:
+            raise InvalidArgument(f"{self._label} is a generator; allowed: functions, whose calls have a time")
+        self._bind(args, kwargs)
+        return {one.env.backend: self._measured_us(one.env, args, kwargs) for one in self._places.candidates}
+
+    def _measured_us(self, where: FunctionEnv, args: Any, kwargs: Any) -> float:
+        times_us = []
+        options = replace(self._options, fallback=None, shadow=0.0)
+        for _ in range(TUNE_CALLS):
+            given = Arguments(args, kwargs, self._places.backends_of(where)[:1])
+            start_ns = time.perf_counter_ns()
+            try:
+                self._call_of(given, args, kwargs, options).finish()
+            except LayerZeroError as exc:
+                _log.warning("%s.tune: %s: %s", self._label, where.backend, exc.message.partition("\n")[0])
+                return math.inf
+            times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+        return statistics.median(times_us)
+
     def warmup(self) -> float:
-        """Start its worker and import its module there. Returns seconds. Raises as a call does."""
-        start_s = time.monotonic()
-        call = Call(self, None, (), {}, self._options)
-        call.finish()
-        return time.monotonic() - start_s
+        """Start its workers and import its module there. Returns seconds. Raises as a call does."""
+        return warm_up(self)
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of this function. Raises InvalidArgument before the first one."""
@@ -212,10 +345,9 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        return self._call_of(Arguments(args, kwargs, self._env.backend), args, kwargs)
+        return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
 
-    def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
-        options = self._options
+    def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
         if options.shapes is not None:
             return ShapedCall(self, given, args, kwargs, options, self._shaped(args, kwargs), has_out=self._has_out)
         return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))

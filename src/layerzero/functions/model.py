@@ -10,8 +10,7 @@ from typing import Any
 
 from layerzero.functions.calls import FunctionFuture, FunctionReport, Options, options_of
 from layerzero.functions.code import reference
-from layerzero.functions.decorator import env_of
-from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.model_file import ONNX, SAFETENSORS, ModelFile
 from layerzero.functions.objects import IsolatedClass
 from layerzero.functions.ports import Port, Signature, ports

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layerzero.functions.calls import Options, options_of
-from layerzero.functions.decorator import env_of
-from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.isolated import Isolated
 from layerzero.functions.names import look_up
 from layerzero.functions.objects import IsolatedClass
@@ -56,8 +55,8 @@ class Module:
                 return value
             case [frames.MODULE]:
                 found: Any = Module(code, where, options)
-            case [frames.FUNCTION, bool(is_stream)]:
-                found = Isolated(None, where, options, code, is_stream=is_stream)
+            case [frames.FUNCTION, bool(is_stream), bool(is_coroutine)]:
+                found = Isolated(None, where, options, code, is_stream=is_stream, is_coroutine=is_coroutine)
             case [frames.CLASS, Surface() as surface]:
                 found = IsolatedClass(None, surface, where, options, code, "error")
         return self._lz_known.setdefault(name, found)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of
+from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
-from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.held import Hold, Lent, Reserved, Stay
 from layerzero.functions.isolated import Isolated, wrap_of
 from layerzero.functions.names import look_up
+from layerzero.functions.places import Candidate, Places
 from layerzero.functions.streams import iterate
 from layerzero.functions.use import Use
-from layerzero.ipc.errors import InvalidArgument, RemoteError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
-from layerzero.ipc.functions.surface import CALLABLE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
+from layerzero.ipc.functions.surface import CALLABLE, COROUTINE, OF_CLASS, OPERATORS, PROPERTY, STREAM, Surface
 
 ON_DEATH = ("error", "rebuild")
 
@@ -35,12 +38,12 @@ class IsolatedClass:
         """`cls`: None for one that this process does not have. Raises InvalidArgument."""
         if on_death not in ON_DEATH:
             raise InvalidArgument(f"lz.isolated: on_death is {on_death!r:.80}; allowed: {', '.join(ON_DEATH)}")
-        _demand_no_fallback(options)
+        _demand_of_objects(options)
         if options.keep:
             raise InvalidArgument("lz.isolated: keep is for functions and methods; objects stay there anyway")
         self._class, self._surface = cls, surface
         self._env, self._options, self._code, self._on_death = where, options, code, on_death
-        self._tree = code.to_tree()
+        self._places = Places([Candidate(where, code)], options.workers)
         self._room = MIN_ROOM
         self._last = threading.local()
         self._methods: dict[str, inspect.Signature | None] = {}  # those that were called
@@ -67,9 +70,26 @@ class IsolatedClass:
         Raises as a call of a function does, and InvalidArgument where 1,024 objects of this program are there.
         """
         self._bind(self._label, _signature(self._class), args, kwargs)
-        given = Arguments(args, kwargs, self._env.backend)
-        hold = Call(self, given, args, kwargs, self._options, wrap=_held).finish()
-        return self._proxy(Remote(self, hold, self, args, kwargs))
+        return self._proxy(Remote(self, self._construct(self, args, kwargs), self, args, kwargs))
+
+    def _construct(self, maker: Owner, args: Any, kwargs: Any, backend: str = "") -> Hold:
+        """A new object, by the class or a method of it. `backend`: where it was before; a worker of its own is another
+        one then."""
+        if self._options.process == "pool" or maker is not self:
+            given = Arguments(args, kwargs, (backend,) if backend else self._places.backends)
+            found: Hold = Call(maker, given, args, kwargs, maker._options, wrap=_held).finish()
+            return found
+        session = default_session.session()
+        reserved = Reserved.of(session, self._env)
+        try:
+            given = Arguments(args, kwargs, (reserved.backend,))
+            wrap = functools.partial(_held, reserved=reserved)
+            found = Call(maker, given, args, kwargs, maker._options, wrap=wrap).finish()
+        except BaseException:
+            with contextlib.suppress(LayerZeroError):
+                reserved.free(session)
+            raise
+        return found
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, self._proxy) or (self._class is not None and isinstance(value, self._class))
@@ -107,16 +127,15 @@ class IsolatedClass:
         return self._class(*args, **kwargs)
 
     def options(self, **changes: Any) -> IsolatedClass:
-        """The same class with other options: timeout_s, idempotent, on_death. Raises InvalidArgument."""
+        """The same class with other options: timeout_s, idempotent, on_death, workers, process. Raises
+        InvalidArgument."""
         on_death = changes.pop("on_death", self._on_death)
         options = options_of(replace, self._options, **changes)
         return IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
 
     def warmup(self) -> float:
-        """Start the worker and import the class's module there. Returns seconds. Raises as a call does."""
-        start_s = time.monotonic()
-        Call(self, None, (), {}, self._options).finish()
-        return time.monotonic() - start_s
+        """Start the workers and import the class's module there. Returns seconds. Raises as a call does."""
+        return warm_up(self)
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of any of its objects. Raises InvalidArgument before the first one."""
@@ -159,23 +178,29 @@ class ClassFunction(Isolated[Any, Any]):
         self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, bits: int
     ) -> None:
         """`bits`: of its surface. One that is not the class's own takes an object as its first argument."""
-        super().__init__(function, where, options, code, is_stream=bool(bits & STREAM))
+        super().__init__(
+            function, where, options, code, is_stream=bool(bits & STREAM), is_coroutine=bool(bits & COROUTINE)
+        )
         self._of, self._bits, self._last = of, bits, of._last
 
     def options(self, **changes: Any) -> ClassFunction:
         """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        _demand_no_fallback(options)
+        _demand_of_objects(options)
         return ClassFunction(self._of, self._function, self._env, options, self._code, self._bits)
 
-    def _call_of(self, given: Arguments, args: Any, kwargs: Any) -> Call:
-        if self._options.keep or self._is_stream or not self._bits & OF_CLASS:
-            return super()._call_of(given, args, kwargs)
+    def implementation(self, where: FunctionEnv | Sequence[str]) -> Callable[[Callable[..., Any]], Isolated[..., Any]]:
+        """Raises InvalidArgument: a class has one environment."""
+        raise InvalidArgument(f"{self._label}: its class's objects live in one environment; decorate a function")
+
+    def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
+        if options.keep or self._is_stream or not self._bits & OF_CLASS:
+            return super()._call_of(given, args, kwargs, options)
 
         def made(_: Any, hold: Hold) -> Any:
             return self._of._proxy(Remote(self._of, hold, self, args, kwargs))
 
-        return Call(self, given, args, kwargs, self._options, wrap=made, stays=frames.OWN)
+        return Call(self, given, args, kwargs, options, wrap=made, stays=frames.OWN)
 
 
 class Remote(Stay):
@@ -188,8 +213,7 @@ class Remote(Stay):
         self.take(hold)
 
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
-        given = Arguments(args, kwargs, maker._env.backend)
-        self.take(Call(maker, given, args, kwargs, maker._options, wrap=_held).finish())
+        self.take(self.owner._construct(maker, args, kwargs, self.backend))
 
     def rebuild(self, lost: Hold) -> bool:
         """Construct it again, unless another thread has. False where that is not wanted. Raises as a call does."""
@@ -211,8 +235,8 @@ class Remote(Stay):
         super().close(timeout_s)
 
 
-def _held(_: Any, hold: Hold) -> Hold:
-    return hold
+def _held(_: Any, hold: Hold, reserved: Reserved | None = None) -> Hold:
+    return hold if reserved is None else hold.in_own_worker(reserved)
 
 
 class Method:
@@ -223,7 +247,10 @@ class Method:
         self._options = remote.owner._options if options is None else options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it in the environment. Raises as a call of a function does."""
+        """Call it in the environment; a coroutine method is sent, and gives a FunctionFuture. Raises as a call of a
+        function does."""
+        if self._remote.owner._surface.names.get(self._name, 0) & COROUTINE:
+            return self.submit(*args, **kwargs)
         return self._start(args, kwargs).finish()
 
     def submit(self, *args: Any, **kwargs: Any) -> FunctionFuture:
@@ -236,7 +263,7 @@ class Method:
         """The same method of the same object with other options: timeout_s, idempotent, keep. Raises
         InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        _demand_no_fallback(options)
+        _demand_of_objects(options)
         return Method(self._remote, self._name, options)
 
     def _start(self, args: Any, kwargs: Any) -> Use:
@@ -251,11 +278,14 @@ class Method:
         return f"<lz.isolated method {owner._label}.{self._name} in {owner._env.backend}>"
 
 
-def _demand_no_fallback(options: Options) -> None:
+def _demand_of_objects(options: Options) -> None:
+    """Raises InvalidArgument for options that are for functions."""
     if options.shapes is not None:
         raise InvalidArgument("lz.isolated: shapes is for functions; results of methods are copied once")
     if options.fallback is not None:
         raise InvalidArgument("lz.isolated: fallback is for functions; an object has its state there alone")
+    if options.shadow:
+        raise InvalidArgument("lz.isolated: shadow is for functions; a class has one environment")
 
 
 class Proxy(Inside):
@@ -269,9 +299,9 @@ class Proxy(Inside):
     def __init__(self, remote: Remote) -> None:
         object.__setattr__(self, "_lz", remote)
 
-    def _lz_lend(self, backend: str) -> Lent:
+    def _lz_lend(self, backends: Sequence[str]) -> Lent:
         """As Inside."""
-        return self._lz.lend_to(backend)
+        return self._lz.lend_to(backends)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -70,10 +70,13 @@ class ShapedCall(Call):
     def _room(self) -> int:
         return max(super()._room(), self._shaped.room)
 
+    def _again(self, given: Arguments, options: Options) -> Call:
+        return ShapedCall(self.owner, given, self.args, self.kwargs, options, self._shaped, has_out=self._has_out)
+
     def _frame(self, given: Arguments) -> Frame:
         if not self._has_out:
             return super()._frame(given)
-        return given.placed([frames.CALL, self.owner._tree], self._shaped.nodes)
+        return given.placed([frames.CALL, self.owner._places.tree(given.backends)], self._shaped.nodes)
 
 
 def _is_pair(value: Any) -> bool:

@@ -29,7 +29,7 @@ class Stream:
 
     def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
         self._owner, self._label = owner, label
-        self._options = replace(options, idempotent=False, fallback=None, keep=False)
+        self._options = replace(options, idempotent=False, fallback=None, keep=False, shadow=0.0)
         self._stay = Stay(label, owner._env)
         self._stay.take(hold)
         self._lock = threading.Lock()
@@ -44,6 +44,16 @@ class Stream:
         if not found:
             raise StopIteration
         return found[0]
+
+    def send(self, _: Any) -> Any:
+        """Raises InvalidArgument: items are made ahead, before anything could be sent to them."""
+        raise InvalidArgument(f"{self._label}: a stream takes nothing; use an object of a class, and call its methods")
+
+    def throw(self, *_: Any) -> Any:
+        """Raises InvalidArgument, as `send`."""
+        raise InvalidArgument(f"{self._label}: nothing is raised in a stream from here; close() it")
+
+    asend, athrow = send, throw
 
     def __aiter__(self) -> Stream:
         return self
@@ -76,7 +86,7 @@ class Stream:
                 found = (self._ahead or self._next()).finish()
                 if not (isinstance(found, list) and len(found) <= 1):
                     text = f"{self._label}: its worker's answer is no item: {found!r:.100}"
-                    raise BackendError(text, backend=self._owner._env.backend)
+                    raise BackendError(text, backend=self._stay.backend)
             except BaseException as exc:
                 if self._stay.is_closed and isinstance(exc, (ObjectLost, InvalidArgument)):
                     return []  # another thread has closed it meanwhile
@@ -101,7 +111,7 @@ class Stream:
 
     def __repr__(self) -> str:
         closed = ", closed" if self._stay.is_closed else ""
-        return f"<lz stream of {self._label} in {self._owner._env.backend}{closed}>"
+        return f"<lz stream of {self._label} in {self._stay.backend}{closed}>"
 
 
 def iterate(stay: Stay, owner: Owner) -> Stream:
@@ -110,14 +120,14 @@ def iterate(stay: Stay, owner: Owner) -> Stream:
     def begun(_: Owner, hold: Hold) -> Stream:
         return Stream(owner, hold, owner._options, stay.label)
 
-    options = replace(owner._options, fallback=None)
+    options = replace(owner._options, fallback=None, shadow=0.0)
     found: Stream = Use(stay, owner, frames.METHOD, "__iter__", (), {}, options, begun).finish()
     return found
 
 
 class _Next(Call):
     def __init__(self, owner: Owner, stay: Stay, options: Options, label: str) -> None:
-        super().__init__(owner, Arguments((), {}, owner._env.backend), (), {}, options, label)
+        super().__init__(owner, Arguments((), {}, (stay.backend,)), (), {}, options, label)
         self._reference = stay.lend().reference  # and no loan: it may be released while the item is made
 
     def _frame(self, given: Arguments) -> Frame:

@@ -27,7 +27,7 @@ class Use(Call):
         libraries: tuple[str, str] = ("", ""),
     ) -> None:
         """`libraries`: of arrays there and of those of the result here; each its own when empty."""
-        given = Arguments(args, kwargs, owner._env.backend, libraries[0])
+        given = Arguments(args, kwargs, (stay.backend,), libraries[0])
         label = f"{stay.label}.{name}" if name else stay.label
         super().__init__(owner, given, args, kwargs, options, label, wrap)
         self._how, self._name = how, name

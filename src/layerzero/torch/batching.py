@@ -14,7 +14,7 @@ from torch import Tensor
 
 import layerzero as lz
 
-Rule = Callable[..., tuple[Tensor, int]]
+Rule = Callable[..., tuple[Any, Any]]
 Dims = Sequence[int | None]
 ops = torch.ops.layerzero
 
@@ -48,12 +48,92 @@ def gated(name: str) -> Rule:
     return rule
 
 
-def softmax(info: Any, dims: Dims, input: Tensor, dim: int, **options: Any) -> tuple[Tensor, int]:
-    """Over the same dimension of each sample."""
-    x = _front(input, dims[0])
-    if x.dim() == 1:  # samples are scalars
-        return ops.softmax(x.unsqueeze(-1), -1 if dim in (0, -1) else dim + 1, **options).squeeze(-1), 0
-    return ops.softmax(x, dim if dim < 0 else dim + 1, **options), 0
+def softmax(name: str) -> Rule:
+    """Of softmax and its logarithm: over the same dimension of each sample."""
+
+    def rule(info: Any, dims: Dims, input: Tensor, dim: int, **options: Any) -> tuple[Tensor, int]:
+        x, op = _front(input, dims[0]), getattr(ops, name)
+        if x.dim() == 1:  # samples are scalars
+            return op(x.unsqueeze(-1), -1 if dim in (0, -1) else dim + 1, **options).squeeze(-1), 0
+        return op(x, dim if dim < 0 else dim + 1, **options), 0
+
+    return rule
+
+
+def add_rms_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **options: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """As rms_norm."""
+    dims = (*dims, None, None)
+    x, other = (_mapped(one, dim, info.batch_size) for one, dim in ((input, dims[0]), (residual, dims[1])))
+    is_mapped = weight is not None and dims[3] is not None
+    out, summed = ops.add_rms_norm(x, other, normalized_shape, None if is_mapped else weight, eps, **options)
+    if weight is not None and is_mapped:
+        out = out * _beside(weight, dims[3], x)
+    return (out, summed), (0, 0)
+
+
+def group_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """Each channel of each sample is one of a larger call."""
+    dims = (*dims, None, None, None)
+    x, params = _as_channels(info, (dims[0], dims[2], dims[3]), input, weight, bias)
+    result = ops.group_norm(x, num_groups * info.batch_size, *params, eps, **options)
+    return result.unflatten(1, (info.batch_size, -1)), 1
+
+
+def instance_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """As group_norm."""
+    x, params = _as_channels(info, (*dims, None, None), input, weight, bias)
+    return ops.instance_norm(x, *params, eps, **options).unflatten(1, (info.batch_size, -1)), 1
+
+
+def batch_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *args: Any,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """As group_norm."""
+    x, params = _as_channels(info, (*dims, None, None), input, running_mean, running_var, weight, bias)
+    return ops.batch_norm(x, *params, *args, **options).unflatten(1, (info.batch_size, -1)), 1
+
+
+def _as_channels(info: Any, dims: Dims, x: Tensor, *params: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    """(batch, samples * channels, ...), and for each of those channels its parameters."""
+    size = info.batch_size
+    flat = [
+        None if one is None else _mapped(one, dim, size).flatten() for one, dim in zip(params, dims[1:], strict=False)
+    ]
+    return _mapped(x, dims[0], size).transpose(0, 1).flatten(1, 2), flat
 
 
 def layer_norm(

@@ -32,20 +32,69 @@ def gated(op: str) -> Callable[..., Tensor]:
     """Of swiglu and its like: as `gate`; equal shapes."""
 
     def fake(gate: Tensor, up: Tensor, approximate: str = "none", **_: Any) -> Tensor:
-        _same(op, gate=gate, up=up)
-        _need(gate.dim() == up.dim(), lambda: _shapes(op, "equal shapes", gate=gate, up=up))
-        for one, other in zip(gate.shape, up.shape, strict=True):
-            _need(one == other, lambda: _shapes(op, "equal shapes", gate=gate, up=up))
+        _alike(op, gate=gate, up=up)
         return gate.new_empty(gate.shape)
 
     return fake
 
 
-def softmax(input: Tensor, dim: int, **_: Any) -> Tensor:
+def softmax(op: str) -> Callable[..., Tensor]:
+    """Of softmax and its logarithm: as `input`."""
+
+    def fake(input: Tensor, dim: int, **_: Any) -> Tensor:
+        ndim = max(input.dim(), 1)
+        _need(-ndim <= dim < ndim, lambda: f"{op}: dim is {dim}; allowed: {-ndim} to {ndim - 1}; pass one of them")
+        return input.new_empty(input.shape)
+
+    return fake
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Tensor:
     """As `input`."""
-    ndim = max(input.dim(), 1)
-    _need(-ndim <= dim < ndim, lambda: f"softmax: dim is {dim}; allowed: {-ndim} to {ndim - 1}; pass one of them")
-    return input.new_empty(input.shape)
+    made = _channel_norm("group_norm", input, 2, weight=weight, bias=bias)
+    text = f"group_norm: num_groups is {num_groups}; allowed: a divisor of x's channels; pass one of them"
+    _need(num_groups > 0, lambda: text)
+    _need(input.shape[1] % num_groups == 0, lambda: text)
+    return made
+
+
+def instance_norm(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
+    """As `input`."""
+    return _channel_norm("instance_norm", input, 3, weight=weight, bias=bias)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Tensor:
+    """As `input`."""
+    params = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    return _channel_norm("batch_norm", input, 2, **params)
+
+
+def _channel_norm(op: str, x: Tensor, least: int, **params: Tensor | None) -> Tensor:
+    _same(op, x=x, **params)
+    _need(x.dim() >= least, lambda: _shapes(op, f"{least} dimensions or more, channels in the second", x=x))
+    for name, given in params.items():
+        if given is not None:
+            _like(op, name, given, x.shape[1:2], "one number for each channel of x")
+    return x.new_empty(x.shape)
 
 
 def layer_norm(
@@ -67,6 +116,19 @@ def rms_norm(
     return _norm("rms_norm", input, normalized_shape, weight=weight)
 
 
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **_: Any,
+) -> Any:
+    """As `input`, twice."""
+    _alike("add_rms_norm", input=input, residual=residual)
+    return _norm("add_rms_norm", input, normalized_shape, weight=weight), input.new_empty(input.shape)
+
+
 def layer_norm_backward(
     grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *_: Any, **__: Any
 ) -> Any:
@@ -82,10 +144,7 @@ def rms_norm_backward(
 
 
 def _norm_backward(op: str, grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, sums: int) -> Any:
-    _same(op, grad_out=grad, input=x)
-    _need(grad.dim() == x.dim(), lambda: _shapes(op, "equal shapes", grad_out=grad, input=x))
-    for one, other in zip(grad.shape, x.shape, strict=True):
-        _need(one == other, lambda: _shapes(op, "equal shapes", grad_out=grad, input=x))
+    _alike(op, grad_out=grad, input=x)
     by_x = _norm(op, x, shape, weight=weight)
     return (by_x, *(x.new_empty(tuple(shape)) for _ in range(sums)))
 
@@ -242,11 +301,20 @@ def _need(condition: Any, message: Callable[[], str]) -> None:
     torch._check(condition, message)
 
 
-def _like(op: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    text = f"{op}: {name} has shape {list(tensor.shape)}; allowed: normalized_shape, {list(shape)}; reshape it"
+def _like(op: str, name: str, tensor: Tensor, shape: Sequence[int], what: str = "normalized_shape") -> None:
+    text = f"{op}: {name} has shape {list(tensor.shape)}; allowed: {what}, {list(shape)}; reshape it"
     _need(tensor.dim() == len(shape), lambda: text)
     for extent, wanted in zip(tensor.shape, shape, strict=True):
         _need(extent == wanted, lambda: text)
+
+
+def _alike(op: str, **tensors: Tensor) -> None:
+    """One dtype, one device and one shape for two."""
+    _same(op, **tensors)
+    first, second = tensors.values()
+    _need(first.dim() == second.dim(), lambda: _shapes(op, "equal shapes", **tensors))
+    for one, other in zip(first.shape, second.shape, strict=True):
+        _need(one == other, lambda: _shapes(op, "equal shapes", **tensors))
 
 
 def _shapes(op: str, allowed: str, **tensors: Tensor) -> str:

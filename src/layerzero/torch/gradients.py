@@ -36,7 +36,7 @@ class Call:
 
 
 Gradients = dict[str, "Tensor | None"]
-Formula = Callable[[Tensor, Call], Gradients]
+Formula = Callable[[Any, Call], Gradients]  # of the gradient of the result, or of several those
 
 
 def silu(grad: Tensor, call: Call) -> Gradients:
@@ -66,6 +66,12 @@ def softmax(grad: Tensor, call: Call) -> Gradients:
     return {"input": aten._softmax_backward_data(grad, out, call["dim"], out.dtype)}
 
 
+def log_softmax(grad: Tensor, call: Call) -> Gradients:
+    """g - exp(y) sum(g)."""
+    out = call["out"]
+    return {"input": aten._log_softmax_backward_data(grad, out, call["dim"], out.dtype)}
+
+
 def layer_norm(grad: Tensor, call: Call) -> Gradients:
     """By the op layer_norm_backward, which is selected like any other. In this process where what lies outside
     differentiates once more, or maps."""
@@ -79,11 +85,28 @@ def layer_norm(grad: Tensor, call: Call) -> Gradients:
 
 def rms_norm(grad: Tensor, call: Call) -> Gradients:
     """As layer_norm, by the op rms_norm_backward."""
-    args = (grad, call["input"], call["normalized_shape"], call["weight"], call["eps"])
+    return _rms_norm(grad, call["input"], call, call.needs, call["backend"])
+
+
+def add_rms_norm(grads: Any, call: Call) -> Gradients:
+    """Those of rms_norm, of the sum; the sum's own gradient is added, and both terms have all of it. A backend that is
+    pinned for the forward call need not have that op: any may serve."""
+    by_out, by_sum = grads
+    needs = frozenset({"input" if name == "residual" else name for name in call.needs})
+    found = _rms_norm(by_out, call["summed"], call, needs, None)
+    if "input" in needs:
+        by_x = found["input"]
+        assert by_x is not None
+        found["input"] = found["residual"] = by_x + by_sum
+    return found
+
+
+def _rms_norm(grad: Tensor, x: Tensor, call: Call, needs: frozenset[str], backend: str | None) -> Gradients:
+    args = (grad, x, call["normalized_shape"], call["weight"], call["eps"])
     if _is_formula():
         backward.thread.why = OUTSIDE
-        return dict(norms.rms_norm(*args, call.needs))
-    pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
+        return dict(norms.rms_norm(*args, needs))
+    pinned = {"backend": backend, "timeout_s": call["timeout_s"]}
     return dict(zip(norms.RMS_NORM, torch.ops.layerzero.rms_norm_backward(*args, **pinned), strict=True))
 
 

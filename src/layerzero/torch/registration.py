@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowADInplaceOrView, _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad, profiler
-from torch.autograd.graph import increment_version
 from torch.library import Library, register_vmap
 
 import layerzero as lz
@@ -276,6 +275,8 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
                 out, also = _in_place_of(entry, dict(zip(names, args, strict=False)), options)
         else:
             out = run(*args, **options)
+        if entry.also_saved and not entry.with_gradients:
+            also = out[1]
         kept = kept_of(ctx.needs_input_grad)
         ctx.save_for_backward(*[out if n == OUT else also if n == ALSO else args[n] for _, n in kept.saved])
         shapes = [None if args[n] is None else args[n].shape for _, n in kept.tensors]
@@ -368,7 +369,7 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
     )
 
     def count(args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        increment_version([*[args[number] for number in numbers], *[options[name] for name in keywords]])
+        _count([*[args[number] for number in numbers], *[options[name] for name in keywords]])
 
     def differentiable(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         if _is_grad_on() and _any_needs_grad(*args, **options):
@@ -386,6 +387,9 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
 
     LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
     LIBRARY.impl(name, counted, "ADInplaceOrView")
+
+
+_count: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
 
 
 def _arguments(op: Any) -> tuple[tuple[str, ...], dict[str, Any], frozenset[str]]:
@@ -410,7 +414,9 @@ def _autocast(entry: OpEntry, op: Any, device_type: str, key: DispatchKey) -> Ca
             if dtype is None:
                 return op(*args, **options)
             out = op(*[_cast(arg, dtype) if isinstance(arg, Tensor) else arg for arg in args], **options)
-            return out if result is None else out.to(result)
+            if result is None:
+                return out
+            return tuple(one.to(result) for one in out) if isinstance(out, tuple) else out.to(result)
 
     def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(dtype) if tensor.dtype in casts else tensor

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch import activations, attention, autocasting, batching, fakes, gradients, norms
+from layerzero.torch import activations, attention, autocasting, batching, channel_norms, fakes, gradients, norms
 
 ANY: frozenset[str] = frozenset()
 
@@ -28,10 +28,10 @@ class OpEntry:
     tensors stay as they are; `batch` is None where vmap is refused by name.
 
     `results`: how many; of several there is no form with `out`. `runs`: what is called in place of the lz function.
-    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted:
-    its second result is saved, too, as `also_saved`. `backward` names the op of this table that its formula calls
-    where it can: accelerate reports these. `by_torch` computes calls that kernels do not, with torch's own
-    gradients; None is its answer to others. `library` names the namespace of torch.ops."""
+    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted. Its second
+    result, or where there is no such op this one's own, is saved, too, as `also_saved`. `backward` names the op of this
+    table that its formula calls where it can: accelerate reports these. `by_torch` computes calls that kernels do not,
+    with torch's own gradients; None is its answer to others. `library` names the namespace of torch.ops."""
 
     name: str
     arguments: str
@@ -163,14 +163,63 @@ TABLE: dict[str, OpEntry] = {
             autocasting.lower,
             batching.linear,
         ),
+        *(
+            OpEntry(
+                name,
+                "Tensor input, int dim",
+                fakes.softmax(name),
+                formula,
+                {"out": ANY},
+                autocasting.single,
+                batching.softmax(name),
+            )
+            for name, formula in (("softmax", gradients.softmax), ("log_softmax", gradients.log_softmax))
+        ),
         OpEntry(
-            "softmax",
-            "Tensor input, int dim",
-            fakes.softmax,
-            gradients.softmax,
-            {"out": ANY},
+            "add_rms_norm",
+            "Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None",
+            fakes.add_rms_norm,
+            gradients.add_rms_norm,
+            {"summed": frozenset({"input", "residual", "weight"}), "weight": frozenset({"input", "residual"})},
             autocasting.single,
-            batching.softmax,
+            batching.add_rms_norm,
+            results=2,
+            also_saved="summed",
+            backward="rms_norm_backward",
+        ),
+        OpEntry(
+            "group_norm",
+            "Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            fakes.group_norm,
+            channel_norms.group_norm_gradients,
+            {"input": frozenset({"input", "weight"}), "weight": frozenset({"input"})},
+            autocasting.single,
+            batching.group_norm,
+        ),
+        OpEntry(
+            "instance_norm",
+            "Tensor input, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            fakes.instance_norm,
+            channel_norms.group_norm_gradients,
+            {"input": frozenset({"input", "weight"}), "weight": frozenset({"input"})},
+            autocasting.single,
+            batching.instance_norm,
+            runs=channel_norms.instance_norm,
+        ),
+        OpEntry(
+            "batch_norm",
+            "Tensor input, Tensor running_mean, Tensor running_var, Tensor? weight=None, Tensor? bias=None, "
+            "bool training=False, float momentum=0.1, float eps=1e-05",
+            fakes.batch_norm,
+            channel_norms.batch_norm_gradients,
+            {
+                "input": frozenset({"weight", "running_var"}),
+                "running_mean": frozenset({"weight", "running_var"}),
+                "running_var": frozenset({"input", "weight", "running_mean", "running_var"}),
+                "weight": frozenset({"input", "running_mean", "running_var"}),
+            },
+            autocasting.single,
+            batching.batch_norm,
         ),
         OpEntry(
             "layer_norm",

@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from layerzero.torch.evidence import Comparison
+
 SERVED = "served"
 
 
@@ -22,9 +24,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows, those with most calls first. Compiled calls are not counted."""
+    """Rows, those with most calls first. Compiled calls are not counted. `comparisons`: kinds of calls that were timed
+    beside the framework's own."""
 
     rows: tuple[Row, ...] = field(default=())
+    comparisons: tuple[Comparison, ...] = field(default=())
 
     @property
     def served(self) -> int:
@@ -39,7 +43,8 @@ class Report:
             return "no calls yet"
         width = max(len(row.layer) for row in self.rows)
         lines = [f"{row.layer:<{width}}  {row.what:<10}  {row.calls:>8,}  {row.outcome}" for row in self.rows]
-        return "\n".join((f"{self.served:,} calls served, {self.handed_over:,} handed over", *lines))
+        headline = f"{self.served:,} calls served, {self.handed_over:,} handed over"
+        return "\n".join((headline, *lines, *map(str, self.comparisons)))
 
 
 class Tally:

@@ -21,10 +21,17 @@ def traced(request: Request) -> Any:
     if request.op in ("layer_norm", "rms_norm"):
         x, *params = request.args
         args = (x, options.pop("normalized_shape"), *params, options.pop("eps"))
-    elif request.op in ("layer_norm_backward", "rms_norm_backward"):
-        grad, x, weight = request.args
-        args = (grad, x, options.pop("normalized_shape"), weight, options.pop("eps"))
-    elif request.op == "softmax":
+    elif request.op in ("layer_norm_backward", "rms_norm_backward", "add_rms_norm"):
+        first, second, weight = request.args
+        args = (first, second, options.pop("normalized_shape"), weight, options.pop("eps"))
+    elif request.op == "group_norm":
+        x, *params = request.args
+        args = (x, options.pop("num_groups"), *params, options.pop("eps"))
+    elif request.op == "instance_norm":
+        args = (*request.args, options.pop("eps"))
+    elif request.op == "batch_norm":
+        args = (*request.args, *(options.pop(name) for name in ("training", "momentum", "eps")))
+    elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))
     elif request.op in ("gelu", "geglu"):
         args = (*request.args, options.pop("approximate"))
@@ -33,6 +40,10 @@ def traced(request: Request) -> Any:
         args = (*request.args, *(options.pop(name) for name in named))
     else:
         args = request.args
+    if isinstance(request.out, tuple):  # several results have no form with `out`
+        for target, made in zip(request.out, packet.default(*args, **options), strict=True):
+            target.copy_(made)
+        return request.out
     if request.out is not None:
         packet.out(*args, **options, out=request.out)
         return request.out

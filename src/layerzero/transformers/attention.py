@@ -3,12 +3,14 @@ the model's own formula, or Transformers' SDPA, computes it. Nothing that is ask
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
 
+from layerzero.torch.evidence import SLOWER, TRYING, Turn
 from layerzero.transformers import masks, running
 from layerzero.transformers.modeling import ModelingFile, file_of
 from layerzero.transformers.running import HandedOver
@@ -30,11 +32,13 @@ def attention(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
+    if_faster: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's attention: query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv) -> (B, Sq, Hq, Dv), and the
     weights where output_attentions asks for them. `attention_mask` is bool (True: attend), or added; None: all, or up
-    to itself with is_causal. `cache`: continuous batching's, which has the keys."""
+    to itself with is_causal. `cache`: continuous batching's, which has the keys. `if_faster`: kinds of calls
+    that were timed to be slower so than by SDPA are SDPA's."""
     if cache is not None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     file = file_of(module)
@@ -52,17 +56,47 @@ def attention(
     if reason is not None:
         running.count(module, "attention", f"handed to the model's own formula: {reason}")
         return _eager(module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, kwargs)
+    given = (query, key, value, attention_mask, dropout, scaling, causal, position_bias)
     try:
         if running.IS_DISABLED:
             raise HandedOver("LAYERZERO_DISABLE")
-        out = _serve(query, key, value, attention_mask, dropout, scaling, causal, position_bias)
+        return _by_the_faster(module, given, kwargs) if if_faster else _by_ours(module, given)
     except HandedOver as why:
-        running.count(module, "attention", f"handed to SDPA: {why}")
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, None, **kwargs
-        )
+        return _by_sdpa(str(why), module, given, kwargs)
+
+
+def attention_if_faster(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """As `attention`, but for kinds of calls that were timed to be slower so than by SDPA."""
+    return attention(*args, **{**kwargs, "if_faster": True})
+
+
+def _by_the_faster(module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, None]:
+    """By what was faster for calls of this kind; while that is not known, by each in turns. Raises HandedOver."""
+    if torch.compiler.is_compiling():
+        raise HandedOver("compiled, where nobody can time it")
+    trial = running.evidence.trial("attention", given)
+    turn = Turn.OURS if trial is None else trial.turn()
+    if turn is Turn.NATIVE:
+        return _by_sdpa(SLOWER, module, given, kwargs)
+    start_ns = time.perf_counter_ns()
+    is_native = turn is Turn.TRY_NATIVE
+    result = _by_sdpa(TRYING, module, given, kwargs) if is_native else _by_ours(module, given)
+    if trial is not None and turn is not Turn.OURS:
+        trial.add(turn, time.perf_counter_ns() - start_ns)
+    return result
+
+
+def _by_ours(module: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, None]:
+    """Raises HandedOver."""
+    out = _serve(*given)
     running.count(module, "attention")
     return out, None
+
+
+def _by_sdpa(why: str, module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, None]:
+    running.count(module, "attention", f"handed to SDPA: {why}")
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, *given, None, **kwargs)
+    return found
 
 
 def _serve(

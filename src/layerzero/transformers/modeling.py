@@ -77,11 +77,21 @@ def _read(name: str) -> ModelingFile:
 
 def file_of(layer: object) -> ModelingFile:
     """The file that a layer's class, or the class it comes from, is written in: the first with a formula."""
-    found = [modeling_file(cls.__module__) for cls in type(layer).__mro__ if cls.__module__.startswith("transformers")]
+    found = _of_class.get(type(layer))
+    if found is None:
+        found = _of_class[type(layer)] = _file_of(type(layer))
+    return found
+
+
+_of_class: dict[type, ModelingFile] = {}
+
+
+def _file_of(layer: type) -> ModelingFile:
+    found = [modeling_file(cls.__module__) for cls in layer.__mro__ if cls.__module__.startswith("transformers")]
     for file in found:
         if file.eager is not None:
             return file
-    return found[0] if found else modeling_file(type(layer).__module__)
+    return found[0] if found else modeling_file(layer.__module__)
 
 
 def takes_bool_masks(config: object) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from layerzero.torch.evidence import Evidence
 from layerzero.torch.running import IS_DISABLED, HandedOver, Runner, check_attention
 
 runner = Runner("Transformers")
 call = runner.call
 connected = runner.connected
 count = runner.count
+evidence = Evidence()
 
-__all__ = ["IS_DISABLED", "HandedOver", "call", "check_attention", "connected", "count", "runner"]
+__all__ = ["IS_DISABLED", "HandedOver", "call", "check_attention", "connected", "count", "evidence", "runner"]

@@ -93,6 +93,8 @@ def serve(config: BootConfig) -> int:
     modules = _watched_modules() if config.lifts else None  # before a library loads any
     with loading():
         loaded = import_provider(config.provider).load()
+    if loaded.per_client is not None:
+        loaded.per_client.begin(page.write_kept, answer.endpoint)
 
     context = zmq.Context()
     dealer = sockets.connect_dealer(context, answer.endpoint, answer.identity, HWM)

@@ -91,6 +91,10 @@ class PerClient(Protocol):
     def forget(self, client: int) -> None:
         """It has left: no call of it will come."""
 
+    def begin(self, note_kept: Callable[[int], None], endpoint: str) -> None:
+        """Before the first call. `note_kept` is to be called with how much is kept whenever that has changed;
+        `endpoint`: the ZeroMQ address of the broker, beside whose socket debuggers of users' code are found."""
+
 
 @dataclass(frozen=True)
 class Loaded:

@@ -52,6 +52,9 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
+        "add_rms_norm": (dense(64, 128), dense(64, 128), dense(128)),
+        **dict.fromkeys(("group_norm", "instance_norm"), (dense(2, 64, 8, 8), dense(64), dense(64))),
+        "batch_norm": (dense(2, 64, 8, 8), *[dense(64)] * 4),
         **dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), (dense(64, 128), dense(64, 128), dense(128))),
         **dict.fromkeys(("swiglu", *GATED), (dense(64, 128), dense(64, 128))),
         "rope": (dense(1, 64, 16, 128), dense(1, 64, 64), dense(1, 64, 64)),
@@ -71,7 +74,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
     attrs: dict[str, Any] = {
         "is_causal": True, "scale": 0.125, "layout": "BHSD", "interleaved": False,
         "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
-        "dim": 1, "ndim": 1, "eps": 1e-6, "approximate": "tanh",
+        "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh",
         "dtype": "int8" if op == "quantize" else "float16",
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ PLAIN = lz.env("plain")
 def plain(x: int, *, y: int = 0) -> int:
     """It adds."""
     return x + y
-
-
-async def asynchronous() -> AsyncIterator[int]:
-    yield 1
-
-
-async def coroutine() -> None: ...
 
 
 class Class:
@@ -73,8 +65,6 @@ def nested_class() -> type:
         (lambda: 1, "a lambda has no name"),
         (made(), "a lambda has no name"),
         (nested(), "defined inside of a function"),
-        (asynchronous, "is asynchronous"),
-        (coroutine, "is asynchronous"),
         (Class.Inner, "is a class inside of a class"),
         (nested_class(), "is a class of a function"),
         (Class.method, "is a method"),

@@ -82,6 +82,10 @@ class Settings(BaseModel):
     rest_s: Seconds = Field(
         60.0, description="a worker for GPUs whose calls are all lifted ends when it was not needed for so long"
     )
+    counts: bool = Field(True, description="clients count calls that pass the broker by, for metrics and lz status")
+    functions_rest_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        600.0, description="a worker of functions that keeps nothing ends when it was not called for so long; 0: never"
+    )
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(
         False, description="lz doctor finds MPS in order, although a fault of one process ends others"
@@ -90,6 +94,12 @@ class Settings(BaseModel):
     joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's agent may not answer")
     secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")
     remote: str = Field("", description="tcp://ADDRESS:PORT for questions (status, health); needs keys")
+    metrics: str = Field(
+        "",
+        description="where metrics are to be had by HTTP: ADDRESS:PORT or unix:PATH (docs/metrics.md); other addresses "
+        "than this machine's own need metrics_token_file",
+    )
+    metrics_token_file: Path | None = Field(None, description="file of the token that whoever reads metrics must show")
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
     allow_uids: str = Field(
         "", description="other users, by number, separated by ',', who each get a broker of their own; needs a secret"

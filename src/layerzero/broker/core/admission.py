@@ -54,6 +54,7 @@ class Admission:
         if lost is None:
             self.calls.place(call)
         elif lost.is_ring:  # it was put when nobody would take it any more
+            call.is_counted = True
             self.resume(call, lost, is_blamed=False)
         else:
             del client.lost[event.after_lane]
@@ -73,12 +74,12 @@ class Admission:
         try:
             point = self._begin_point(client, route, event)
             if self.effects.stopping:
-                self._refuse(client, event.seq, point, BrokerLost("the broker is shutting down"))
+                self._refuse(client, event.seq, point, BrokerLost("the broker is shutting down"), route)
                 return None
             limit = self.limits.max_in_flight
             if is_bounded and client.open_calls >= limit:
                 error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=limit)
-                self._refuse(client, event.seq, point, error)
+                self._refuse(client, event.seq, point, error, route)
                 return None
             arenas = route.checked.get(event.body)
             if arenas is None:
@@ -92,13 +93,14 @@ class Admission:
         elif isinstance(refusal, Poison):
             route.poisons += 1
         if refusal is not None:
-            self._refuse(client, event.seq, point, refusal)
+            self._refuse(client, event.seq, point, refusal, route)
             return None
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
         if not MIN_TIMEOUT_S <= timeout_s <= MAX_TIMEOUT_S:
             timeout_s = min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
+        call.arrived_s = self.effects.now_s
         begin(call)
         if point is not None:
             call.point, point.call = point, call
@@ -108,8 +110,9 @@ class Admission:
             self._pass_by_those_without_transport(call)
         return call
 
-    def _refuse(self, client: Client, seq: int, point: OpenPoint | None, error: LayerZeroError) -> None:
+    def _refuse(self, client: Client, seq: int, point: OpenPoint | None, error: LayerZeroError, route: Route) -> None:
         """It never becomes a call."""
+        self.effects.tally.refuse_early(route.signature.spec.op, error.code)
         refusal = act.Refuse(client.identity, seq, error)
         if point is None:
             self.effects.emit(refusal)

@@ -84,9 +84,11 @@ class CompileWaits:
         self._do(self.engine.compilation.end(event.backend, unit, event.failure))
         self.engine.epoch += 1
         facts = {"backend": event.backend, "kernel_id": unit.kernel_id, "calls": unit.calls}
+        effects.tally.compiles[event.backend, "failed" if event.failure else "ok"] += 1
         if event.failure:
             effects.emit(act.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
         else:
+            effects.tally.compile_s[event.backend] += event.seconds
             effects.emit(act.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
         waiting = self._take([held for held in self.held if held.unit == unit])
         if not event.failure:

@@ -61,6 +61,7 @@ class Completion:
             self.engine.note_success(worker.backend, spec.op, self.effects.now_s, spec.device)
         if not call.is_unwanted:
             decision = self.decisions.number(call, worker)
+            self.effects.tally.answer(call, worker.backend, self.effects.now_s)
             if call.graph_slot is None:
                 self.lease_policy.settle(call, worker)
             self.effects.emit(

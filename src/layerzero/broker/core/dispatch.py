@@ -34,6 +34,7 @@ from layerzero.ipc.errors import (
     RunInProcess,
 )
 from layerzero.ipc.transport.attempts import failed_attempt
+from layerzero.ipc.vocabulary.pools import environment_of
 
 IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
 SHARED_S = 0.1  # so long after calls of two clients a worker counts as theirs
@@ -71,10 +72,12 @@ class Dispatch:
         if verdict is not None:
             if self._sends_back(verdict, call):
                 return
+            if signature.spec.is_pooled:
+                verdict = self._freest(verdict, call, order)
             call.kernel_id = verdict.kernel_id
             worker, number = workers[verdict.backend], call.client.number
             self._note_use(worker, call.client)
-            if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, number):
+            if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, call):
                 self.send(worker, call)
             else:
                 self._let_wait(call, worker)
@@ -107,6 +110,20 @@ class Dispatch:
                 return verdict
             last = last or verdict
         return last
+
+    def _freest(self, verdict: Verdict, call: Call, order: tuple[Verdict, ...]) -> Verdict:
+        """Of the workers of the environment that a verdict is on, the one that has the least to do; one that does not
+        run yet is started rather than that another has two."""
+        workers, environment = self.lifecycle.workers, environment_of(verdict.backend)
+
+        def load(one: Verdict) -> tuple[bool, int, bool]:
+            worker = workers[one.backend]
+            count, is_up = len(worker.running) + len(worker.waiting), worker.state is S.READY
+            return count > 0 or not is_up, count, not is_up
+
+        able = [one for one in order if environment_of(one.backend) == environment and call.may_try(one.backend)]
+        well = [one for one in able if not (one.is_on_trial or one.is_last_resort)]
+        return min(well, key=load) if well else verdict
 
     def _sends_back(self, verdict: Verdict, call: Call) -> bool:
         """Ends the call when its client must do the next step: change the inputs, or run the kernel itself."""
@@ -193,16 +210,20 @@ class Dispatch:
             worker.lone_until_s = now_s + LONE_S
         worker.last_use_s = now_s
 
-    def _has_room(self, worker: Worker, client: int) -> bool:
+    def _has_room(self, worker: Worker, call: Call) -> bool:
         """What was sent ahead runs first. So while others call a worker, too, a client has few calls there, and one
-        while some of them wait for each of theirs."""
+        while some of them wait for each of theirs. A call that other workers could have waits here for the first that
+        is free."""
+        if call.route.signature.spec.is_pooled and worker.running:
+            return False
+        client = call.client.number
         count, now_s = len(worker.running), self.effects.now_s
         if count >= self.limits.depth:
             return False
         share = 1 if now_s < worker.lone_until_s else self.limits.share
         if count < share or now_s >= worker.shared_until_s:
             return True
-        return sum(call.client.number == client for call in worker.running) < share
+        return sum(one.client.number == client for one in worker.running) < share
 
     def send(self, worker: Worker, call: Call) -> None:
         plan = self.signatures.prepare(worker, call)
@@ -211,6 +232,7 @@ class Dispatch:
             call.start_wait_s += self.effects.now_s - call.waits_since_s
             call.waits_since_s = math.inf
         call.attempt += 1
+        self.effects.tally.send(call, self.effects.now_s)
         call.dispatch = next(self._numbers)
         move(call, _RUNNING, worker)
         if len(worker.running) == 1:
@@ -234,16 +256,31 @@ class Dispatch:
     def send_waiting(self, worker: Worker) -> None:
         """It has become ready, or got room."""
         while worker.waiting and len(worker.running) < self.limits.depth:
-            call = worker.waiting.first(lambda number: self._has_room(worker, number))
+            call = worker.waiting.first(lambda oldest: self._has_room(worker, oldest))
             if call is None:
                 break
             self.send(worker, call)
+        if not worker.running and len(self.lifecycle.siblings(worker)) > 1:
+            self._take_from_siblings(worker)
+
+    def _take_from_siblings(self, worker: Worker) -> None:
+        """A worker that is free has a call that waits for another one of its environment, and that it may have."""
+        for sibling in sorted(self.lifecycle.siblings(worker), key=lambda one: -len(one.waiting)):
+            for call in sibling.waiting:
+                if not call.may_try(worker.backend):
+                    continue
+                order = self.signatures.order(call.route.signature)
+                verdict = next((one for one in order if one.backend == worker.backend), None)
+                if verdict is not None:
+                    call.kernel_id = verdict.kernel_id
+                    self.send(worker, call)
+                    return
 
     def take_head(self, worker: Worker) -> Call:
         """The oldest running call is over; the next one starts, and a waiting one is sent."""
         call = worker.running[0]
         move(call, _IN_HAND)
-        if worker.waiting and worker.state is S.READY:
+        if worker.state is S.READY and (worker.waiting or len(self.lifecycle.siblings(worker)) > 1):
             self.send_waiting(worker)
         if worker.running:
             self.start_clock(worker)
@@ -286,15 +323,15 @@ class Dispatch:
         if call.deaths >= MAX_DEATHS_PER_CALL:
             call.route.poisons += 1
             self.closing.refuse(call, self.quarantine.verdict(call.deaths))
-        elif spec.pinned:
+        elif spec.pinned and not (len(spec.candidates) > 1 and self.can_place(call)):
             self.closing.refuse(call, error)
         elif self.effects.stopping:
             self.closing.end_for_shutdown(call)
         else:
             self.place(call)
 
-    @staticmethod
     def note_attempt(
+        self,
         call: Call,
         worker: Worker,
         error: LayerZeroError,
@@ -308,11 +345,16 @@ class Dispatch:
         call.attempts.append(failed_attempt(*words, pid=pid, exit_code=exit_code, phase=phase))
         call.route.failed_by.add(call.kernel_id)
         worker.failed += 1
+        self.effects.tally.fallbacks[call.route.signature.spec.op, worker.backend, error.code] += 1
         call.last_error = error
         has_ended = exit_code is not None and error.code == BackendError.code  # and was not killed for the call
         if worker.backend not in call.tried and (has_ended or phase == "queued"):
             call.lost_at.add(worker.backend)
         call.tried.add(worker.backend)
+        may_have_run = phase == "unreachable" or (exit_code is not None and phase != "queued")
+        if may_have_run and call.route.signature.spec.is_pooled:  # nobody repeats it unasked
+            environment = environment_of(worker.backend)
+            call.tried |= {one for one in call.route.signature.spec.candidates if environment_of(one) == environment}
         call.once_more.discard(worker.backend)
 
     def watch_health(self) -> None:
@@ -324,6 +366,9 @@ class Dispatch:
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
         if self._awaits_restart(call, worker):
+            return
+        if worker.state is S.ABSENT and not call.is_unwanted and not self.effects.stopping:  # it had nothing to do
+            self.place(call)
             return
         if worker.state is S.DISABLED:
             lost = disabled(worker)

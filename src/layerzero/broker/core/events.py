@@ -19,6 +19,7 @@ from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.records import record
+from layerzero.ipc.shm.counter_words import Growth
 from layerzero.ipc.shm.ring_words import RingCall
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 
@@ -141,6 +142,14 @@ class LanePolled:
     calls: int
     plan: int
     kernel_ns: int
+
+
+@record
+class CountersPolled:
+    """What a client's page of counters has grown by, each with the backend of its kernel, "" for a row of any."""
+
+    client: int  # its number; it may have left
+    grown: list[tuple[str, Growth]]
 
 
 @record
@@ -428,6 +437,7 @@ Event = (
     | LaneOpened
     | LaneOverdue
     | LanePolled
+    | CountersPolled
     | CallHandedBack
     | RingsPolled
     | PointsReached

@@ -21,10 +21,9 @@ class FairQueue:
     def append(self, call: Call) -> None:
         self._lines.setdefault(call.client.number, deque()).append(call)
 
-    def first(self, may_send: Callable[[int], bool]) -> Call | None:
-        """The oldest call of the first client, by its number, that may send one."""
-        number = next(filter(may_send, self._lines), None)
-        return None if number is None else self._lines[number][0]
+    def first(self, may_send: Callable[[Call], bool]) -> Call | None:
+        """The oldest call of the first client whose oldest one may be sent."""
+        return next((line[0] for line in self._lines.values() if may_send(line[0])), None)
 
     def serve(self, call: Call) -> None:
         """Remove a call that is sent now: the next turn is another client's."""

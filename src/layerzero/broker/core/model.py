@@ -196,6 +196,8 @@ class Call:
     was_answered: bool = False  # its client has gone on
     waits_since_s: float = math.inf  # for a worker that does not run yet
     start_wait_s: float = 0.0  # so long it has waited for workers to start
+    arrived_s: float = 0.0
+    is_counted: bool = False  # in the tally, or by its client
     excused: frozenset[str] = frozenset()  # backends whose worker began anew in it for the order of its calls
 
     @property
@@ -232,9 +234,9 @@ class Call:
 
 @dataclass(eq=False)
 class Worker:
-    """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not. `enqueued`: what it has
-    answered and the GPU is not known to be done with, by dispatch, oldest first; `graph_slots`: likewise what it has
-    bound."""
+    """The one worker of a backend; an environment of functions has a backend for each of its workers. `running` was
+    sent to it, oldest first; `waiting` was not. `enqueued`: what it has answered and the GPU is not known to be done
+    with, by dispatch, oldest first; `graph_slots`: likewise what it has bound."""
 
     backend: str
     state: WorkerState = WorkerState.ABSENT

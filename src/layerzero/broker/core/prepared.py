@@ -15,6 +15,7 @@ from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.neighbours import neighbourhood
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
+from layerzero.capabilities.descriptor import Capability
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 
 Place: TypeAlias = tuple[bytes, tuple[str, ...]]  # the encoded Route message, and Signature.place
@@ -35,6 +36,12 @@ class PreparedCalls:
         signature = Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
         self.known[signature.place] = signature
         return signature
+
+    def note_backend(self, capability: Capability) -> None:
+        """There are more candidates from now on."""
+        for signature in self.known.values():
+            if signature.spec.op in capability.ops:
+                signature.kernels = self.engine.kernels(signature.spec.op)
 
     def release(self, signature: Signature) -> None:
         """One route or open call less uses it; with the last one its plans go."""
@@ -59,6 +66,11 @@ class PreparedCalls:
             signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self.effects.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.to_compile = to_compile(signature.ranked)
+            rejections = self.effects.tally.rejections
+            for verdict in signature.ranked:
+                if not verdict.is_accepted:
+                    first = (verdict.others or verdict.reasons)[0]
+                    rejections[signature.spec.op, verdict.backend, first.code.value] += 1
             signature.seen = (engine.epoch, cell.generation)
         return signature.order
 

@@ -37,6 +37,7 @@ class Release:
     def close(self, call: Call) -> None:
         """The call is over for the broker: its client has its answer or has left, and no worker has it."""
         client = call.client
+        self.effects.tally.close(call)
         move(call, _CLOSED)
         self.signatures.release(call.route.signature)
         if call.point is not None:
@@ -56,6 +57,7 @@ class Release:
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
         """One on a GPU ends when its client's stream has come to it."""
+        self.effects.tally.refuse(call, error.code)
         candidates = [v.to_wire() for v in self.lifecycle.as_of_now(call.route.signature.ranked)]
         refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.point is None:

@@ -83,7 +83,10 @@ class RingCalls:
         if lane.client.has_left:
             return None
         event = ev.CallArrived(lane.client.identity, call.route, call.seq, 0.0, call.refs, point=call.point)
-        return self.admission.admit(event, is_bounded=False)  # the ring itself has bounds
+        admitted = self.admission.admit(event, is_bounded=False)  # the ring itself has bounds
+        if admitted is not None:
+            admitted.is_counted = True
+        return admitted
 
     # --- the end of a worker -------------------------------------------------------------------------
 

@@ -202,6 +202,7 @@ class BrokerState:
             ev.GraphSlotsPolled: graph_slots.on_graph_slots_seen,
             ev.LaneOverdue: self.on_lane_overdue,
             ev.LanePolled: self.on_lane_seen,
+            ev.CountersPolled: lambda event: effects.tally.take(event.grown),
             ev.CallHandedBack: rings.on_call_left,
             ev.RingsPolled: rings.on_rings_seen,
             ev.PointsReached: enqueued.on_points_reached,
@@ -221,7 +222,7 @@ class BrokerState:
             ev.BackendOffered: lifecycle.take_offer,
             ev.BackendLearned: self.on_backend_learned,
             ev.BackendReset: self.on_backend_reset,
-            ev.WorkerSpared: lambda event: lifecycle.rest(self.workers[event.backend]),
+            ev.WorkerSpared: self.on_worker_spared,
             ev.PolicyChanged: self.on_policy_changed,
             ev.RolloutsKept: rollouts.on_rollouts_kept,
             ev.RolloutAsked: rollouts.on_rollout_asked,
@@ -362,7 +363,17 @@ class BrokerState:
         if event.backend not in self.workers:
             self.engine.note_backend(event.backend, event.capability, event.env)
             self.lifecycle.add(event.backend, event.missing)
+            self.signatures.note_backend(event.capability)
             self.effects.emit(act.Note("backend.learned", {"backend": event.backend}))
+
+    def on_worker_spared(self, event: ev.WorkerSpared) -> None:
+        """Calls on lanes of the CPU are not the broker's: the worker rests once none can come for a while."""
+        worker = self.workers[event.backend]
+        leased = [lane for lane in self.leases.lanes_to(worker) if lane.routes and not lane.gpu]
+        if leased:
+            self.effects.emit(*self.leases.revoke(leased))
+        else:
+            self.lifecycle.rest(worker)
 
     def on_backend_reset(self, event: ev.BackendReset) -> None:
         if event.backend in self.workers:
@@ -383,6 +394,10 @@ class BrokerState:
             return
         if self.rollouts.note_compared(event.comparison):
             return
+        if event.comparison.is_beyond:
+            signature = next(one.signature for one in client.routes.values() if one.signature.key == event.route)
+            backend = dict(signature.kernels)[event.comparison.subject.kernel_id]
+            self.effects.tally.mismatches[signature.spec.op, backend] += 1
         if self._shadow.note(event.comparison, client.number) is not None:
             self._follow_shadow_checks()
 

@@ -21,9 +21,14 @@ from layerzero.broker.core.release import Release
 from layerzero.broker.core.ring_calls import RingCalls, Stranded
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, exit_text
-from layerzero.ipc.errors import BackendError, LayerZeroError
+from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvError, LayerZeroError, ProtocolError
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT, lane_of
 
+_FAULTS = {
+    DeadlineExceeded.code: "deadline",
+    ProtocolError.code: "protocol",
+    EnvError.code: "start",
+}  # why it was killed
 NEEDS_MEMORY = "raise the limit of that cgroup or container, or run less in it"
 
 
@@ -72,10 +77,12 @@ class WorkerExits:
             for one in stranded:
                 self.rings.come_back(one, is_blamed=False)
         else:
+            restarts, cause = worker.restarts, "lost" if event.is_departure else _cause(worker, event, is_renewal)
             if event.is_departure:
                 self.lifecycle.replace(worker, error)
             else:
                 self.lifecycle.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
+            self.effects.tally.restarts[worker.backend, cause] += worker.restarts - restarts
             moves = [self._move(worker, call, blame, error, event, "executing") for call in on_gpu]
             moves += [self._move(worker, call, blame, error, event, event.phase) for call in running]
             moves += [self._move(worker, call, NOBODY, error, event, "") for call in waiting]
@@ -141,6 +148,15 @@ def evidence_of(worker: Worker, event: ev.WorkerExited, stranded: Iterable[Stran
         rings={one.mark: one.is_ready for one in stranded},
         rung=[n for n, call in worker.graph_slots.items() if call.busy_since_s < math.inf],
     )
+
+
+def _cause(worker: Worker, event: ev.WorkerExited, is_renewal: bool) -> str:
+    """Why it has ended, in one word of few, for counts."""
+    if is_renewal:
+        return "renewal"
+    if worker.fault is not None:
+        return _FAULTS.get(worker.fault.code, "killed")
+    return "out_of_memory" if event.oom else "crash"
 
 
 def _death(worker: Worker, event: ev.WorkerExited, how: str) -> BackendError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from layerzero.ipc.errors import (
     OutOfMemory,
     ProtocolError,
 )
+from layerzero.ipc.vocabulary.pools import environment_of
 
 S = WorkerState
 
@@ -56,6 +58,9 @@ class WorkerLifecycle:
         self._rng = rng
         self._effects = effects
         self.workers = {name: Worker(name, is_joined=name in joined) for name in engine.capabilities}
+        self.pools: defaultdict[str, list[Worker]] = defaultdict(list)  # of functions, by environment
+        for worker in self.workers.values():
+            self.pools[environment_of(worker.backend)].append(worker)
         self.unavailable = dict(unusable)
         self.stale = 0  # messages that came too late to count
         self.by_identity: dict[bytes, Worker] = {}
@@ -64,8 +69,13 @@ class WorkerLifecycle:
 
     def add(self, backend: str, missing: Rejection | None) -> None:
         """A backend that there was not before; `missing`: why it cannot start."""
-        self.workers[backend] = Worker(backend)
+        worker = self.workers[backend] = Worker(backend)
+        self.pools[environment_of(backend)].append(worker)
         self.set_unavailable(backend, missing)
+
+    def siblings(self, worker: Worker) -> list[Worker]:
+        """The workers of its environment, with itself."""
+        return self.pools[environment_of(worker.backend)]
 
     # --- which one -----------------------------------------------------------------------------------
 
@@ -192,7 +202,9 @@ class WorkerLifecycle:
                 self._signal(worker, Signal.RESET)
                 self.need(worker)
             elif now_s >= worker.retry_at_s:
-                worker.restarts += worker.state is S.DISABLED  # else that was counted when it was planned
+                is_retry = worker.state is S.DISABLED  # else that was counted when it was planned
+                worker.restarts += is_retry
+                self._effects.tally.restarts[worker.backend, "retry"] += is_retry
                 self._signal(worker, Signal.RETRY_DUE)
                 self._spawn(worker)
             else:

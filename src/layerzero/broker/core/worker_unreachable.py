@@ -68,12 +68,13 @@ class UnreachableWorkers:
         error: LayerZeroError
         if is_final:
             error = BrokerLost("the broker was shut down before the call ended")
-        elif spec.pinned:
+        elif spec.pinned and len(spec.candidates) == 1:
             error = fault
         elif not self.calls.can_place(call):
             error = self.calls.unserved(call)
         else:
             error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
+        self.effects.tally.refuse(call, error.code)
         self.effects.emit(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
         self.closing.close(call)
 

@@ -37,4 +37,5 @@ class Greeting:
             timeout_s=self.settings.timeout_s,
             mac=b"" if peer.proofs is None else peer.proofs.broker_mac,
             has_joined=self.has_joined,
+            counts=self.settings.counts,
         )

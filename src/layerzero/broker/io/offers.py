@@ -12,6 +12,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import fd_reserve
+from layerzero.broker.io.counter_pages import CounterPages
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
@@ -22,9 +23,10 @@ from layerzero.ipc.errors import LayerZeroError, NoTransport, OutOfMemory, Proto
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, messages, unwanted, wire
+from layerzero.ipc.transport.counter_messages import AddCounters, CountersAdded
 from layerzero.ipc.transport.messages import AddArena, AddGpu, AddGpuArena, AddLane, RetireArena
 
-KINDS = (AddArena, AddGpu, AddGpuArena, AddLane, RetireArena)
+KINDS = (AddArena, AddGpu, AddGpuArena, AddLane, RetireArena, AddCounters)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Offers:
         self._lanes = lanes
         self._pages = pages
         self._page_poller = page_poller
+        self.counters = CounterPages(state.engine, handle)
         self._arenas: dict[tuple[int, int], _Arena] = {}  # by client's number, also after it has left, and its own
         self._kept: Counter[int] = Counter()  # how many, by client's number
 
@@ -73,6 +76,8 @@ class Offers:
             self._add_gpu_arena(peer, message, fds)
         elif isinstance(message, AddLane):
             self._add_lane(peer, message.lane, message.gpu, fds)
+        elif isinstance(message, AddCounters):
+            self._add_counters(peer, fds)
         elif isinstance(message, RetireArena):
             unwanted.close_all(fds)
             self._page_poller.at_points()  # what has just ended uses it no more
@@ -163,11 +168,32 @@ class Offers:
         finally:
             self._lanes.let_go(number)
 
+    def on_client_left(self, client: int) -> None:
+        """What it has counted is read for the last time."""
+        self.counters.end(client)
+
+    def _add_counters(self, peer: Peer, fds: list[int]) -> None:
+        try:
+            self.counters.add(peer.number, fds)
+        except OSError as exc:  # no maps left: not its fault
+            unwanted.close_all(fds)
+            raise OutOfMemory(f"the broker cannot map a page of counters: {exc.strerror}") from exc
+        except BaseException:
+            unwanted.close_all(fds)
+            raise
+        control.send(peer.sock, CountersAdded())
+
     # --- what workers are lent -------------------------------------------------------------------------
 
     def performs(self) -> dict[type, Callable[[Any], None]]:
-        """The actions that are for this."""
+        """The actions on what was offered: memory, lanes and timeline pages."""
+        lanes, pages = self._lanes, self._pages
         return {
+            act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
+            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.point, action.code),
+            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.point),
+            act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
+            act.EndLane: lambda action: lanes.end(action.lane),
             act.GrantArena: self.grant_arena,
             act.TakeBackArena: self.take_back_arena,
             act.TellClientLeft: self.tell_client_left,
@@ -224,6 +250,7 @@ class Offers:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
+        self.counters.close()
 
 
 def _demand_room() -> None:

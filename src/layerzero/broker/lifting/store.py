@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerzero.broker.storage import kept_files
+from layerzero.ipc import kept_files
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted, digest
 from layerzero.ipc.lifting.specimen import Specimen, pack_trials, unpack_trials

@@ -33,6 +33,7 @@ from layerzero.envs.trust.allowed import Allowed
 from layerzero.envs.versions import declaration
 from layerzero.envs.versions.declaration import Wanted
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
+from layerzero.ipc.vocabulary import pools
 
 # So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
 # Python that is not here, ten.
@@ -115,20 +116,21 @@ class Launcher:
             self.unusable[name] = missing
 
     def learn(self, backend: str) -> tuple[Capability, Rejection | None, str] | None:
-        """An environment of functions, or a version, that was declared since the start: its descriptor, why it cannot
-        be used as it is, and its lock hash. None for any other. Raises ConfigError, EnvError where its files cannot be
-        read, or where there are too many."""
+        """An environment of functions, a further worker of one, or a version, that was declared since the start: its
+        descriptor, why it cannot be used as it is, and its lock hash. None for any other. Raises ConfigError, EnvError
+        where its files cannot be read, or where there are too many."""
         store, is_version = self._settings.store, Wanted.of(backend) is not None
-        path = (declaration.folder(store) if is_version else functions.folder(store)) / f"{backend}.toml"
-        if not re.fullmatch(NAME_PATTERN, backend) or backend in self.refused or not path.is_file():
+        name = backend if is_version else pools.environment_of(backend)
+        path = (declaration.folder(store) if is_version else functions.folder(store)) / f"{name}.toml"
+        if not re.fullmatch(NAME_PATTERN, backend) or name in self.refused or not path.is_file():
             return None
         if len(self.capabilities) >= MAX_BACKENDS:
             raise EnvError(f"this broker has {MAX_BACKENDS} backends, the most that it takes; run: lz down")
         manifest = load(path)
-        capabilities, refused = descriptors.read_all({backend: manifest})
+        capabilities, refused = descriptors.read_all({name: manifest})
         if refused or not (manifest.version_of in self.manifests if is_version else functions.is_ours(manifest)):
             return None
-        capability = capabilities[backend]
+        capability = capabilities[name] if name == backend else functions.of_worker(capabilities[name], backend)
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
@@ -335,9 +337,12 @@ class Launcher:
         self._held[backend] = build.hold(env, checks=not is_checked)
         caches.make_folder(env)
         manifest = self.manifests[backend]
+        environ = dict(env.environ)
+        if functions.is_ours(manifest):  # several workers have one environment
+            environ[functions.VARIABLE] = backend
         return Launch(
             env.python,
-            worker_environ(env.environ, os.environ, has_mps=self.has_mps),
+            worker_environ(environ, os.environ, has_mps=self.has_mps),
             manifest.provider_target,
             lifts=self.capabilities[backend].platform == "cuda",
         )

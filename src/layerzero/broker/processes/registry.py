@@ -75,6 +75,11 @@ class Processes:
         """What their control pages say."""
         return {(process.backend, process.generation): process.page.read()[0] for process in self._all()}
 
+    def is_free(self, backend: str, generation: int) -> bool:
+        """Whether a worker is in no call and keeps nothing, as its control page says."""
+        process = self.get((backend, generation))
+        return process is not None and process.page.read()[0] == 0 and process.page.read_kept() == 0
+
     def spawn(self, action: act.Spawn) -> None:
         backend, generation = action.backend, action.generation
         if backend in self._joined.names:

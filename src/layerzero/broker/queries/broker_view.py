@@ -9,7 +9,9 @@ from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core.events import Event
 from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io.counter_pages import CounterPages
 from layerzero.broker.lifting.lifts import Lifts
+from layerzero.broker.processes.function_workers import FunctionWorkers
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined
@@ -33,6 +35,7 @@ class BrokerView(Protocol):
     planner: Planner
     policy: PolicySource
     processes: Processes
+    function_workers: FunctionWorkers
     joined: Joined
     users: UserBrokers | None
     perfdb: PerfDB
@@ -41,6 +44,7 @@ class BrokerView(Protocol):
     rollout_file: RolloutFile
     tuning: Spending
     lifts: Lifts
+    counters: CounterPages
     table_problem: str
     incarnation: str
     started_s: float

@@ -13,14 +13,15 @@ from typing import Any
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
+from layerzero.broker.queries.function_workers import free, learn, reserve
 from layerzero.broker.queries.joint_plans import plan
+from layerzero.broker.queries.metrics import metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.queries.rollouts import METHODS as ROLLOUTS
 from layerzero.broker.queries.rollouts import problems as rollout_problems
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
-from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
@@ -29,7 +30,7 @@ from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
 from layerzero.ipc.version import __version__
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
@@ -72,6 +73,8 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
     yield
     server.poll_timelines()
     yield
+    yield from server.counters.poll()
+    tally = state.effects.tally
     backends = []
     for name in list(state.workers):
         backends.append(_backend(server, name, time.monotonic()))
@@ -112,6 +115,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
             for key, spec in state.engine.devices.items()
         ],
         "backends": backends,
+        **tally.facts(),
         "selection": server.state.engine.facts(),
         "times": server.perfdb.facts(),
         "lifted": server.lifts.facts(),
@@ -177,8 +181,9 @@ def explain(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") 
         raise InvalidArgument("explain needs `route`: an encoded route message")
     server.poll_lanes()  # for times that workers have told by now
     spec, _, candidates = server.state.explain(body, time.monotonic(), with_lifted_only=True, client=client)
-    if spec.pinned and spec.pinned not in server.state.capabilities:
-        raise _unknown_backend(server, spec.pinned)
+    for pinned in spec.candidates:
+        if pinned not in server.state.capabilities:
+            raise _unknown_backend(server, pinned)
     return {"candidates": candidates}
 
 
@@ -268,7 +273,8 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
         raise _unknown_backend(server, name)
-    names = [name] if name is not None else list(server.state.workers)
+    workers = server.state.workers
+    names = [one for one in workers if name is None or pools.environment_of(one) == name] or [str(name)]
     for backend in names:
         if backend in server.joined.names:
             server.handle(ev.BackendReset(backend, None))
@@ -278,37 +284,15 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"reset": names}
 
 
-def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Look again for an environment of functions, or a version: one that was declared, or built, after this broker had
-    looked; without a name for all versions. `serves`: it can be used now, whoever's question this broker has learned of
-    it by."""
-    name = params.get("backend")
-    if name is None:
-        learned = [learn(server, {"backend": one}) for one in server.launcher.new_versions()]
-        return {"serves": any(one["serves"] for one in learned)}
-    if not isinstance(name, str):
-        raise _unknown_backend(server, name)
-    if name not in server.state.workers:
-        found = server.launcher.learn(name)
-        if found is None:
-            raise _unknown_backend(server, name)
-        capability, missing, env = found
-        server.handle(ev.BackendLearned(name, capability, missing, env))
-        policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
-        server.handle(ev.PolicyChanged(policy))
-        return {"serves": missing is None}
-    reason = server.state.unavailable_at(time.monotonic()).get(name)
-    is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names
-    if is_late and server.launcher.missing(name) is None:
-        server.handle(ev.BackendReset(name, None))
-        return {"serves": True}
-    return {"serves": reason is None}
-
-
 def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """What this broker reads, for clients whose environment may name something else."""
     folders = [str(path.absolute()) for path in server.settings.manifest_dirs]
-    return {"pid": os.getpid(), "policy": str(server.policy.file.absolute()), "manifest_dirs": folders}
+    return {
+        "pid": os.getpid(),
+        "policy": str(server.policy.file.absolute()),
+        "manifest_dirs": folders,
+        "metrics": server.settings.metrics,
+    }
 
 
 def waits(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -443,6 +427,8 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "explain": explain,
     "health": health,
     "learn": learn,
+    "reserve": reserve,
+    "free": free,
     "lift": lift,
     "lift_ahead": lift_ahead,
     "lift_fault": lift_fault,
@@ -459,6 +445,8 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "waits": waits,
     "solve": solve,
     "ping": ping,
+    "metrics": metrics,
+    "serving": serving,
     "plan": plan,
     "plan_choice": plan_choice,
     "keep_plan_choice": keep_plan_choice,

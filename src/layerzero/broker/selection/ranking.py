@@ -344,10 +344,11 @@ class Engine:
             verdicts, stands_for = self.rollouts.place(verdicts, spec, policy_for_call.names, unavailable)
         costs_us = {v.kernel_id: v.measured_us + prices[v.kernel_id].us for v in verdicts if v.measured_us}
         add_shares(verdicts, costs_us, policy.weights.perfdb, is_on_gpu=bool(spec.device), but_for=stands_for)
-        if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
-            detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
-            unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
-            verdicts.append(Verdict(f"{spec.pinned}.{spec.op}", spec.pinned, (unserved,)))
+        for pinned in spec.candidates:
+            if pinned in self.capabilities and spec.op not in self.capabilities[pinned].ops:
+                detail = f"{pinned} serves {', '.join(sorted(self.capabilities[pinned].ops))}"
+                unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
+                verdicts.append(Verdict(f"{pinned}.{spec.op}", pinned, (unserved,)))
         scores = in_place_of(verdicts, stands_for)
         return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, *scores[v.kernel_id])))
 
@@ -392,8 +393,8 @@ class Engine:
         kernel, backend = static.kernel, static.backend
         reasons: list[Rejection] = []
         transforms: tuple[str, ...] = ()
-        if spec.pinned and backend != spec.pinned:
-            reasons.append(Rejection(Reason.NOT_PINNED, f"the call is pinned to {spec.pinned!r}"))
+        if spec.pinned and backend not in spec.candidates:
+            reasons.append(Rejection(Reason.NOT_PINNED, f"the call is pinned to {spec.pinned!r:.200}"))
         cost_bytes = 0
         refused_in: SelectionContext | None = None
         may_adapt = policy.allow_adaptation and not policy.strict_mode
@@ -436,6 +437,8 @@ class Engine:
         weights = policy.weights
         stat = self.perf.stat(kernel.kernel_id, context.perf_key())
         terms = {"priority": weights.priority * kernel.priority}
+        if spec.candidates.get(backend):  # of equals the one that was named first
+            terms["order"] = -spec.candidates[backend]
         if said.bonus:
             terms["policy"] = weights.policy * said.bonus
         if stat is None and kernel.needs_jit and not self.certification.is_known(kernel.kernel_id):

@@ -18,8 +18,9 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport.messages import Prepare, Route, decode, encode
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import FUNCTION, OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.wording import shared_causes
@@ -41,7 +42,7 @@ class CallSpec:
     inputs: tuple[TensorSpec | None, ...]
     outputs: tuple[TensorSpec, ...]
     attrs: Mapping[str, Any]
-    pinned: str  # backend the caller insists on, or ""
+    pinned: str  # backend the caller insists on, or ""; of functions' workers several, separated by ","
     policy: Mapping[str, Any] = field(default_factory=dict)  # what the caller asks for beyond the broker's policy
     next_ops: tuple[str, ...] = ()  # ops that take this one's result: a kernel that fuses them is worth more
     device: str = ""  # UUID of the GPU that all tensors are on; "" for the CPU
@@ -51,8 +52,12 @@ class CallSpec:
     def parse(cls, body: bytes) -> CallSpec:
         """From an encoded Route message. Raises ProtocolError or InvalidArgument."""
         message = decode(body, Route)
-        if len(message.backend) > MAX_NAME:
-            raise ProtocolError(f"backend name of {len(message.backend)} characters; allowed: {MAX_NAME}")
+        pinned = pools.named(message.backend)
+        longest = max(map(len, pinned), default=0)
+        most = pools.MAX_PINNED if message.op == FUNCTION else 1
+        if longest > MAX_NAME or len(pinned) > most:
+            text = f"{len(pinned)} backends, with names of up to {longest} characters"
+            raise ProtocolError(f"{text}; allowed: {most}, of {MAX_NAME}")
         op = OPS.get(message.op)
         if op is None:
             raise InvalidArgument(unknown_name("op", message.op, OPS))
@@ -82,6 +87,20 @@ class CallSpec:
             tuple(str(name) for name in message.next_ops[:MAX_NEXT_OPS]),
             message.device,
         )
+
+    @cached_property
+    def candidates(self) -> Mapping[str, int]:
+        """The backends that the caller insists on, with the place of each one's environment among these. The first one
+        has 0."""
+        backends = pools.named(self.pinned)
+        places = {name: at for at, name in enumerate(dict.fromkeys(map(pools.environment_of, backends)))}
+        return {backend: places[pools.environment_of(backend)] for backend in backends}
+
+    @cached_property
+    def is_pooled(self) -> bool:
+        """Whether several workers of one environment may serve it."""
+        found = self.candidates
+        return len(found) > len(set(found.values()))
 
     @cached_property
     def policy_key(self) -> bytes:
@@ -221,12 +240,13 @@ def no_backend(
     """The error for a call that nobody can take. Its first line says what would help, the next ones why each kernel
     refuses: first those that a repair makes eligible, last those that are refused for the same cause, as a count.
     `refused`: why descriptors of further backends cannot be used."""
-    if spec.pinned and spec.pinned not in known:
-        text = unknown_backend(spec.pinned, known, refused.get(spec.pinned, ""))
-        return InvalidArgument(text, unknown_backend=spec.pinned)
+    missing = next((backend for backend in spec.candidates if backend not in known), None)
+    if missing is not None:
+        text = unknown_backend(missing, known, refused.get(missing, ""))
+        return InvalidArgument(text, unknown_backend=missing)
     if not ranked:
         return NoBackend(f"{spec.op}: no backend serves it; lz status shows those that there are")
-    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
+    relevant = [v for v in ranked if not spec.pinned or v.backend in spec.candidates]
     groups = ["" if spec.pinned else verdict.group for verdict in relevant]
     alone = [verdict for verdict, group in zip(relevant, groups, strict=True) if not group]
     alone.sort(key=lambda verdict: (not verdict.repair, len(verdict.reasons)))

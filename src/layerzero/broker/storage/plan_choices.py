@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerzero.broker.storage import kept_files
-from layerzero.ipc import files
+from layerzero.ipc import files, kept_files
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport.plain import pack_body, unpack_body

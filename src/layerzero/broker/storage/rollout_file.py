@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.broker.selection.rollout import Rollout
-from layerzero.broker.storage import kept_files
-from layerzero.ipc import files
+from layerzero.ipc import files, kept_files
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.logs import log
 

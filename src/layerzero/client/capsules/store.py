@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerzero.client.capsules.form import CALL, LOG, MAX_SEGMENTS, REPORT, Capsule, memory_name, read
+from layerzero.ipc import kept_files
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import nearest
 
@@ -24,12 +25,10 @@ _FILES = (CALL, REPORT, LOG)
 
 
 def folder_of(environ: Mapping[str, str]) -> Path:
-    """LAYERZERO_CAPSULE_DIR, or `capsules` in the store: LAYERZERO_STORE, or the user's cache folder, by the XDG Base
-    Directory Specification."""
+    """LAYERZERO_CAPSULE_DIR, or `capsules` in the store."""
     if environ.get("LAYERZERO_CAPSULE_DIR"):
         return Path(environ["LAYERZERO_CAPSULE_DIR"]).absolute()
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerzero"
-    return Path(environ.get("LAYERZERO_STORE") or cache).absolute() / "capsules"
+    return kept_files.store(environ) / "capsules"
 
 
 def names(folder: Path) -> list[str]:

@@ -101,7 +101,7 @@ class Capsules:
         draft.mkdir(mode=0o700)
         try:
             arguments, segments, left_out = self._keep_memory(submitted, draft)
-            out = submitted.out
+            outs = submitted.outs
             capsule = Capsule(
                 name,
                 op,
@@ -109,7 +109,7 @@ class Capsules:
                 arguments,
                 segments,
                 dict(submitted.request.params),
-                None if out is None else out.spec,
+                outs[0].spec if len(outs) == 1 else None,
                 tuple(failures),
                 report.kernel_id or "",
                 left_out,

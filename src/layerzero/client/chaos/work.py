@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -102,9 +103,34 @@ def _matmul(a: F32, b: F32) -> F64:
     return np.asarray(a.astype(np.float64) @ b.astype(np.float64), np.float64)
 
 
+def _matmul_of(x: F32, number: int) -> F64:
+    return _matmul(x, _weight(number))
+
+
 def _attention(q: F32, k: F32, v: F32) -> F64:
     scores = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     return _softmax(scores) @ v.astype(np.float64)
+
+
+def _weighted(rng: np.random.Generator) -> tuple[F32, int]:
+    return _normal(rng, 4, 256), int(rng.random() < 0.1)
+
+
+@cache
+def _weight(number: int) -> F32:
+    return _normal(np.random.default_rng(number), 256, 64)
+
+
+def _with_weight(x: F32, number: int, **options: Any) -> Any:
+    """The weight is the same memory at each call of a thread, so large that a copy is kept, and written at times."""
+    if not hasattr(_buffers, "weight"):
+        _buffers.weight, _buffers.number = np.empty_like(_weight(0)), None
+    if _buffers.number != number:
+        _buffers.weight[...], _buffers.number = _weight(number), number
+    return lz.matmul(x, _buffers.weight, **options)
+
+
+_buffers = threading.local()
 
 
 @cache
@@ -176,6 +202,7 @@ WORKS: dict[str, Work] = {
             _op("attention"),
             _attention,
         ),
+        Work("weight", _weighted, _with_weight, _matmul_of, can_submit=False, parts=("matmul",)),
         Work("plan", _rows, _planned, _expected_of_plan, can_submit=False, parts=("silu", "softmax")),
         Work("tokenize", _numbers, _tokenize, lambda numbers: numbers, can_submit=False),
     )

@@ -13,6 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
+from layerzero.client.cli import options
+from layerzero.client.cli import rollout as cli_rollout
+from layerzero.client.cli.attach import attach
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.compare import compare
@@ -31,7 +34,6 @@ from layerzero.client.cli.options import (
     Tokenizer,
     Words,
 )
-from layerzero.client.cli.rollout import rollback, rollout
 from layerzero.ipc.version import __version__
 
 EPILOG = (
@@ -82,10 +84,10 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(lift_app, name="lift")
 app.add_typer(capsule_app, name="capsule")
 app.command()(replay)
+app.command()(attach)
 app.command()(ops)
 app.command()(compare)
-app.command()(rollout)
-app.command()(rollback)
+cli_rollout.add_to(app)
 app.command("bisect")(cli_bisect.bisect)
 
 
@@ -110,17 +112,11 @@ def up(
         bool,
         typer.Option("--watchdog", help="Stay in the foreground and start another broker when this one dies."),
     ] = False,
-    joined: Annotated[
-        str | None,
-        typer.Option("--joined", metavar="NAMES", help="Backends whose workers join by themselves: a,b or all."),
-    ] = None,
-    secret_file: Annotated[
-        Path | None, typer.Option("--secret-file", help="Who connects must know this secret (lz keys secret).")
-    ] = None,
-    allow_uid: Annotated[
-        list[int] | None,
-        typer.Option("--allow-uid", help="Another user who may connect, to workers of his own; may be repeated."),
-    ] = None,
+    joined: options.Joined = None,
+    secret_file: options.SecretFile = None,
+    allow_uid: options.AllowUid = None,
+    metrics: options.Metrics = None,
+    metrics_token_file: options.MetricsTokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Start a broker that stays until `lz down`."""
@@ -131,6 +127,10 @@ def up(
         settings["secret_file"] = str(secret_file.absolute())
     if allow_uid:
         settings["allow_uids"] = ",".join(map(str, allow_uid))
+    if metrics is not None:
+        settings["metrics"] = metrics
+    if metrics_token_file is not None:
+        settings["metrics_token_file"] = str(metrics_token_file.absolute())
     raise typer.Exit(broker.up(as_json=as_json, foreground=foreground, watchdog=watchdog, settings=settings))
 
 

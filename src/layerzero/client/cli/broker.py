@@ -69,6 +69,8 @@ def up(*, as_json: bool, foreground: bool, watchdog: bool, settings: Mapping[str
 
         return Watchdog(where, as_json=as_json).main()
     was_started = ensure_it_stays(where)
+    if not was_started and settings.get("metrics"):
+        _refuse_other_metrics(where, settings["metrics"])
     pid = start.broker_pid(where)
     if as_json:
         print_json({"started": was_started, "pid": pid, "socket": str(where.control), "log": str(where.log)})
@@ -77,6 +79,15 @@ def up(*, as_json: bool, foreground: bool, watchdog: bool, settings: Mapping[str
     out().print(f"{verb}: pid {pid}, socket {where.control}", soft_wrap=True, highlight=False)
     note("it stays until lz down; lz status shows it")
     return 0
+
+
+def _refuse_other_metrics(where: Endpoints, wanted: str) -> None:
+    """A broker that runs shows its metrics where it was told to when it started. Raises LayerZeroError."""
+    with connection(where) as session:
+        shown = session.ask("settings").get("metrics", "")
+    if shown != wanted:
+        text = f"the broker that runs shows its metrics {f'at {shown}' if shown else 'nowhere'}, not at {wanted}"
+        raise LayerZeroError(text, repair=f"lz down, then lz up --metrics {wanted}")
 
 
 def ensure_it_stays(where: Endpoints) -> bool:

@@ -1,5 +1,5 @@
-"""`lz cache`: the lifted calls and the choices of plans that are kept on disk. Works on the files, with a broker or
-without."""
+"""`lz cache`: the lifted calls, the choices of plans and what is known of tokenizers, as they are kept on disk. Works
+on the files, with a broker or without."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from layerzero.ipc.wording import counted
 if TYPE_CHECKING:
     from layerzero.broker.lifting.store import LiftStore
     from layerzero.broker.storage.plan_choices import PlanChoice, PlanChoices
+    from layerzero.client.planning.kept_libraries import KeptLibraries
 
 cache_app = typer.Typer(
-    help="Look after the lifted calls, and the choices of plans, that are kept.", no_args_is_help=True
+    help="Look after what is kept: lifted calls, choices of plans, facts of tokenizers.", no_args_is_help=True
 )
 SHOWN = 20
 
@@ -35,20 +36,28 @@ def _plan_choices() -> PlanChoices:
     return PlanChoices(settings.load().plan_choices)
 
 
+def _libraries() -> KeptLibraries:
+    from layerzero.client.planning.kept_libraries import KeptLibraries
+
+    return KeptLibraries()
+
+
 @cache_app.command("list")
 def show(everything: All = False, as_json: Json = False) -> None:
-    """Print the calls that are kept, those used last first, kernels kept in their workers, and choices of plans."""
+    """Print the calls that are kept, those used last first, kernels kept in their workers, choices of plans, and for
+    how many tokenizers it is known which library computes them."""
     from rich.table import Table
 
     from layerzero.client.cli.output import out, print_json
 
     store = _store()
     rows = [_row(key, entry) for key, entry in store.entries()][::-1]
-    faults, choices = store.faults(), _plan_choices()
+    faults, choices, libraries = store.faults(), _plan_choices(), _libraries()
     plans = [_plan_row(*one) for one in choices.entries()][::-1]
     if as_json:
         facts = {"folder": str(store.folder), "bytes": store.nbytes(), "calls": rows, "faults": faults}
-        print_json({**facts, "plan_choices": {"folder": str(choices.folder), "plans": plans}})
+        kept = {"folder": str(libraries.folder), "count": len(libraries)}
+        print_json({**facts, "plan_choices": {"folder": str(choices.folder), "plans": plans}, "tokenizers": kept})
         return
     lifted = sum(not row["reason"] for row in rows)
     out().print(
@@ -73,6 +82,9 @@ def show(everything: All = False, as_json: Json = False) -> None:
     for row in plans if everything else plans[:SHOWN]:
         told = f"{row['what']}: {row['chosen'] or 'each call its own best'}"
         out().print(f"{row['key'][:12]} ignored: {row['ignored']}" if row["ignored"] else told, soft_wrap=True)
+    if len(libraries):
+        told = f"{counted(len(libraries), 'tokenizer')}, and which library computes it, in {libraries.folder}"
+        out().print(told, soft_wrap=True)
 
 
 def _plan_row(key: str, choice: PlanChoice | None, ignored: str) -> dict[str, Any]:
@@ -122,19 +134,21 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all lifted calls, which workers lift again, and all choices of plans, which are timed again. What is known
-    of faults stays."""
+    """Remove all lifted calls, which workers lift again, all choices of plans, which are timed again, and what
+    is known of tokenizers, which is worked out again. What is known of faults stays."""
     from layerzero.client.cli.output import out, print_json
 
-    store, choices = _store(), _plan_choices()
+    store, choices, libraries = _store(), _plan_choices(), _libraries()
     if not yes:
-        told = f"Remove all lifted calls in {store.folder} and all choices of plans in {choices.folder}?"
-        typer.confirm(told, abort=True, err=True)
-    count, plans = store.clear(), choices.clear()
+        told = f"Remove all lifted calls in {store.folder}, all choices of plans in {choices.folder} "
+        typer.confirm(f"{told}and what is known of tokenizers in {libraries.folder}?", abort=True, err=True)
+    count, plans, known = store.clear(), choices.clear(), libraries.clear()
     if as_json:
-        print_json({"removed": count, "plan_choices": plans})
+        print_json({"removed": count, "plan_choices": plans, "tokenizers": known})
     else:
-        out().print(f"removed {count} calls" + (f" and {counted(plans, 'choice')} of plans" if plans else ""))
+        parts = [f"{counted(plans, 'choice')} of plans"] * bool(plans)
+        parts += [counted(known, "tokenizer")] * bool(known)
+        out().print(f"removed {' and '.join([f'{count} calls', *parts])}")
 
 
 @cache_app.command("forgive")

@@ -41,3 +41,21 @@ Device = Annotated[str | None, typer.Option("--device", "-d", metavar="NAME", he
 Devices = Annotated[
     list[str] | None, typer.Option("--device", "-d", metavar="NAME", help=f"{_DEVICE}; may be repeated.")
 ]
+# Of `lz up`.
+Joined = Annotated[
+    str | None, typer.Option("--joined", metavar="NAMES", help="Backends whose workers join by themselves: a,b or all.")
+]
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret-file", help="Who connects must know this secret (lz keys secret).")
+]
+AllowUid = Annotated[
+    list[int] | None,
+    typer.Option("--allow-uid", help="Another user who may connect, to workers of his own; may be repeated."),
+]
+Metrics = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="ADDRESS", help="Show metrics by HTTP at ADDRESS:PORT or unix:PATH."),
+]
+MetricsTokenFile = Annotated[
+    Path | None, typer.Option("--metrics-token-file", help="Who reads metrics must show this token (lz keys secret).")
+]

@@ -17,6 +17,12 @@ _AFTER = re.compile(r"(\d+(?:\.\d+)?)\s*(calls|s|sec|m|min|h|d)?")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%?")
 
 
+def add_to(app: typer.Typer) -> None:
+    """Both commands."""
+    app.command()(rollout)
+    app.command()(rollback)
+
+
 def rollout(
     backend: Annotated[
         str | None, typer.Argument(metavar="BACKEND", help="Whose calls; without it, show how rollouts go.")

@@ -21,6 +21,7 @@ from layerzero.client.planning.plans import Plan
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS
+from layerzero.ipc.vocabulary.shapes import overlaps
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_TIMEOUT_S = 86_400
@@ -35,7 +36,7 @@ class Request:
     args: tuple[Any, ...]  # the op's tensor arguments as given, None where left out
     params: dict[str, Any]
     planner: Callable[..., Plan]  # of the specs of `args` and `params`
-    out: Any = None
+    out: Any = None  # of an op with several results a tuple of them
     backend: str | None = None
     timeout_s: float | None = None
     output_bytes: tuple[int, ...] | None = None  # ops with sized outputs: how much to allocate for each
@@ -44,6 +45,7 @@ class Request:
     copies: list[Copy] | None = None  # what was copied before; what is copied later is added
     # Of a function: arena, offset and bytes of each input, in place of `args`. Nobody but its maker calls again.
     places: tuple[tuple[Arena, int, int] | None, ...] | None = None
+    served_by: str = ""  # of a function: the backend, known before `finish`
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 
     def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
@@ -131,7 +133,7 @@ class Submitted:
     blocks: list[memoryview]
     outputs: list[memoryview]
     results: tuple[TensorSpec, ...]
-    out: Array | None
+    outs: tuple[Array, ...]  # the caller's own, for each result, or none
     out_is_direct: bool
     copies: list[Copy]
     start_ns: int
@@ -157,6 +159,10 @@ class Submitted:
         writes in place is left out: it is another one at each call."""
         digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
         op = OPS[self.request.op]
+        for place in self.request.places or ():
+            if place is not None:
+                arena, offset, nbytes = place
+                digest.update(arena.view[offset : offset + nbytes])
         for name, array in zip(op.inputs, self.arrays, strict=True):
             if array is not None and name not in op.in_place:
                 scratch = bytearray(array.nbytes)
@@ -166,12 +172,10 @@ class Submitted:
 
     def result(self, body: bytes) -> Any:
         """What the caller gets; `body` is what the kernel returned."""
-        if self.out is not None:
+        if self.outs:
             if not self.out_is_direct:
-                assign(self.out, self.outputs[0], self.results[0])
-                reason = "out= does not lie in an arena, or shares memory with an input"
-                self.copies.append(Copy("out", self.out.nbytes, "client", reason))
-            return self.out.obj
+                self._copy_to_caller()
+            return self.outs[0].obj if len(self.outs) == 1 else tuple([out.obj for out in self.outs])
         if self.request.finish is not None:
             return self.request.finish(self.outputs, body)
         for name, array, memory, spec in self.written:
@@ -184,6 +188,13 @@ class Submitted:
             return self._wrapped("out", self.outputs[0], self.results[0], like)
         named = zip(OPS[self.request.op].outputs, self.outputs, self.results, strict=True)
         return tuple([self._wrapped(name, memory, spec, like) for name, memory, spec in named])
+
+    def _copy_to_caller(self) -> None:
+        named = zip(OPS[self.request.op].outputs, self.outs, self.outputs, self.results, strict=True)
+        for name, out, memory, spec in named:
+            assign(out, memory, spec)
+            reason = "out= does not lie in an arena, or shares memory with an input"
+            self.copies.append(Copy(name, out.nbytes, "client", reason))
 
     def _wrapped(self, name: str, memory: memoryview, spec: TensorSpec, like: Array) -> Any:
         value, was_copied = wrap(memory, spec, like)
@@ -207,8 +218,8 @@ def assign(target: Array, memory: memoryview, result: TensorSpec) -> None:
             target.owner.cast("B")[:] = memoryview(value).tobytes()
 
 
-def describe_all(request: Request) -> tuple[tuple[Array | None, ...], Array | None]:
-    """The arrays of `args` and of `out`."""
+def describe_all(request: Request) -> tuple[tuple[Array | None, ...], tuple[Array, ...]]:
+    """The arrays of `args` and of `out`: none, or one for each result."""
     arrays = describe_args(request)
     op = OPS[request.op]
     for name in op.in_place:
@@ -216,14 +227,39 @@ def describe_all(request: Request) -> tuple[tuple[Array | None, ...], Array | No
         if target is None:
             raise InvalidArgument(f"{request.op}: {name} is None; pass the array that it writes to")
         _check_writable(f"{request.op}: {name}", target)
+    return arrays, describe_outs(request)
+
+
+def describe_outs(request: Request) -> tuple[Array, ...]:
+    """The arrays of `out`. Raises InvalidArgument for what cannot be written, or shares its memory."""
     if request.out is None:
-        return arrays, None
+        return ()
+    names = OPS[request.op].outputs
+    given = (request.out,)
+    if len(names) > 1:
+        if not isinstance(request.out, tuple) or len(request.out) != len(names):
+            kind, wanted = type(request.out).__name__, ", ".join(names)
+            raise InvalidArgument(f"{request.op}: out= is a {kind}; pass a tuple of {len(names)} arrays, ({wanted})")
+        given = request.out
     try:
-        out = describe(request.out)
+        outs = tuple([describe(out) for out in given])
     except InvalidArgument as exc:
         raise InvalidArgument(f"{request.op}: out=: {exc.message}") from None
-    _check_writable("out=", out)
-    return arrays, out
+    for number, out in enumerate(outs):
+        _check_writable("out=", out)
+        if not all(_are_apart(out, other) for other in outs[:number]):
+            raise InvalidArgument(f"{request.op}: two arrays of out= share memory; pass one for each result")
+    return outs
+
+
+def _are_apart(one: Array, other: Array) -> bool:
+    """Whether no element of one lies in the other: also of parts of one array that lie in turns, row by row."""
+    if not one.nbytes or not other.nbytes or not overlap(one, other):
+        return True
+    spec, step = one.spec, abs(one.address - other.address)
+    if other.spec != spec or step % spec.itemsize:
+        return False
+    return not overlaps(TensorSpec(spec.dtype, (2, *spec.shape), (step // spec.itemsize, *spec.strides)))
 
 
 def describe_args(request: Request, *, takes_specs: bool = False) -> tuple[Array | None, ...]:
@@ -269,8 +305,9 @@ def parameter(op: str, name: str) -> str:
 
 
 _OF_INPUT = frozenset(
-    {"linear", "softmax", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward", "gelu", "silu"}
-    | set(ACTIVATIONS)
+    {"linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
+    | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
+    | {"add_rms_norm", "group_norm", "instance_norm", "batch_norm"}
 )
 
 

@@ -88,6 +88,9 @@ class Line(Protocol):
         """Whether the worker has not got this call, nor will get it: then it has ended as declined, and what keeps its
         memory is let go of."""
 
+    def see_ends(self) -> None:
+        """Calls that have ended, and whose results nobody takes, are counted now."""
+
     def close(self) -> list[Any]:
         """Nothing is put there from now on. What keeps the memory of calls that have not ended."""
 
@@ -332,6 +335,9 @@ class _Line:
             if left_s <= 0 or any(fd != answer for fd, _ in self.poll.poll(1e3 * left_s)):
                 return
             lane.hear(self._answer)
+
+    def see_ends(self) -> None:
+        """There are no calls here whose results nobody takes."""
 
     def close(self) -> list[_Receipt]:
         left = [self._open] if self._open is not None and self._is_taken() else []

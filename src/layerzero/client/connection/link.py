@@ -22,6 +22,8 @@ from typing import Any
 import zmq
 
 from layerzero.client.connection import arena, retained
+from layerzero.client.connection.counters import Counters
+from layerzero.client.connection.showing import ANSWERS, Shown, answers
 from layerzero.ipc.errors import (
     BrokerLost,
     Busy,
@@ -32,6 +34,7 @@ from layerzero.ipc.errors import (
     from_wire,
 )
 from layerzero.ipc.transport import control, messages, sockets, wire
+from layerzero.ipc.transport.counter_messages import AddCounters
 from layerzero.ipc.transport.hello import reach
 from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind
 
@@ -40,9 +43,6 @@ GRACE_S = 10.0  # for a broker that was asked whether it is there
 _NOBLOCK, _DECISION, _LEASE = int(zmq.NOBLOCK), int(Kind.DECISION), int(Kind.LEASE)  # enums are slow
 _RELEASED, _FAILED = int(Kind.RELEASED), int(Kind.FAILED)
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
-
-
-_Shown = messages.AddArena | messages.AddLane | messages.AddGpu | messages.AddGpuArena | messages.GetLifted
 
 
 class Pending:
@@ -108,6 +108,7 @@ class Link:
         self.numbers = itertools.count(1)
         self._heard = 0  # frames so far
         self._is_closed = False
+        self.counters = Counters(self._add_counters if answer.counts else None)
         _links.add(self)
 
     @property
@@ -378,6 +379,9 @@ class Link:
             raise ProtocolError(f"lane {number} comes with {len(bells)} bells; needed: {count}")
         return bells if answer is None or answer.is_open else None
 
+    def _add_counters(self, fd: int) -> None:
+        self._show(AddCounters(), (fd,))
+
     def get_lifted(self, digest: str) -> tuple[int, int] | None:
         """A descriptor of a lifted call or of machine code, by digest, and its bytes; the caller closes it. None when
         there are no descriptors left for it. Raises what the broker refuses it with."""
@@ -390,7 +394,7 @@ class Link:
             raise ProtocolError(f"{digest:.80} comes with {len(came)} descriptors; needed: 1")
         return came[0], answer.nbytes
 
-    def _show(self, shown: _Shown, fds: tuple[int, ...]) -> tuple[messages.Message | None, list[int]]:
+    def _show(self, shown: Shown, fds: tuple[int, ...]) -> tuple[messages.Message | None, list[int]]:
         """Send descriptors to the broker and wait for the answer to them. Returns it and the descriptors that came with
         it; no answer when there were none left for those."""
         with self._control_lock:
@@ -399,17 +403,10 @@ class Link:
             try:
                 control.send(self._control, shown, fds)
                 while True:
-                    answer, came = control.receive(
-                        self._control,
-                        messages.ArenaAdded,
-                        messages.LaneAdded,
-                        messages.GpuAdded,
-                        messages.LiftedGiven,
-                        messages.Refused,
-                    )
+                    answer, came = control.receive(self._control, *ANSWERS)
                     if isinstance(answer, messages.Refused):
                         raise from_wire(answer.error)
-                    if _answers(answer, shown):
+                    if answers(answer, shown):
                         return answer, came
                     _close_all(came)  # a late answer to one that was given up
             except control.NoDescriptors:
@@ -465,17 +462,6 @@ def _check_room(fd: int, count: int) -> None:
 def _close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _answers(answer: messages.Message, shown: _Shown) -> bool:
-    match shown:
-        case messages.AddLane():
-            return isinstance(answer, messages.LaneAdded) and answer.lane == shown.lane
-        case messages.GetLifted():
-            return isinstance(answer, messages.LiftedGiven) and answer.digest == shown.digest
-        case messages.AddGpu():
-            return isinstance(answer, messages.GpuAdded) and answer.gpu == shown.gpu
-    return isinstance(answer, messages.ArenaAdded) and answer.arena == shown.arena
 
 
 def _again(error: LayerZeroError) -> LayerZeroError:

@@ -23,7 +23,9 @@ from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_ROUTES = 4096
@@ -60,16 +62,16 @@ class Routes:
         link: Link,
         request: Request,
         specs: tuple[TensorSpec | None, ...],
-        out: Array | None,
+        outs: tuple[Array, ...],
         policy: Overlay | None,
         device: str = "",
     ) -> Route:
         """The route of a call; new ones are told to the broker. `device`: UUID of the GPU that it runs on."""
-        out_spec = None if out is None else out.spec
+        out_specs = tuple([out.spec for out in outs])
         specs = request.shape_specs(specs)
         params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
         asked = None if policy is None else policy.text
-        key = (request.op, specs, params, request.backend, out_spec, asked, device)
+        key = (request.op, specs, params, request.backend, out_specs, asked, device)
         try:
             route = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed: what checks it names it
@@ -82,8 +84,8 @@ class Routes:
                         self._neighbours.lend(route)
             return route
         plan = request.planner(*specs, **request.params)
-        if out is not None:
-            plan = plan_out(plan, out.spec)
+        if outs:
+            plan = plan_out(plan, *out_specs)
         if policy is not None:
             self.check_policy(policy)
         return self.define(link, key, plan, request.backend, policy, device, may_wait=not device)
@@ -190,7 +192,8 @@ def _body_of(plan: Plan, backend: str | None, policy: Overlay | None, device: st
 
 def route_message(plan: Plan, backend: str | None, policy: Overlay | None, device: str = "") -> messages.Route:
     """What the broker is told of a signature. Raises InvalidArgument for what cannot be a backend's name."""
-    if backend is not None and not (isinstance(backend, str) and _BACKEND_NAME.fullmatch(backend)):
+    one_by_one = [backend] if backend is None or plan.op != FUNCTION else pools.named(backend)
+    if any(not (one is None or (isinstance(one, str) and _BACKEND_NAME.fullmatch(one))) for one in one_by_one):
         raise InvalidArgument(f"backend is {backend!r:.80}; allowed: None or a name that lz.status() lists")
     return messages.Route(
         op=plan.op,

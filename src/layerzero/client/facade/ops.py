@@ -222,6 +222,17 @@ def softmax(
     return perform(Request("softmax", (input,), {"dim": dim}, plans.plan_softmax, out, backend, timeout_s))
 
 
+def log_softmax(
+    input: ArrayT, dim: int, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+) -> ArrayT:
+    """x - max - log(sum(exp(x - max))) along `dim`, the logarithm of softmax without its underflow.
+
+    input: any shape and float dtype; dim: from -input.ndim on. Returns an array like input. Along a line with a NaN,
+    with positive infinity, or of nothing but negative infinity all are NaN. Source: torch.nn.functional.log_softmax.
+    """
+    return perform(Request("log_softmax", (input,), {"dim": dim}, plans.plan_log_softmax, out, backend, timeout_s))
+
+
 def layer_norm(
     input: ArrayT,
     normalized_shape: int | Sequence[int],

@@ -6,8 +6,8 @@
    let go of around calls of the driver, which may block: what frees them may be another thread. */
 
 #include "_call_key.h"
+#include "_counting.h"
 
-#include <time.h>
 #include <unistd.h>
 
 enum { TIMELINE_BYTES = 512, DONE = 128, FAILURE = 256, TIMELINES = 64 };                /* bytes; ipc/shm/timeline_page.py */
@@ -58,11 +58,11 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     CallSiteFields its;
-    uint64_t order, order_device, ring, epoch, context, plan, number, doorbell;
+    uint64_t order, order_device, ring, epoch, context, plan, number, doorbell, row; /* row: in the page of counters */
     uint64_t get_current, is_capturing, get_attribute, batch; /* addresses of functions of the driver */
 } CallSite;
 static const char *const site_numbers[] = {"order", "order_device", "ring", "epoch", "context", "plan", "number",
-                                           "doorbell", "get_current", "is_capturing", "get_attribute", "batch"};
+                                           "doorbell", "row", "get_current", "is_capturing", "get_attribute", "batch"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 
 static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -360,9 +360,9 @@ static Verdict finish(Repeats *self, Call *call) {
         if (!waited) return FAILED;
         Py_DECREF(waited);
     }
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    PyObject *end_ns = PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
+    uint64_t now_ns = clock_ns();
+    count_call(call->site->row, call->start_ns, now_ns, 0);
+    PyObject *end_ns = PyLong_FromUnsignedLongLong(now_ns);
     int is_noted = end_ns && PyObject_SetAttr(call->record, s_end_ns, end_ns) == 0 &&
                    PyObject_SetAttr(self->its.last, s_record, call->record) == 0;
     Py_XDECREF(end_ns);
@@ -424,8 +424,8 @@ PyMODINIT_FUNC PyInit__fastpath(void) {
     if (!made) return NULL;
     KEY_NAMES(INTERN)
     NAMES(INTERN)
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiii)", TIMELINES, TIMELINE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
-                                     SLOT_HEAD, EPOCH, IS_ENDED, HEAD, IS_ASLEEP, BUFFER_ID, WAIT_32, WRITE_32, GEQ);
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiiii)", TIMELINES, TIMELINE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
+                                     SLOT_HEAD, EPOCH, IS_ENDED, HEAD, IS_ASLEEP, BUFFER_ID, WAIT_32, WRITE_32, GEQ, COUNTER_LAYOUT);
     PyObject *limits = Py_BuildValue("(iiiii)", READ_EVERY, LOOK_EVERY, MAX_AHEAD, MAX_LATE, PER_THREAD);
     PyObject *repeats = PyType_FromSpec(&Repeats_spec), *site = PyType_FromSpec(&CallSite_spec);
     if (!layout || !limits || !repeats || !site || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 ||

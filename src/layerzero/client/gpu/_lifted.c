@@ -7,9 +7,9 @@
    frees them may be another thread. The page is touched with the lock, and only while the session is not being closed. */
 
 #include "_call_key.h"
+#include "_counting.h"
 
 #include <stddef.h>
-#include <time.h>
 
 enum { TIMELINES = 64, TIMELINE_BYTES = 512, FAILURE = 256, LIFTED_COUNT = 384, LIFTED_LAST = 388, KEPT = 8, LIFT_EPOCH = 448 };
 enum { KERNEL = 1, FILL = 2, COPY = 3 };
@@ -70,7 +70,7 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     LiftedSiteFields its;
-    uint64_t order, epoch, number, context, inputs, outputs, scratch_bytes, is_ahead; /* is_ahead: no call was made here yet */
+    uint64_t order, epoch, number, context, inputs, outputs, scratch_bytes, is_ahead, row; /* is_ahead: no call was made here yet; row: of counters */
     uint64_t get_current, is_capturing, launch, fill_8, fill_16, fill_32, copy; /* addresses of functions of the driver */
     const uint8_t *program;
     const Tensor *tensors;
@@ -78,7 +78,7 @@ typedef struct {
     const uint64_t *pieces;
     size_t program_bytes, pair_count, piece_count;
 } LiftedSite;
-static const char *const site_numbers[] = {"order",  "epoch",  "number",  "context", "inputs", "outputs", "scratch_bytes", "is_ahead", "get_current", "is_capturing",
+static const char *const site_numbers[] = {"order",  "epoch",  "number",  "context", "inputs", "outputs", "scratch_bytes", "is_ahead", "row", "get_current", "is_capturing",
                                            "launch", "fill_8", "fill_16", "fill_32", "copy"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 
@@ -385,9 +385,9 @@ static Verdict enqueue(LiftedCalls *self, Call *call) {
 /* What a report will be made of: ipc's Record (client/connection/record.py). */
 static Verdict finish(const LiftedCalls *self, const Call *call) {
     const LiftedSiteFields *its = &call->site->its;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    PyObject *end_ns = PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
+    uint64_t now_ns = clock_ns();
+    count_call(call->site->row, call->start_ns, now_ns, 0);
+    PyObject *end_ns = PyLong_FromUnsignedLongLong(now_ns);
     PyObject *record = end_ns ? PyTuple_Pack(9, its->plan, nothing, call->start_ns, end_ns, zero, nothing,
                                              its->decision, nothing, its->note)
                               : NULL;
@@ -473,7 +473,7 @@ static PyObject *numbers(const int *of, int count) {
 }
 
 PyMODINIT_FUNC PyInit__lifted(void) {
-    static const int page[] = {TIMELINES, TIMELINE_BYTES, FAILURE, LIFTED_COUNT, LIFTED_LAST, KEPT, LIFT_EPOCH};
+    static const int page[] = {TIMELINES, TIMELINE_BYTES, FAILURE, LIFTED_COUNT, LIFTED_LAST, KEPT, LIFT_EPOCH, COUNTER_LAYOUT};
     static const int program[] = {KERNEL, FILL, COPY, MAX_PARAMETERS, MAX_PARAMETER_BYTES, MAX_TENSORS, MAX_MEMORY,
                                   sizeof(Head), sizeof(KernelStep), sizeof(Attribute), sizeof(Patch), sizeof(FillStep),
                                   sizeof(CopyStep), sizeof(Config), offsetof(Config, stream), offsetof(Config, attributes),

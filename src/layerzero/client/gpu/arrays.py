@@ -15,10 +15,10 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
-def device_of(op: str, arrays: Sequence[Array | None], out: Array | None) -> int:
+def device_of(op: str, arrays: Sequence[Array | None], outs: Sequence[Array] = ()) -> int:
     """Where a call runs: the ordinal of a GPU, or CPU. Raises InvalidArgument when its arrays are not all there."""
-    names = (*OPS[op].inputs, "out")
-    given = [(name, array) for name, array in zip(names, (*arrays, out), strict=False) if array is not None]
+    names = (*OPS[op].inputs, *OPS[op].outputs)
+    given = [(name, array) for name, array in zip(names, (*arrays, *outs), strict=False) if array is not None]
     device = given[0][1].device if given else CPU
     for name, array in given:
         if array.device != device:
@@ -29,9 +29,9 @@ def device_of(op: str, arrays: Sequence[Array | None], out: Array | None) -> int
     return device
 
 
-def refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out: Array | None) -> None:
+def refuse_mixture(op: str, like: Array, arrays: Sequence[Array | None], outs: Sequence[Array]) -> None:
     """Each library has a stream of its own, and a call has one. Raises InvalidArgument."""
-    for array in (*arrays, out):
+    for array in (*arrays, *outs):
         if array is not None and array.kind != like.kind:
             one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
             raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
@@ -135,7 +135,7 @@ def named_device(op: str, arrays: Sequence[Array | None], device: str | None) ->
     """As `device_of`, for a call in which specs may stand for arrays: `device` says where those are ("cpu", "cuda",
     "cuda:1" or a UUID; None: where the arrays are, else on the CPU). Raises InvalidArgument, also where the arrays are
     elsewhere."""
-    found = device_of(op, arrays, None)
+    found = device_of(op, arrays)
     if device is None:
         return found
     wanted = ordinal_of(device)

@@ -36,7 +36,7 @@ from layerzero.client.gpu.fastpath import MISS, learn, repeats_of
 from layerzero.client.gpu.memory import memory_of, uuid_of
 from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
 from layerzero.client.gpu.placement import Memory, Placing
-from layerzero.client.gpu.results import result_like
+from layerzero.client.gpu.results import copied_to, result_like
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.client.gpu.samples import complete, sampled
 from layerzero.client.gpu.session_view import Placed, SessionView
@@ -144,15 +144,18 @@ class GpuCalls:
         self._session.note(enqueued)
         return result
 
-    def run(self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, start_ns: int) -> Any:
+    def run(self, request: Request, arrays: tuple[Array | None, ...], outs: tuple[Array, ...], start_ns: int) -> Any:
         """The result, valid in the caller's current stream. Raises what the op raises, and the error of an earlier call
         that failed after it had returned."""
+        if len(outs) > 1:
+            return copied_to(request, arrays, outs, lambda plain: self.run(plain, arrays, (), start_ns))
+        out = outs[0] if outs else None
         like = next(array for array in arrays if array is not None)
         if not OPS[request.op].runs_on_gpus:
             raise InvalidArgument(
                 f"{request.op}: move the arrays to the CPU; it has no kernel for {device_name(like.device)}"
             )
-        refuse_mixture(request.op, like, arrays, out)
+        refuse_mixture(request.op, like, arrays, outs)
         refuse_gradients(request.op, arrays)
         refuse_sharing(request.op, arrays)
         stream = current_stream(like)
@@ -188,13 +191,13 @@ class GpuCalls:
                     continue
 
     def run_apart(
-        self, request: Request, arrays: tuple[Array | None, ...], out: Array | None
+        self, request: Request, arrays: tuple[Array | None, ...], outs: tuple[Array, ...]
     ) -> tuple[Any, SelectionReport]:
         """The result and report of a call of a tool, waited for: `elapsed_us` is until the result was there. It goes by
         the broker, which hears the times of its kernel: `kernel_us` is that of an earlier such call, 0 when none is
         new. Raises the call's own errors, whenever they are found, and those of no other."""
         start_ns = time.perf_counter_ns()
-        result = self.run(replace(request, is_apart=True), arrays, out, start_ns)
+        result = self.run(replace(request, is_apart=True), arrays, outs, start_ns)
         sent = self._session.last.record
         assert isinstance(sent, Sent)
         sent.gpu.wait_for(sent.point)
@@ -214,7 +217,8 @@ class GpuCalls:
         bake = overlay.baked.get()
         policy = overlay.current() if bake is None else bake(request, specs, gpu.uuid)
         policy = overlay.on_top(policy, AS_IT_LIES)
-        return self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid), specs
+        outs = () if out is None else (out,)
+        return self._session.routes.find(self._link, request, specs, outs, policy, device=gpu.uuid), specs
 
     def _run(
         self,

@@ -62,6 +62,7 @@ class Gpu:
         self.settling = threading.RLock()  # held by a call that is the first of its route or worker
         self.lock = threading.RLock()  # held from READY to EXECUTE: a timeline's calls are sent in their order
         self._link, self._arena_registry = link, arena_registry
+        self.counters = link.counters
         self._numbers: weakref.WeakKeyDictionary[Arena, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._signed: set[tuple[str, int]] = set()
         self._reached: dict[int, set[int]] = {}  # slot of a worker -> arenas on which it has run a call

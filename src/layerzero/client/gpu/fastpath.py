@@ -14,7 +14,7 @@ from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection import overlay
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
-from layerzero.client.gpu.outcomes import OnRing
+from layerzero.client.gpu.outcomes import RING, OnRing
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def call_site_of(known: Known, like: Array) -> CallSite | None:
         plan=lease.plan,
         number=known.route.number,
         doorbell=lane.doorbell,
+        row=gpu.counters.row(known.route.plan.op, lease.decision.kernel_id, RING),
         **functions,
     )
     return site

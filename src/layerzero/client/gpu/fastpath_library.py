@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from layerzero.ipc.cuda import abi
-from layerzero.ipc.shm import ring_words, timeline_words
+from layerzero.ipc.shm import counter_page, ring_words, timeline_words
 
 DISABLED = "LAYERZERO_NO_C"  # variable: calls are made by the Python alone
 
@@ -26,6 +26,7 @@ def _load() -> tuple[Any, str]:
         abi.WAIT_32,
         abi.WRITE_32,
         abi.GEQ,
+        *counter_page.LAYOUT,
     ) != _fastpath.LAYOUT:
         return None, "what was compiled is of another version of LayerZero; install it anew"
     return _fastpath, ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from layerzero.client.connection import retained
 from layerzero.client.connection.call import Route, error_of
+from layerzero.client.connection.counters import Counters
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.record import failure_of, report_of, waited
@@ -23,6 +24,7 @@ from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
 
+RING = "ring"  # the path of counters
 MAX_LATE = 4096  # calls that may still get an answer after they have returned
 LOOK_S = 0.0002
 _FAILED = int(Kind.FAILED)
@@ -69,6 +71,11 @@ class OnRing(Enqueued):
     ) -> None:
         self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
         self.lane, self.lease, self.start_ns = lane, lease, start_ns
+
+    def count(self, counters: Counters) -> None:
+        """It is on its ring, and its caller goes on."""
+        row = counters.row(self.op, self.lease.decision.kernel_id, RING)
+        counters.count(row, self.end_ns - self.start_ns, sum([copy.nbytes for copy in self.copies]))
 
     def end(self, stream: int, hold: object, *, is_out: bool) -> None:
         """End its point after an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
-from layerzero.client.gpu.arrays import new_like
+from layerzero.client.connection.call import Request
+from layerzero.client.gpu.arrays import new_like, refuse_mixture
 from layerzero.client.gpu.own_arrays import GpuArray
+from layerzero.client.planning.plans import plan_out
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 STEP = 256  # bytes; each result begins at a multiple, as an allocator's memory does
@@ -41,6 +44,23 @@ def result_like(array: Array, out: Array | None, specs: Sequence[TensorSpec]) ->
     if len(specs) > 1:
         return _together(array, tuple(specs))
     return new_like(array, specs[0]) if specs else (None, 0)
+
+
+def copied_to(
+    request: Request,
+    arrays: Sequence[Array | None],
+    outs: tuple[Array, ...],
+    run: Callable[[Request], tuple[Any, ...]],
+) -> tuple[Any, ...]:
+    """Several results in the caller's own arrays: new ones, which lie in one piece of memory, are copied there by its
+    library, in the stream's order. Raises InvalidArgument before anything runs."""
+    like = next(array for array in arrays if array is not None)
+    refuse_mixture(request.op, like, arrays, outs)
+    specs = tuple(None if array is None else array.spec for array in arrays)
+    plan_out(request.planner(*specs, **request.params), *(out.spec for out in outs))
+    for out, result in zip(outs, run(replace(request, out=None)), strict=True):
+        out.obj[...] = result
+    return tuple(out.obj for out in outs)
 
 
 def torch_results(device: int, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any, int]]:

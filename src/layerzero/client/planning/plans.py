@@ -39,7 +39,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
 Scalar = str | int | float | bool | None
 
 # torch.finfo(t).eps of the type t that torch computes in: float32 for the half types.
-_RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
+RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
 BSHD_AXES = (0, 2, 1, 3)  # from BSHD to BHSD, and back
 _REMEMBERED = 4096
 
@@ -137,7 +137,17 @@ def plan_linear(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = Non
 @remember
 def plan_softmax(x: TensorSpec, dim: int) -> Plan:
     """torch.nn.functional.softmax; `dim` is required."""
-    op = "softmax"
+    return _over("softmax", x, dim)
+
+
+@remember
+def plan_log_softmax(x: TensorSpec, dim: int) -> Plan:
+    """torch.nn.functional.log_softmax; `dim` is required."""
+    return _over("log_softmax", x, dim)
+
+
+def _over(op: str, x: TensorSpec, dim: int) -> Plan:
+    """Along one dimension."""
     floating(op, "x", x)
     if isinstance(dim, bool) or not isinstance(dim, Integral):
         refuse(op, f"dim is {dim!r}", "an integer", "pass dim=-1 for the last dimension")
@@ -186,7 +196,7 @@ def _plan_rms_norm(x: TensorSpec, shape: Shape, weight: TensorSpec | None, eps: 
     op = "rms_norm"
     same_float_dtype(op, x=x, weight=weight)
     ndim = normalized(op, x, shape, weight=weight)
-    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": _RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
+    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
     return same_shape(op, (x, weight), attrs)
 
 
@@ -225,7 +235,7 @@ def _plan_norm_backward(
             op, f"grad_out has shape {list(grad_out.shape)}", f"{list(x.shape)}, that of the result", "pass all of it"
         )
     if eps is None and op == "rms_norm_backward":
-        eps = _RMS_EPS[x.dtype]
+        eps = RMS_EPS[x.dtype]
     attrs: dict[str, Scalar] = {"ndim": ndim, "eps": epsilon(op, eps)}
     shapes = (x.shape, *(shape for _ in OPS[op].outputs[1:]))
     outputs = tuple(TensorSpec.contiguous(x.dtype, one) for one in shapes)
@@ -317,17 +327,20 @@ def plan_null() -> Plan:
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def plan_out(plan: Plan, out: TensorSpec) -> Plan:
-    """The plan that writes its one result into the caller's `out`, which may be strided but must not overlap itself."""
-    if len(plan.results) != 1:
-        raise InvalidArgument(f"{plan.op} has {len(plan.results)} results; out= is for ops with one")
-    wanted = plan.results[0]
-    if (out.dtype, out.shape) != (wanted.dtype, wanted.shape):
-        refuse(plan.op, f"out is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
-    refuse_overlapping(plan.op, "out", out)
-    output = plan.outputs[0]
-    view = out.permute(*BSHD_AXES) if plan.attrs.get("layout") == "BSHD" else _padded(out, output.shape)
-    return replace(plan, outputs=(view,), results=(out,))
+def plan_out(plan: Plan, *outs: TensorSpec) -> Plan:
+    """The plan that writes its results into the caller's `outs`, as many, which may be strided but must not overlap
+    themselves."""
+    if len(plan.results) != len(outs):
+        found = f"{len(plan.results)} results and out= {len(outs)} arrays"
+        raise InvalidArgument(f"{plan.op} has {found}; pass one for each")
+    views = []
+    for name, out, wanted, output in zip(OPS[plan.op].outputs, outs, plan.results, plan.outputs, strict=True):
+        if (out.dtype, out.shape) != (wanted.dtype, wanted.shape):
+            refuse(plan.op, f"{name} is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
+        refuse_overlapping(plan.op, name, out)
+        is_permuted = plan.attrs.get("layout") == "BSHD"
+        views.append(out.permute(*BSHD_AXES) if is_permuted else _padded(out, output.shape))
+    return replace(plan, outputs=tuple(views), results=outs)
 
 
 def _padded(spec: TensorSpec, shape: Shape) -> TensorSpec:

@@ -30,6 +30,7 @@ class TokenizerFile:
 
     def __init__(self, data: bytes, name: str = "tokenizer") -> None:
         """Raises ConfigError when the bytes are no tokenizer.json."""
+        from layerzero.client.planning.kept_libraries import KeptLibraries
         from layerzero.ipc.vocabulary.tokenizer_format import tokenizer_format
         from layerzero.ipc.vocabulary.tokenizer_identity import tokenizer_parts
 
@@ -48,7 +49,7 @@ class TokenizerFile:
         self.attrs = {
             "tokenizer_digest": self.digest,
             "tokenizer_format": self.format,
-            **tokenizer_parts(document, self.digest),
+            **tokenizer_parts(document, self.digest, KeptLibraries()),
         }
 
     @classmethod

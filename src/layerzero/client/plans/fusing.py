@@ -37,12 +37,16 @@ class Fusing:
         self.refused[why] = self.refused.get(why, 0) + 1
 
     def tried(self, request: Request, expected: Sequence[Any]) -> tuple[str, float, Any] | None:
-        """Kernel, its us and result of a call. `expected`: parts of the result along its last dimension, in order, or
-        nothing where the recorded ones were changed since. None, and a reason is noted, where it is not to be used."""
+        """Kernel, its us and result of a call. `expected`: parts of the result along its last dimension, in order, of
+        several results each of them; nothing where the recorded ones were changed since. None, and a reason is noted,
+        where it is not to be used."""
         try:
             result = self.session.run(request)
             record = self.session.last_record
-            if expected:
+            if isinstance(result, tuple):
+                for one, part in zip(result, expected, strict=True):
+                    self._compare(request.op, one, (part,))
+            elif expected:
                 self._compare(request.op, result, expected)
         except InvalidArgument as exc:
             self.refuse(exc.message)

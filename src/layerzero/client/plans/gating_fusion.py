@@ -16,7 +16,6 @@ from layerzero.client.session.session import Session
 NAME = "gating fusion"
 _ACTIVATIONS = ("lz.gelu", "lz.silu", "gelu", "silu", "relu", "tanh")
 _PROJECTIONS = ("lz.linear", "lz.matmul")
-_NORMS = ("lz.layer_norm", "lz.rms_norm")
 _ELEMENTWISE = ("add", "sub", "mul", "truediv", "exp", "tanh", "maximum", "minimum", "negative", "sqrt")
 
 
@@ -82,8 +81,8 @@ def _tell_others(program: Program) -> None:
         sources = [kind_of(source) for arg in step.args if (source := flow.source(arg, step)) is not None]
         if kind in _ACTIVATIONS and any(name in _PROJECTIONS for name in sources):
             seen["linear + activation"] += 1
-        elif kind in _NORMS and "add" in sources:
-            seen["residual + norm"] += 1
+        elif kind == "lz.layer_norm" and "add" in sources:
+            seen["residual + layer_norm"] += 1
         elif kind in _ELEMENTWISE and any(name in _ELEMENTWISE for name in sources):
             seen["elementwise + elementwise"] += 1
     program.done += [

@@ -7,11 +7,13 @@ then they are in slots of their workers. While there is no graph that may be lau
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from layerzero.client.connection.counters import Row
 from layerzero.client.gpu.calls import READ_OFTEN
+from layerzero.client.plans.counting import GRAPH, count_steps, counter_rows
 from layerzero.client.plans.graph_library import Fence, Graph, GraphLibrary
 from layerzero.client.plans.graph_steps import GraphSteps, NotCapturable, Served
 from layerzero.client.plans.passes import ARGUMENT, FIXED, Program
@@ -87,6 +89,7 @@ class GraphPlan:
         numbers = [*program.recording.inputs, *(program.recording.inputs[place] for place in self._written)]
         self._argument_bytes = sum(_nbytes_of(values[number]) for number in numbers)
         self._result_bytes = sum(map(_nbytes_of, self._new))
+        self._rows: list[tuple[Row, int]] = []  # of counters, of the graph's calls
         self._is_all_here = False  # all calls of the graph are launched by this process
         self.failure = ""  # of the last capture
 
@@ -152,7 +155,7 @@ class GraphPlan:
         return self.session.gpus.gpu(self.device).order.page.lift_epoch
 
     def _replay(self, inputs: Sequence[Any]) -> Any:
-        library, made = self._library, self._made
+        library, made, start_ns = self._library, self._made, time.perf_counter_ns()
         assert made is not None
         assert self._fence is not None
         if not self._is_all_here:
@@ -173,6 +176,7 @@ class GraphPlan:
             self.copied_bytes = self._argument_bytes
         self.copied_bytes += self._result_bytes
         self._fence.leave()
+        count_steps(self.session, self._rows, time.perf_counter_ns() - start_ns)
         return value
 
     def _direct_for(self, inputs: Sequence[Any]) -> _Made | None:
@@ -298,10 +302,18 @@ class GraphPlan:
                 self.problem = str(exc)
             return
         self._failed, self.failure, self.served = 0, "", dict(self._steps.served)
+        self._rows = counter_rows(self.session, self._kernels(), GRAPH)
         self._is_all_here = all(one.is_here for one in self.served.values())
         self._epoch, self._has_leave = epoch, True
         if not self.program.recording.writes_outside:
             self._check(inputs, expected)
+
+    def _kernels(self) -> Iterator[tuple[str, str]]:
+        """Of the calls in the graph: op and kernel."""
+        for step in self.program.steps:
+            served = self.served.get(step.number)
+            if served is not None and served.kernel_id and step.request is not None:
+                yield step.request.op, served.kernel_id
 
     def _capture(self, inputs: list[Any], addresses: tuple[int, ...], beside: Graph | None) -> _Made:
         """Raises NotCapturable."""

@@ -21,6 +21,7 @@ from layerzero.client.plans.passes import (
 )
 from layerzero.client.plans.projection_fusion import fuse_projections
 from layerzero.client.plans.recording import Recording
+from layerzero.client.plans.residual_fusion import fuse_residuals
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument
 
@@ -32,11 +33,17 @@ _PLAIN: dict[str, Callable[[Program], None]] = {
 _FUSIONS: dict[str, Callable[[Session, Program], None]] = {
     "attention": fuse_attention,
     "projections": fuse_projections,
+    "residuals": fuse_residuals,
     "gating": fuse_gating,
 }
 PASSES = (*_PLAIN, *_FUSIONS, "unused")
 """Names of the passes that can be left out, in their order."""
-FUSED_BY = {"attention fusion": "attention", "projection fusion": "projections", "gating fusion": "gating"}
+FUSED_BY = {
+    "attention fusion": "attention",
+    "projection fusion": "projections",
+    "residual fusion": "residuals",
+    "gating fusion": "gating",
+}
 
 
 def check_passes(passes: Iterable[str] | None) -> frozenset[str]:

@@ -175,7 +175,8 @@ class FunctionRecorder:
     # --- calls of lz ops
 
     def _call(self, request: Request) -> Any:
-        plain = replace(request, args=tuple(array_of(arg) for arg in request.args), out=array_of(request.out))
+        args, out = map_leaves((request.args, request.out), array_of)
+        plain = replace(request, args=args, out=out)
         value = self._session.run(plain)
         record = self._session.last_record
         if self.made.problem:
@@ -183,7 +184,7 @@ class FunctionRecorder:
         if request.finish is not None:
             self._fail(f"lz.{request.op} gives no arrays")
             return value
-        for arg in (*request.args, request.out):
+        for arg in (*request.args, *_flat(request.out)):
             if arg is not None and not is_array(array_of(arg)):
                 self._fail(f"calls lz.{request.op} on a {type(arg).__name__}; allowed: NumPy arrays and torch tensors")
                 return value
@@ -195,7 +196,7 @@ class FunctionRecorder:
         written = [
             n for name, n in zip(OPS[request.op].inputs, step.args, strict=True) if name in OPS[request.op].in_place
         ]
-        written += [step.kwargs["out"]] if outs else []
+        written += _flat(step.kwargs.get("out"))
         step.writes = tuple(self.made.values[use.value].storage for use in written if isinstance(use, Use))
         step.kernel = kernel_of(record)[0]
         step.kernel_us = record[4] / 1e3 if isinstance(record, tuple) else 0.0

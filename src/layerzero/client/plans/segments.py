@@ -13,9 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from layerzero.client.connection.call import Request, Route
+from layerzero.client.connection.counters import Row
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt, Stopped
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import kernel_of
+from layerzero.client.connection.report import EXPRESS
+from layerzero.client.plans.counting import count_steps, counter_rows
 from layerzero.client.plans.memory import Memory, Place, Reach, array_at, put
 from layerzero.client.plans.passes import Program
 from layerzero.client.plans.recording import Step, Use, Value
@@ -67,6 +70,7 @@ class _Chain:
     variables: list[int]
     lease: Lease  # of them all, as one call
     note: str  # for the report
+    rows: list[tuple[Row, int]]  # of counters, and how many of its steps are of each
     declined: int = 0
     usual_ns: int = 0  # the least that its kernels took
     said: bytes = b""  # each step's time, of the last run
@@ -134,7 +138,7 @@ class Segment:
             specs = tuple(self._spec(arg) for arg in step.args)
             assert step.request is not None
             request = replace(step.request, args=step.args)
-            route = self.session.routes.find(self.session.link, request, specs, None, self.policy)
+            route = self.session.routes.find(self.session.link, request, specs, (), self.policy)
             place = self.session.lanes.of(route)
             if place is None and route.here is None:
                 return
@@ -197,7 +201,14 @@ class Segment:
         lease = replace(leases[0], plan=CHAIN, values=b"")
         head = pack_chain_call(where, digest_of(table))
         note = f"the last of {len(leases)} calls that crossed as one"
-        return _Chain(group, lane, routes, leases, head, list(numbers), lease, note), len(table)
+        kernels = [(self._op(number), its.decision.kernel_id) for number, its in zip(group, leases, strict=True)]
+        rows_of = counter_rows(self.session, kernels, EXPRESS)
+        return _Chain(group, lane, routes, leases, head, list(numbers), lease, note, rows_of), len(table)
+
+    def _op(self, number: int) -> str:
+        request = self.steps[number].request
+        assert request is not None
+        return request.op
 
     def _ref(self, reach: Reach | None, numbers: dict[int, int]) -> Ref:
         """`numbers` are the chain's own of the plan's variables."""
@@ -282,6 +293,8 @@ class Segment:
         for number, lease in zip(chain.numbers[:at], chain.leases, strict=False):
             if end.has_run:
                 self._note(number, CHAINED, lease.decision.kernel_id, 0.0, 0)
+                kernel = self._op(number), lease.decision.kernel_id
+                count_steps(self.session, counter_rows(self.session, [kernel], EXPRESS), 0)
             else:
                 self.call(number, places)
         self.call(chain.numbers[at], places, after=(chain.lane, chain.leases[at], end.end))
@@ -292,6 +305,7 @@ class Segment:
         chain.said, chain.usual_ns = end.said, min(chain.usual_ns or end.kernel_ns, end.kernel_ns)
         plan, decision, now_ns = chain.routes[-1].plan, chain.leases[-1].decision, time.perf_counter_ns()
         self.session.last.record = (plan, (), start_ns, now_ns, end.kernel_ns, (), decision, (), chain.note)
+        count_steps(self.session, chain.rows, now_ns - start_ns)
         if not self.is_linked:  # a chain before it has ended otherwise
             self._read(chain)
 

@@ -15,6 +15,7 @@ typedef struct {
     PyObject_HEAD
     ReceiptFields its;
     uint64_t call, due_ns, status, kernel_ns;
+    uint64_t row, copied_bytes; /* where it is to be counted, 0 for nowhere, or once it was; with so many bytes */
     int has_ended; /* and that was read, so that its place is free */
     char is_behind; /* others were before it when it was put */
 } Receipt;
@@ -95,6 +96,17 @@ static int read_end(Receipt *receipt) {
     return 1;
 }
 
+/* Once, of a call that has ended well. */
+static void count_receipt(Receipt *receipt, uint64_t end_ns) {
+    count_call(receipt->row, receipt->its.start_ns, end_ns, receipt->copied_bytes);
+    receipt->row = 0;
+}
+
+/* The caller has the only reference to it: nobody will take its result. */
+static void count_dropped(Receipt *receipt) {
+    if (receipt->row && receipt->status == OK && Py_REFCNT((PyObject *)receipt) == 1) count_receipt(receipt, clock_ns());
+}
+
 /* Whether it is on the lane now; its ring is the caller's to make, without the interpreter's lock. 0: there is no room, or the lane is
    closed or has ended. */
 static int put(Line *line, Receipt *receipt, uint64_t plan, const char *body, uint64_t nbytes, uint64_t timeout_ns) {
@@ -103,10 +115,11 @@ static int put(Line *line, Receipt *receipt, uint64_t plan, const char *body, ui
     if (line->bells.is_closed || load64(page + IS_ENDED)) return 0;
     Py_XINCREF((PyObject *)before); /* what it leads to goes when the lane is in order again */
     int has_room = !before || read_end(before) > 0;
+    if (before && has_room) count_dropped(before);
     if (has_room) {
         Py_INCREF((PyObject *)line);
         Py_INCREF((PyObject *)receipt);
-        receipt->its.line = (PyObject *)line, receipt->call = line->calls = call, receipt->due_ns = now_ns() + timeout_ns;
+        receipt->its.line = (PyObject *)line, receipt->call = line->calls = call, receipt->due_ns = clock_ns() + timeout_ns;
         receipt->is_behind = load64(page + DONE) + 1 < call;
         *place = receipt;
         memcpy((char *)at + REFS_AT, body, nbytes);
@@ -171,6 +184,18 @@ static PyObject *Line_withdraw(Line *self, PyObject *given) {
     return PyBool_FromLong(is_ours);
 }
 
+/* Read the ends that are there: calls whose results nobody takes are counted. */
+static PyObject *Line_see_ends(Line *self, PyObject *unused) {
+    (void)unused;
+    for (int n = 0; n < DEPTH; n++) {
+        Receipt *one = self->open[n];
+        Py_XINCREF((PyObject *)one);
+        if (one && read_end(one) > 0) count_dropped(one);
+        Py_XDECREF((PyObject *)one);
+    }
+    Py_RETURN_NONE;
+}
+
 /* Nothing is put there any more, and nobody waits. The calls whose ends have not been read. */
 static PyObject *Line_close(Line *self, PyObject *unused) {
     (void)unused;
@@ -190,6 +215,7 @@ static PyObject *Line_close(Line *self, PyObject *unused) {
 static PyMethodDef line_methods[] = {
     {"put", (PyCFunction)Line_put, METH_VARARGS, "put(plan, body, hold, timeout_ns): a receipt, or None"},
     {"withdraw", (PyCFunction)Line_withdraw, METH_O, "withdraw(receipt): whether the worker has not got it, nor will"},
+    {"see_ends", (PyCFunction)Line_see_ends, METH_NOARGS, "see_ends(): of calls whose results nobody takes"},
     {"close", (PyCFunction)Line_close, METH_NOARGS, "close(): receipts of calls that are open"},
     {NULL, NULL, 0, NULL},
 };
@@ -224,3 +250,12 @@ static PyType_Slot Receipt_slots[] = {{Py_tp_traverse, Receipt_traverse}, {Py_tp
                                      {Py_tp_methods, receipt_methods}, {Py_tp_members, receipt_members}, {0, NULL}};
 static PyType_Spec Receipt_spec = {PACKAGE "_repeats.Receipt", sizeof(Receipt), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, Receipt_slots};
+
+/* For what is counted by Python. */
+static PyObject *count_these(PyObject *module, PyObject *args) {
+    unsigned long long row, ns, copied_bytes, times;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKKK", &row, &ns, &copied_bytes, &times)) return NULL;
+    count_calls(row, ns, copied_bytes, times);
+    Py_RETURN_NONE;
+}

@@ -9,6 +9,7 @@
 #define APPEND_ARRAY append_ndarray
 #define _GNU_SOURCE /* POLLRDHUP */
 #include "../gpu/_call_key.h"
+#include "../gpu/_counting.h"
 #include "_blocks.h"
 #include "_waiting.h"
 #include "_line.h"
@@ -58,10 +59,10 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     CallSiteFields its;
-    uint64_t epoch, number, timeout_ns, result, result_bytes, copied_bytes;
+    uint64_t epoch, number, timeout_ns, result, result_bytes, copied_bytes, row; /* row: in the page of counters */
     Watch watch;
 } CallSite;
-static const char *const site_numbers[] = {"epoch", "number", "timeout_ns", "result", "result_bytes", "copied_bytes"};
+static const char *const site_numbers[] = {"epoch", "number", "timeout_ns", "result", "result_bytes", "copied_bytes", "row"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 static const char *const repeats_numbers[] = {"spin_ns"};
 
@@ -267,6 +268,7 @@ static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbyte
             if (used > copied_bytes || size > copied_bytes - used) return OTHERS;
             copy_bytes(copies + used, (const void *)address, size);
             refs[n] = (Ref){copied.arena, 0, copied.offset + used, size};
+            receipt->copied_bytes += size;
             used += aligned(size);
         }
     }
@@ -290,7 +292,7 @@ static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbyte
 static uint64_t spin_of(Repeats *self, Watch *watch) {
     uint64_t wanted = wanted_ns(watch, self->spin_ns);
     if (!wanted) return 0;
-    uint64_t now = now_ns();
+    uint64_t now = clock_ns();
     if (now - self->asked_ns > ASK_AGAIN_NS) {
         int may_spin = is_true(PyObject_CallNoArgs(self->its.may_spin));
         if (may_spin < 0) PyErr_Clear();
@@ -314,6 +316,7 @@ static Verdict carry(Repeats *self, Call *call) {
     for (size_t n = 0; n < sizeof kept / sizeof *kept; n++) Py_INCREF(kept[n]);
     receipt->its.site = kept[0], receipt->its.request = kept[1], receipt->its.start_ns = kept[2];
     receipt->its.key = kept[3], receipt->its.args = kept[4], receipt->its.out = kept[5];
+    receipt->row = site->row;
     Verdict verdict = write_call(self, call, body, &nbytes);
     if (verdict == PLAIN && site->copied_bytes >= LONG_COPY_BYTES) { /* others may have run meanwhile */
         verdict = is_current(self, call);
@@ -356,6 +359,8 @@ static PyObject *copies_of(Receipt *receipt) {
 static PyObject *finish(Repeats *self, Receipt *receipt) {
     const CallSite *site = (CallSite *)receipt->its.site;
     const CallSiteFields *its = &site->its;
+    uint64_t end_ns = clock_ns();
+    count_receipt(receipt, end_ns);
     PyObject *result = site->result == PLACED ? receipt->its.out : Py_None, *note = NULL, *record = NULL, *copies = NULL;
     if (receipt->its.block)
         result = PyObject_CallFunctionObjArgs(its->wrap, receipt->its.block, NULL);
@@ -365,7 +370,7 @@ static PyObject *finish(Repeats *self, Receipt *receipt) {
     if (PyObject_IsTrue(its->note)) Py_INCREF(note = its->note);
     else note = PyObject_GetAttr(its->route, s_stays_out);
     if (note && (copies = copies_of(receipt)))
-        record = Py_BuildValue("(OOOKK()O()O)", its->plan, copies, receipt->its.start_ns, (unsigned long long)now_ns(),
+        record = Py_BuildValue("(OOOKK()O()O)", its->plan, copies, receipt->its.start_ns, (unsigned long long)end_ns,
                                (unsigned long long)receipt->kernel_ns, its->decision, note);
     if (!record || PyObject_SetAttr(self->its.last, s_record, record) < 0) Py_CLEAR(result);
     Py_XDECREF(record);
@@ -445,7 +450,7 @@ static PyObject *Repeats_take(Repeats *self, PyObject *const *given, Py_ssize_t 
     if (PyErr_Occurred()) return NULL;
     int has_ended = read_end(receipt);
     if (!has_ended && left_s > 0 && !((Line *)receipt->its.line)->bells.is_closed) {
-        uint64_t now = now_ns(), due = left_s < 1e9 ? now + (uint64_t)(left_s * 1e9) : receipt->due_ns;
+        uint64_t now = clock_ns(), due = left_s < 1e9 ? now + (uint64_t)(left_s * 1e9) : receipt->due_ns;
         wait_long(self, receipt, &((Line *)receipt->its.line)->watch, 0, 0, due < receipt->due_ns ? due : receipt->due_ns);
         has_ended = read_end(receipt);
     }
@@ -462,7 +467,7 @@ static PyObject *Repeats_await(Repeats *self, PyObject *args) {
     if (!receipt) return NULL;
     Line *line = (Line *)receipt->its.line;
     if (!receipt->has_ended && left_s > 0 && !line->bells.is_closed)
-        wait_long(self, receipt, &line->watch, 0, expected_ns, now_ns() + (uint64_t)((left_s < 1e9 ? left_s : 1e9) * 1e9));
+        wait_long(self, receipt, &line->watch, 0, expected_ns, clock_ns() + (uint64_t)((left_s < 1e9 ? left_s : 1e9) * 1e9));
     Py_RETURN_NONE;
 }
 
@@ -503,7 +508,11 @@ static PyMethodDef repeats_methods[] = {
 SLOTS_OF("_repeats", Repeats, {Py_tp_methods, repeats_methods},)
 SLOTS_OF("_repeats", CallSite, {Py_tp_members, site_members},)
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_repeats", "Calls on the CPU that are made again.", -1, NULL};
+static PyMethodDef functions[] = {
+    {"count", count_these, METH_VARARGS, "count(row, ns, copied_bytes, times)"},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_repeats", "Calls on the CPU that are made again.", -1, functions};
 
 static int add_type(PyObject *to, const char *name, PyType_Spec *spec, PyTypeObject **kept) {
     PyObject *type = PyType_FromSpec(spec);
@@ -520,9 +529,9 @@ PyMODINIT_FUNC PyInit__repeats(void) {
     if (!made) return NULL;
     KEY_NAMES(INTERN)
     NAMES(INTERN)
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiK)", EPOCH, IS_ENDED, CALL, WAITS, DONE, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN,
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiKiiiii)", EPOCH, IS_ENDED, CALL, WAITS, DONE, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN,
                                      CALL_BYTES, REFS_AT, END_AT, MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH, REF_BYTES, ALIGNMENT,
-                                     (unsigned long long)NO_ARENA);
+                                     (unsigned long long)NO_ARENA, COUNTER_LAYOUT);
     if (!layout || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 || add_type(made, "Slabs", &Slabs_spec, NULL) < 0 ||
         add_type(made, "Block", &Block_spec, &block_type) < 0 || add_type(made, "Repeats", &Repeats_spec, NULL) < 0 ||
         add_type(made, "CallSite", &CallSite_spec, NULL) < 0 || add_type(made, "Line", &Line_spec, &line_type) < 0 ||

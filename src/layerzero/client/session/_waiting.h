@@ -1,5 +1,5 @@
 /* A lane of the client's: calls that it has put there, and threads that wait for their ends. As ipc/shm/lane.py and
-   ipc/spinning.py have it; after _call_key.h, whose loads it uses.
+   ipc/spinning.py have it; after _call_key.h and _counting.h, whose loads and clock it uses.
 
    One of the threads that wait leads: it watches the page, then sleeps until a bell rings, and wakes the others when their calls are
    over. Who leads no longer hands that over. Each word of the page is read once. */
@@ -45,12 +45,6 @@ typedef struct {
     int doorbell, answer, control;
     int is_closed;
 } Bells;
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
 
 static void store64(uint64_t at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE); }
 
@@ -125,16 +119,16 @@ static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
    it watches the page nobody needs to ring. That it watches no longer the worker may not see at once: it looks again soon.
    How long it watched until it was over; 0 when it slept. */
 static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
-    uint64_t start = now_ns(), now = start, page = bells->page, done = 0, others;
+    uint64_t start = clock_ns(), now = start, page = bells->page, done = 0, others;
     while (now - start < spin_ns) {
         for (int n = 0; n < LOOKS; n++) {
-            if (is_over(page, call)) return now_ns() - start + 1;
+            if (is_over(page, call)) return clock_ns() - start + 1;
             relax();
         }
         if (load64(page + DONE) != done && __atomic_load_n(&bells->waiters, __ATOMIC_ACQUIRE)) done = load64(page + DONE), wake_others(bells);
-        now = now_ns();
+        now = clock_ns();
     }
-    for (int is_first = 1; (now = now_ns()) < due; is_first = 0) {
+    for (int is_first = 1; (now = clock_ns()) < due; is_first = 0) {
         others = wake_others(bells);
         store64(page + WAITS, is_first ? wanted_call(bells, call, others) : others && others < call ? others : call);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -169,7 +163,7 @@ static void resign(Bells *bells) {
 /* As `lead`, with others; NOT_WATCHED for who did not lead from the start: only such a one watches, for `spin_ns`. */
 static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
     Waiter me = {NULL, call, SLEEPS};
-    uint64_t now = now_ns(), slice = LOOK_AGAIN_NS, waits;
+    uint64_t now = clock_ns(), slice = LOOK_AGAIN_NS, waits;
     if (is_over(bells->page, call)) return spin_ns != 0;
     pthread_mutex_lock(&bells->lock);
     int leads = !bells->is_led;
@@ -187,7 +181,7 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
             uint64_t left = due - now < slice ? due - now : slice;
             struct timespec time = {(time_t)(left / 1000000000), (long)(left % 1000000000)};
             if (syscall(SYS_futex, &me.word, FUTEX_WAIT_PRIVATE, SLEEPS, &time, NULL, 0) < 0 && errno == EINTR) break;
-            now = now_ns(), slice = LONG_NS;
+            now = clock_ns(), slice = LONG_NS;
         }
         pthread_mutex_lock(&bells->lock);
         for (Waiter **at = &bells->waiters; *at; at = &(*at)->next)
@@ -208,7 +202,7 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
    unless the other side hangs up. */
 static void sleep_before(Bells *bells, uint64_t expected_ns, uint64_t due) {
     struct pollfd hang_up = {bells->control, POLLRDHUP, 0};
-    uint64_t now = now_ns(), left_ns = expected_ns - EARLY_NS;
+    uint64_t now = clock_ns(), left_ns = expected_ns - EARLY_NS;
     if (now >= due) return;
     if (left_ns > due - now) left_ns = due - now;
     struct timespec left = {(time_t)(left_ns / 1000000000), (long)(left_ns % 1000000000)};

@@ -61,6 +61,14 @@ class Lanes:
                 made.backend, made.kernel_id, end.code, end.message, phase=EXPRESS, worker_pid=made.worker_pid
             )
             submitted.prior = (attempt,)
+            counters = self._link.counters
+            counters.note_fallback(counters.row(submitted.request.op, made.kernel_id, EXPRESS), end.code)
+
+    def see_ends(self) -> None:
+        """Of calls whose results nobody takes: they are counted, while the broker reads that yet."""
+        for lane in list(self.by_number.values()):
+            if lane.line is not None:
+                lane.line.see_ends()
 
     def close(self) -> None:
         """The link must have been closed."""

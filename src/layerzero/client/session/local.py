@@ -146,6 +146,8 @@ class Local:
             self._routes.stay_out(backend, why)
         told = messages.RanHere(kernel_id=kernel_id, error=error.to_wire(), stays_out=self._lane.stays_out(backend))
         self._tell(route, told)
+        counters = self._link.counters
+        counters.note_fallback(counters.row(route.plan.op, kernel_id, IN_PROCESS), error.code)
         return Attempt(backend, kernel_id, error.code, error.message, phase=IN_PROCESS, worker_pid=os.getpid())
 
     def _tell(self, route: Route, ran: messages.RanHere) -> None:

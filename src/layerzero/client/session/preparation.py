@@ -35,7 +35,7 @@ def prepare(
     request: Request,
     prior: tuple[Attempt, ...],
     arrays: tuple[Array | None, ...],
-    out: Array | None,
+    outs: tuple[Array, ...],
     start_ns: int,
 ) -> Submitted:
     """A call that may run in this process has run on return, unless its kernel failed here: then it is ready to be sent
@@ -60,7 +60,7 @@ def prepare(
     policy = overlay.current() if bake is None else bake(request, tuple(specs), "")
     if request.is_rigid:
         policy = overlay.on_top(policy, NO_MORE_COPIES)
-    route = session.routes.find(link, request, tuple(specs), out, policy)
+    route = session.routes.find(link, request, tuple(specs), outs, policy)
     adapted: frozenset[str] = frozenset()
     if route.dense and time.monotonic() < route.dense_until_s:
         adapted = route.dense
@@ -68,7 +68,7 @@ def prepare(
             spec = specs[position]
             if name in adapted and spec is not None:
                 found[position], specs[position] = None, TensorSpec.contiguous(spec.dtype, spec.shape)
-        route = session.routes.find(link, request, tuple(specs), out, policy)
+        route = session.routes.find(link, request, tuple(specs), outs, policy)
     refuse_gradients(request.op, arrays)
     here, plan, arena_registry = route.here, route.plan, session.arena_registry
     if here is not None and time.monotonic() >= here.until_s:
@@ -111,13 +111,15 @@ def prepare(
     outputs: list[memoryview] = []
     targets: list[Place] = []  # as `places`, for what the kernel writes
     out_is_direct = False
-    if out is not None and not out.needs_copy and not any(overlap(out, a) for a in arrays if a is not None):
+    if outs and not any(out.needs_copy or any(overlap(out, a) for a in arrays if a is not None) for out in outs):
+        lying = [arenas.pool.find(out.address, out.spec.span_bytes) for out in outs] if here is None else []
         if here is not None:
-            targets.append((out.address, out.spec.span_bytes))
+            targets += [(out.address, out.spec.span_bytes) for out in outs]
             out_is_direct = True
-        elif (place := arenas.pool.find(out.address, out.spec.span_bytes)) is not None:
-            arena, offset = place
-            refs.append(REF.pack(arena_registry[arena], 0, offset, out.spec.span_bytes))
+        elif None not in lying:
+            for out, at in zip(outs, lying, strict=True):
+                assert at is not None
+                refs.append(REF.pack(arena_registry[at[0]], 0, at[1], out.spec.span_bytes))
             out_is_direct = True
     for name in op.in_place:
         if here is None:
@@ -136,12 +138,12 @@ def prepare(
         link,
         route,
         request,
-        Pending((arrays, blocks, outputs, out), request.timeout_s),
+        Pending((arrays, blocks, outputs, outs), request.timeout_s),
         arrays,
         blocks,
         outputs,
         plan.results,
-        out,
+        outs,
         out_is_direct,
         copies,
         start_ns,
@@ -154,7 +156,7 @@ def prepare(
     if here is not None:
         attempt = session.local.run(submitted, here, places, targets)
         if attempt is not None:
-            return prepare(session, request, (attempt,), arrays, out, start_ns)
+            return prepare(session, request, (attempt,), arrays, outs, start_ns)
     return submitted
 
 
@@ -170,7 +172,7 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
     assert request.output_bytes is not None
     link, registry, asked_in = session.link, session.arena_registry, overlay.process()
     specs = tuple([None if place is None else BYTES for place in request.places])
-    route = session.routes.find(link, request, specs, None, overlay.current())
+    route = session.routes.find(link, request, specs, (), overlay.current())
     refs = [_NO_REF if at is None else REF.pack(registry[at[0]], 0, at[1], at[2]) for at in request.places]
     outputs = []
     for nbytes in request.output_bytes:
@@ -186,7 +188,7 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
         [],
         outputs,
         (),
-        None,
+        (),
         False,
         [] if request.copies is None else request.copies,
         start_ns,

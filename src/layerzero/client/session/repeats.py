@@ -24,12 +24,13 @@ from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import Submitted, why_copied
 from layerzero.client.connection.express import Lane, Lease, Line, Wait
 from layerzero.client.connection.link import Link
-from layerzero.client.connection.report import Copy
+from layerzero.client.connection.report import EXPRESS, Copy
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.session import kept
 from layerzero.ipc import spinning
 from layerzero.ipc.shm import lane as lane_page
+from layerzero.ipc.shm.counter_page import LAYOUT as COUNTER_LAYOUT
 from layerzero.ipc.shm.memory import ALIGNMENT
 from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES
 from layerzero.ipc.vocabulary.ops import OPS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 MAX_KNOWN = 1024
 NOTHING, PLACED, FRESH = 0, 1, 2  # results
 COPIED = 2  # of an input: there is nothing of it in an arena
-LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA)
+LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA, *COUNTER_LAYOUT)
 
 
 def _load() -> Any:
@@ -75,6 +76,7 @@ class Repeats:
         self.wait: Wait | None = None  # for a call on such a line
         if library is None:
             return
+        link.counters.compiled = library.count
         limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
         cores = spinning.Cores() if limit_ns else None
         self._slabs = library.Slabs(self._allocate)
@@ -130,7 +132,7 @@ class Repeats:
         told = self._site(submitted, lane, lease)
         if told is None:
             return
-        for kind in {one.kind for one in (*submitted.arrays, submitted.out) if one is not None} - self._kinds:
+        for kind in {one.kind for one in (*submitted.arrays, *submitted.outs) if one is not None} - self._kinds:
             self._compiled.learn(**_types_of(kind))
             self._kinds.add(kind)
         key = self._compiled.key(submitted.request)
@@ -142,8 +144,8 @@ class Repeats:
 
     def _site(self, submitted: Submitted, lane: Lane, lease: Lease) -> dict[str, Any] | None:
         """None for a call that is to go the longer way each time."""
-        request, route, out = submitted.request, submitted.route, submitted.out
-        plan, arrays = route.plan, [one for one in (*submitted.arrays, out) if one is not None]
+        request, route, outs = submitted.request, submitted.route, submitted.outs
+        plan, arrays = route.plan, [one for one in (*submitted.arrays, *outs) if one is not None]
         if (
             OPS[request.op].in_place
             or request.finish is not None
@@ -152,7 +154,7 @@ class Repeats:
             or route.dense
             or len(plan.outputs) > 1
             or len(plan.results) != len(plan.outputs)
-            or (out is not None and not submitted.out_is_direct)
+            or (outs and not submitted.out_is_direct)
             or any(a.kind not in _KINDS or not a.nbytes or a.needs_copy or a.obj is not a.owner for a in arrays)
         ):
             return None
@@ -171,7 +173,7 @@ class Repeats:
             else:
                 inputs += (PLACED, one.spec.span_bytes)
         result, wrap = NOTHING, None
-        if out is not None:
+        if outs:
             result = PLACED
         elif plan.outputs:
             result, wrap = FRESH, _wrapper(next(a for a in arrays), plan.results[0])
@@ -196,6 +198,7 @@ class Repeats:
             "result": result,
             "result_bytes": plan.outputs[0].span_bytes if plan.outputs else 0,
             "copied_bytes": copied_bytes,
+            "row": self._link.counters.row(plan.op, lease.decision.kernel_id, EXPRESS),
         }
 
     def _make_line(self, page: lane_page.Page, doorbell: int, answer: int) -> Line:

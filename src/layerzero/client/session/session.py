@@ -40,13 +40,13 @@ from layerzero.client.connection.record import (
     waited,
     with_refusal,
 )
-from layerzero.client.connection.report import Attempt, Copy, SelectionReport
+from layerzero.client.connection.report import BROKER, EXPRESS, IN_PROCESS, Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.lifting.lifts import Lifts
-from layerzero.client.gpu.outcomes import Enqueued
+from layerzero.client.gpu.outcomes import Enqueued, OnRing
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session import kept
 from layerzero.client.session.lanes import Lanes
@@ -158,6 +158,7 @@ class Session:
         if is_own:
             self.lifts.finish()
             self.gpus.finish(CLOSE_S)
+            self.lanes.see_ends()
         self._link.close()
         self.lanes.close()
         self.repeats.close()
@@ -180,10 +181,10 @@ class Session:
                 result = self.repeats.run(request, start_ns)
             if result is not MISS:
                 return result
-        arrays, out = describe_all(request)
-        if device_of(request.op, arrays, out) != CPU:
-            return self.gpus.run(request, arrays, out, start_ns)
-        return self._run_prepared(prepare(self, request, (), arrays, out, start_ns), start_ns)
+        arrays, outs = describe_all(request)
+        if device_of(request.op, arrays, outs) != CPU:
+            return self.gpus.run(request, arrays, outs, start_ns)
+        return self._run_prepared(prepare(self, request, (), arrays, outs, start_ns), start_ns)
 
     def _run_prepared(self, submitted: Submitted, start_ns: int) -> Any:
         request = submitted.request
@@ -195,6 +196,7 @@ class Session:
             if isinstance(end, Ran):
                 self.repeats.remember(submitted, lane, lease)
                 submitted.pending.finish()
+                request.served_by = lease.decision.backend
                 result = submitted.result(end.said)
                 self._note_ran(submitted.route, end, lease, start_ns, submitted.copies)
                 return result
@@ -263,9 +265,9 @@ class Session:
         """A call of a tool, waited for also on a GPU. Its result and report; there `kernel_us` is that of an earlier
         run, 0 when none is new (GpuCalls.run_apart). Raises what the op raises."""
         if self.link:  # of this very process
-            arrays, out = describe_all(request)
-        if device_of(request.op, arrays, out) != CPU:
-            return self.gpus.run_apart(request, arrays, out)
+            arrays, outs = describe_all(request)
+        if device_of(request.op, arrays, outs) != CPU:
+            return self.gpus.run_apart(request, arrays, outs)
         value, report = self.run(request), self.last_report()
         assert report is not None
         return value, report
@@ -286,7 +288,9 @@ class Session:
         return submitted
 
     def _note_ran(self, route: Route, ran: Ran, lease: Lease, start_ns: int, copies: Sequence[Copy] = ()) -> None:
-        end_ns, note = time.perf_counter_ns(), lease.note or route.stays_out
+        end_ns, note, counters = time.perf_counter_ns(), lease.note or route.stays_out, self._link.counters
+        row = counters.row(route.plan.op, lease.decision.kernel_id, EXPRESS)
+        counters.count(row, end_ns - start_ns, sum([copy.nbytes for copy in copies]))
         self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), lease.decision, (), note)
 
     def _send(self, submitted: Submitted) -> int:
@@ -326,7 +330,7 @@ class Session:
                 return self.run(submitted.request)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
-                hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.out)
+                hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.outs)
                 submitted.pending = Pending(hold, submitted.request.timeout_s)
                 self._send(submitted)
                 return self.wait(submitted)
@@ -335,6 +339,7 @@ class Session:
                 number = submitted.route.number
                 self._link.send(wire.pack(Kind.POISONED, route=number, body=submitted.digest()))
             failed = failure(submitted, outcome)
+            self._count_failed(submitted, error, failed)
             kept = self.capsules.take(submitted, failed) if failed.attempts else ""
             failed = replace(failed, notes=(*failed.notes, kept)) if kept else failed
             self.last.record = error.report = failed  # type: ignore[attr-defined]
@@ -344,13 +349,17 @@ class Session:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
             waits = waited(outcome)
-        result = submitted.result(body)
         decision = submitted.decision or submitted.route.decisions[header.aux]
+        if submitted.request.places is not None:
+            submitted.request.served_by = decision.backend
+        result = submitted.result(body)
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)
         note = "; ".join(filter(None, (waits, submitted.route.stays_out or self.routes.why_out(decision.backend))))
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
         start_ns, end_ns, prior = submitted.start_ns, time.perf_counter_ns(), submitted.prior
+        if copies or submitted.decision is not None:
+            self._count(plan.op, decision, end_ns - start_ns, copies)
         record = (plan, copies, start_ns, end_ns, header.time, attempts, decision, prior, note)
         if attempts or prior:
             report = report_of(record)
@@ -358,6 +367,27 @@ class Session:
             record = (*record[:-1], "; ".join(filter(None, (note, kept))))
         self.last.record = record
         return result
+
+    def _count(self, op: str, decision: messages.Decision, ns: int, copies: Sequence[Copy]) -> None:
+        """Of what the broker does not see: a call that ran in this process, and copies."""
+        counters, nbytes = self._link.counters, sum([copy.nbytes for copy in copies])
+        row = counters.row(op, decision.kernel_id, decision.lane)
+        if decision.lane == IN_PROCESS:
+            counters.count(row, ns, nbytes)
+        else:
+            counters.note_copied(row, nbytes)
+
+    def _count_failed(self, submitted: Submitted, error: LayerZeroError, report: SelectionReport) -> None:
+        """An error that the broker does not count: of a call that ran in this process, or that would be made again."""
+        last, decision = (report.attempts or (None,))[-1], submitted.decision
+        counters, kernel_id = self._link.counters, ""
+        if decision is not None:
+            kernel_id = decision.kernel_id
+        elif isinstance(error, WorkerUnreachable) and last is not None:
+            kernel_id = last.kernel_id
+        if kernel_id:
+            path = IN_PROCESS if decision is not None else BROKER
+            counters.note_error(counters.row(submitted.request.op, kernel_id, path), error.code)
 
     def _adapt(self, submitted: Submitted, error: AdaptationRequired) -> Request:
         """The same call with the copies that the chosen kernel asks for; without it, when they did not help."""
@@ -391,7 +421,9 @@ class Session:
         return record
 
     def note(self, record: SelectionReport | Enqueued) -> None:
-        """Of this thread's last call, which was on a GPU."""
+        """Of this thread's last call, which was on a GPU. One on a ring is counted."""
+        if isinstance(record, OnRing):
+            record.count(self._link.counters)
         self.last.record = record
 
     def signature(self, request: Request, device: str | None = None) -> bytes:

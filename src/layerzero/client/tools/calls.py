@@ -149,6 +149,31 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
+    "log_softmax": (Call("log_softmax", {"input": _f32(256, 8192)}, {"dim": -1}),),
+    "add_rms_norm": (
+        Call(
+            "add_rms_norm",
+            {"input": _f32(256, 512), "residual": _f32(256, 512), "weight": _f32(512)},
+            {"normalized_shape": 512},
+        ),
+    ),
+    "group_norm": (
+        Call(
+            "group_norm",
+            {"input": _f32(2, 320, 32, 32), "weight": _f32(320), "bias": _f32(320)},
+            {"num_groups": 32},
+        ),
+    ),
+    "instance_norm": (Call("instance_norm", {"input": _f32(2, 64, 64, 64)}),),
+    "batch_norm": (
+        Call(
+            "batch_norm",
+            {
+                "input": _f32(8, 64, 32, 32),
+                **{name: _f32(64) for name in ("running_mean", "running_var", "weight", "bias")},
+            },
+        ),
+    ),
     "layer_norm": (
         Call(
             "layer_norm",

@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection.call import Request, describe_args
+from layerzero.client.connection.call import Request, describe_args, describe_outs
 from layerzero.client.facade import running
 from layerzero.client.gpu.arrays import device_name, device_of, gpu_name, zeros_like
 from layerzero.client.planning.plans import Plan, plan_out
@@ -64,12 +64,12 @@ class Tracer:
         if number >= MAX_CALLS:
             raise InvalidArgument(f"the function makes more than {MAX_CALLS} calls; plan its parts one by one")
         arrays = describe_args(request)
-        out = None if request.out is None else describe(request.out)
-        device = device_of(request.op, arrays, out)
+        outs = describe_outs(request)
+        device = device_of(request.op, arrays, outs)
         specs = request.shape_specs(tuple(None if array is None else self._spec(array) for array in arrays))
         plan = request.planner(*specs, **request.params)
-        if out is not None:
-            plan = plan_out(plan, out.spec)
+        if outs:
+            plan = plan_out(plan, *(out.spec for out in outs))
         body = self._session.route_body(plan, request.backend, gpu_name(device))
         found = [(name, self._source(array)) for name, array in zip(OPS[request.op].inputs, arrays, strict=True)]
         sources = tuple((name, source) for name, source in found if source is not None)

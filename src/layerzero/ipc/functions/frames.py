@@ -7,6 +7,7 @@ The head refers to the payload by offsets, and to memory that was lent beside th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,14 +24,16 @@ PLACED_AT = 1024  # where results that are made in an answer's memory begin in i
 MODELS = "layerzero.models"  # as a module: whole models, which the worker opens by kind
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE = range(10)
-RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED = range(8)
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE, MANY = range(11)
+RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED, SEVERAL = range(9)
 # What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
 METHOD, GET, SET, ITSELF = range(4)
 # What stays of the result of a call, for HOLD: all, or what is an object of the class whose method it is of.
 NOTHING, ALL, OWN = range(3)
 # What a name of a module or a class is: the first item of the answer to NAME.
 VALUE, FUNCTION, CLASS, MODULE = range(4)
+# The first item of what stands in a call for its code, where that depends on who serves it: [environment, code] follow.
+BY_ENVIRONMENT = 0
 
 Write = Callable[[memoryview], object]
 
@@ -191,17 +194,28 @@ def read_array(
 ) -> tuple[str, TensorSpec, memoryview]:
     """Library, spec and memory of an array; `memories`: the payload first, then what was lent. Raises ProtocolError,
     InvalidArgument for a spec that breaks the rules."""
-    if len(node) != 6 or node[0] not in libraries or type(node[4]) is not int or type(node[5]) is not int:
+    if len(node) != 6:
         raise ProtocolError("an array without library, spec or place")
-    dims = node[2:4]  # as deep as a peer made them, and from_wire shows what is wrong
-    if type(node[1]) is not str or any(type(one) is not list or any(type(n) is not int for n in one) for one in dims):
+    library, dtype, shape, strides, position, offset = node
+    if library not in libraries or type(position) is not int or type(offset) is not int:
+        raise ProtocolError("an array without library, spec or place")
+    are_lists = type(dtype) is str and type(shape) is list and type(strides) is list
+    if not are_lists or not _INTEGERS.issuperset(map(type, (*shape, *strides))):  # as deep as a peer made them
         raise ProtocolError("an array without a dtype, or whose shape or strides are no integers")
-    library, position, offset = node[0], node[4], node[5]
-    spec = TensorSpec.from_wire(node[1:4])
+    spec = _spec_of(dtype, tuple(shape), tuple(strides))
     memory = memories[position + 1] if IN_FRAME <= position < len(memories) - 1 else None
     if memory is None or offset < 0 or offset % spec.itemsize or offset + spec.span_bytes > len(memory):
         raise ProtocolError(f"{spec} at {offset} is outside of its memory {position}")
     return library, spec, memory[offset : offset + spec.span_bytes]
+
+
+_INTEGERS = frozenset({int})
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec_of(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorSpec:
+    """Raises InvalidArgument."""
+    return TensorSpec.from_wire([dtype, list(shape), list(strides)])
 
 
 def aligned(nbytes: int) -> int:

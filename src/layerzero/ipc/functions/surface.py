@@ -11,8 +11,9 @@ from typing import Any
 from layerzero.ipc.errors import ProtocolError
 
 MAX_NAMES = 4096
-CALLABLE, STREAM, OF_CLASS, PROPERTY = 1, 2, 4, 8  # bits of a name; STREAM: a generator; OF_CLASS: without an object
-ALL = CALLABLE | STREAM | OF_CLASS | PROPERTY
+# Bits of a name. STREAM: a generator; OF_CLASS: without an object; COROUTINE: calls are awaited.
+CALLABLE, STREAM, OF_CLASS, PROPERTY, COROUTINE = 1, 2, 4, 8, 16
+ALL = CALLABLE | STREAM | OF_CLASS | PROPERTY | COROUTINE
 OPERATORS = frozenset({"__call__", "__len__", "__bool__", "__getitem__", "__setitem__", "__delitem__", "__contains__"})
 CONTEXT = frozenset({"__enter__", "__exit__"})
 SPECIAL = OPERATORS | CONTEXT | {"__iter__"}
@@ -52,7 +53,12 @@ def surface_of(cls: type) -> Surface:
 
 def is_stream(function: Any) -> bool:
     """Whether its results are to be had one by one."""
-    return inspect.isgeneratorfunction(function)
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+
+
+def is_coroutine(function: Any) -> bool:
+    """Whether calls of it are awaited."""
+    return inspect.iscoroutinefunction(function)
 
 
 def _defined(cls: type, name: str) -> Any:
@@ -73,6 +79,7 @@ def _bits(value: Any) -> int:
     if isinstance(function, functools.partialmethod):
         return CALLABLE
     if callable(function) and not isinstance(function, type):
-        return CALLABLE | (OF_CLASS if is_own else 0) | (STREAM if is_stream(function) else 0)
+        kind = STREAM if is_stream(function) else COROUTINE if is_coroutine(function) else 0
+        return CALLABLE | (OF_CLASS if is_own else 0) | kind
     is_property = hasattr(type(value), "__get__") and not isinstance(value, type)
     return PROPERTY if is_property else 0

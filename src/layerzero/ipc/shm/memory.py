@@ -21,6 +21,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_WRITING = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which Python names from 3.13 on
 MAX_ARENA_BYTES = 1 << 46  # as a tensor
 _PAGE = struct.Struct("<QQ")
+_KEPT = struct.Struct("<Q")
 PAGE_BYTES = 4096
 # From this size on, free memory is looked at, which costs up to a millisecond. Pages of lanes are below, arenas above.
 CHECKED_FROM_BYTES = 1 << 20
@@ -146,9 +147,10 @@ def _unmap(owner: int, address: int, nbytes: int) -> None:
 
 
 class ControlPage:
-    """One page that a worker writes and the broker reads: the dispatch being executed and its phase.
+    """One page that a worker writes and the broker reads: the dispatch being executed and its phase, and how much it
+    keeps for clients.
 
-    The broker trusts it for blame and diagnosis only.
+    The broker trusts it for blame, diagnosis, and whether a worker may rest, only.
     """
 
     def __init__(self, fd: int, *, writable: bool) -> None:
@@ -161,6 +163,14 @@ class ControlPage:
         """(dispatch id, or 0 when idle; phase)"""
         dispatch, phase = _PAGE.unpack_from(self._map, 0)
         return dispatch, phase
+
+    def write_kept(self, count: int) -> None:
+        _KEPT.pack_into(self._map, _PAGE.size, count)
+
+    def read_kept(self) -> int:
+        """How many objects, streams and answers wait for their clients."""
+        (count,) = _KEPT.unpack_from(self._map, _PAGE.size)
+        return int(count)
 
     def close(self) -> None:
         self._map.close()

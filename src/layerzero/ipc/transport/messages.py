@@ -11,9 +11,10 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 from layerzero.ipc.records import named_record
+from layerzero.ipc.transport.counter_messages import AddCounters, CountersAdded
 from layerzero.ipc.transport.message import Message, decode, encode
 
-__all__ = ["MESSAGES", "Message", "decode", "encode"]
+__all__ = ["MESSAGES", "AddCounters", "CountersAdded", "Message", "decode", "encode"]
 
 
 @named_record
@@ -65,6 +66,7 @@ class Welcome(Message):
     timeout_s: float  # default for calls that give none
     mac: bytes = b""  # after a Challenge: ipc/transport/secret.py: Handshake.broker_mac
     has_joined: bool = False  # some workers are not the broker's children: they may outlive it
+    counts: bool = False  # it takes a page of counters: AddCounters
 
 
 @named_record

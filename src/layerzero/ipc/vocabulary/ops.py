@@ -136,9 +136,35 @@ OPS: dict[str, Op] = {
         Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"})),
         # dim >= 0
         Op("softmax", ("x",), attrs=("dim",)),
+        Op("log_softmax", ("x",), attrs=("dim",)),
         # normalized over the last `ndim` dimensions; weight and bias have their shape
         Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
         Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),
+        # residual like x; summed = x + residual, out = rms_norm of it, before or after it is rounded to the dtype
+        Op(
+            "add_rms_norm",
+            ("x", "residual", "weight"),
+            ("out", "summed"),
+            optional=frozenset({"weight"}),
+            attrs=("ndim", "eps"),
+        ),
+        # x (N,C,...), C a multiple of num_groups: normalized over the channels of a group and all that follows them, of
+        # each n by itself. weight and bias (C).
+        Op(
+            "group_norm",
+            ("x", "weight", "bias"),
+            optional=frozenset({"weight", "bias"}),
+            attrs=("num_groups", "eps"),
+        ),
+        # group_norm with a group for each channel; x has at least 3 dimensions
+        Op("instance_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("eps",)),
+        # x (N,C,...), all else (C): normalized by a mean and a variance of each channel that are known
+        Op(
+            "batch_norm",
+            ("x", "running_mean", "running_var", "weight", "bias"),
+            optional=frozenset({"weight", "bias"}),
+            attrs=("eps",),
+        ),
         # grad_out like x, weight as in the norm -> the gradients by x, in its shape, and by weight and bias, in that
         # which is normalized over. Without a weight grad_weight is that of a weight of ones.
         Op(
@@ -197,13 +223,23 @@ OPS: dict[str, Op] = {
         Op("null", (), ()),
         # A call of a user's function in an environment of its own (docs/functions.md). frame and answer: what
         # ipc/functions/frames.py writes; m0 to m7: memory that arrays of the frame lie in. All uint8, as long as the
-        # bytes that each call gives. The kernel returns {"sizes": [bytes of the answer]}.
-        Op("function", FUNCTION_INPUTS, ("answer",), optional=frozenset(FUNCTION_INPUTS[1:]), sized_output=True),
+        # bytes that each call gives. The kernel returns {"sizes": [bytes of the answer]}. `of`: what times are kept by,
+        # of a function that several environments have; "" for others.
+        Op(
+            "function",
+            FUNCTION_INPUTS,
+            ("answer",),
+            optional=frozenset(FUNCTION_INPUTS[1:]),
+            attrs=("of",),
+            sized_output=True,
+        ),
     )
 }
 PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with a function, a page and kernels of ours
 
 
+# Ops with several results that may be the caller's own arrays; those of others are always new.
+TAKE_OUTS = frozenset({"add_rms_norm"})
 # Ops on views (B,H,S,D) with a causal rule and a mask.
 ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
 

@@ -143,17 +143,42 @@ def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    x, *parameters = inputs
-    names = [name for name, spec in zip(("weight", "bias"), parameters, strict=False) if spec is not None]
+    x = inputs[0]
     extent = 1
     for n in x.shape[x.ndim - attrs["ndim"] :]:
         extent *= n
-    return "+".join(["one" if attrs["ndim"] == 1 else "several", *names]), (extent,)
+    return "+".join(["one" if attrs["ndim"] == 1 else "several", *_given(inputs)]), (extent,)
+
+
+def _add_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """As of the norm."""
+    x, _, *parameters = inputs
+    return _norm((x, *parameters), attrs)
 
 
 def _norm_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """As of the norm; the number of rows, which gradients of weights are sums over, decides on nothing."""
     return _norm(inputs[1:], attrs)
+
+
+def _group_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """instance_norm has no groups: there each channel is one."""
+    x, channels = inputs[0], inputs[0].shape[1]
+    groups = attrs.get("num_groups", channels)
+    variant = "one_group" if groups == 1 else "channels" if groups == channels else "groups"
+    parts = ["plain" if "num_groups" not in attrs else variant, *_given(inputs)]
+    return "+".join(parts), (x.numel // (x.shape[0] * groups),)
+
+
+def _batch_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, _, _, *parameters = inputs
+    parts = ["flat" if x.ndim == 2 else "spatial", *_given((x, *parameters))]
+    return "+".join(parts), (x.shape[1], x.numel // (x.shape[0] * x.shape[1]))
+
+
+def _given(inputs: Inputs) -> list[str]:
+    """Which of a norm's parameters there are."""
+    return [name for name, spec in zip(("weight", "bias"), inputs[1:], strict=False) if spec is not None]
 
 
 def _elementwise(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
@@ -182,8 +207,13 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "matmul": _matmul,
     "linear": _linear,
     "softmax": _softmax,
+    "log_softmax": _softmax,
     "layer_norm": _norm,
     "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
+    "group_norm": _group_norm,
+    "instance_norm": _group_norm,
+    "batch_norm": _batch_norm,
     "layer_norm_backward": _norm_backward,
     "rms_norm_backward": _norm_backward,
     "gelu": _elementwise,

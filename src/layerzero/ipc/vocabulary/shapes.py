@@ -11,14 +11,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
-from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
-
-Shape = tuple[int, ...]
-Output = tuple[str, Shape]  # dtype and shape
+from layerzero.ipc.vocabulary.shape_checks import (
+    Attrs,
+    Inputs,
+    Output,
+    Shape,
+    broadcast,
+    choice,
+    equal,
+    flag,
+    float_dtype,
+    grouped_heads,
+    indices,
+    integer,
+    least_ndim,
+    number,
+    of_ndim,
+    refuse,
+    required,
+    same_dtype,
+    short_text,
+)
+from layerzero.ipc.vocabulary.tensors import MAX_NBYTES, MAX_NDIM, TensorSpec
 
 LAYOUTS = ("BHSD", "BSHD")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
@@ -27,7 +45,6 @@ INDEX_DTYPES = ("int32", "int64")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 SCALED_DTYPES = ("float32", "bfloat16", "float16")
 PACKED = "float4_e2m1fn_x2"
-MAX_TEXT = 256  # characters of an attribute
 
 
 def check_call(
@@ -69,122 +86,18 @@ def overlaps(spec: TensorSpec) -> bool:
     return False
 
 
-def refuse(op: str, found: str, allowed: str) -> NoReturn:
-    raise InvalidArgument(f"{op}: {found}; allowed: {allowed}")
-
-
-# --- what several ops want -------------------------------------------------------------------------------------
-
-
-def _same_dtype(op: str, inputs: Sequence[TensorSpec | None], names: Sequence[str]) -> str:
-    """The one dtype of the first inputs, of those that are given."""
-    dtypes = {name: spec.dtype for name, spec in zip(names, inputs, strict=False) if spec is not None}
-    if len(set(dtypes.values())) > 1:
-        refuse(op, ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items()), "one dtype for all")
-    return next(iter(dtypes.values()))
-
-
-def _float_dtype(op: str, inputs: Sequence[TensorSpec | None], names: Sequence[str]) -> str:
-    dtype = _same_dtype(op, inputs, names)
-    if dtype not in FLOAT_DTYPES:
-        refuse(op, f"{names[0]} is {dtype}", ", ".join(sorted(FLOAT_DTYPES)))
-    return dtype
-
-
-def _ndim(op: str, name: str, spec: TensorSpec, allowed: int) -> None:
-    if len(spec.shape) != allowed:
-        refuse(op, f"{name} has shape {list(spec.shape)}", f"{allowed} dimensions")
-
-
-def _least_ndim(op: str, name: str, spec: TensorSpec, least: int) -> None:
-    if len(spec.shape) < least:
-        refuse(op, f"{name} has shape {list(spec.shape)}", f"at least {least} dimensions")
-
-
-def _equal(op: str, what: str, **extents: object) -> None:
-    if len(set(extents.values())) > 1:
-        refuse(op, ", ".join(f"{name} has {what} {extent}" for name, extent in extents.items()), "equal ones")
-
-
-def _heads(op: str, q: int, k: int) -> None:
-    if q != k and (k == 0 or q % k):
-        refuse(op, f"{q} query heads and {k} key heads", "a multiple of the key heads")
-
-
-def _indices(op: str, name: str, spec: TensorSpec, ndim: int, dtypes: Sequence[str] = ("int32",)) -> None:
-    if spec.dtype not in dtypes:
-        refuse(op, f"{name} is {spec.dtype}", " or ".join(dtypes))
-    _ndim(op, name, spec, ndim)
-
-
-def _flag(op: str, attrs: Mapping[str, Any], name: str) -> bool:
-    value = attrs[name]
-    if type(value) is not bool:
-        refuse(op, f"{name} is {value!r:.80}", "True or False")
-    return value
-
-
-def _number(op: str, attrs: Mapping[str, Any], name: str, least: float = -math.inf) -> None:
-    value = attrs[name]
-    if type(value) is not float or not math.isfinite(value) or value < least:
-        refuse(op, f"{name} is {value!r:.80}", f"a finite float{'' if least == -math.inf else f' from {least} on'}")
-
-
-def _integer(op: str, attrs: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = attrs[name]
-    if type(value) is not int or not least <= value <= most:
-        refuse(op, f"{name} is {value!r:.80}", f"an integer from {least} to {most}")
-    return value
-
-
-def _choice(op: str, attrs: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
-    value = attrs[name]
-    if type(value) is not str or value not in allowed:
-        refuse(op, f"{name} is {value!r:.80}", " or ".join(allowed))
-    return value
-
-
-def _text(op: str, attrs: Mapping[str, Any], name: str) -> None:
-    value = attrs[name]
-    if type(value) is not str or len(value) > MAX_TEXT:
-        refuse(op, f"{name} is {value!r:.80}", f"a text of at most {MAX_TEXT} characters")
-
-
-def _broadcast(op: str, a: Shape, b: Shape) -> Shape:
-    """NumPy's rule."""
-    ndim = max(len(a), len(b))
-    a, b = (1,) * (ndim - len(a)) + a, (1,) * (ndim - len(b)) + b
-    if any(m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)):
-        refuse(op, f"leading dimensions {list(a)} and {list(b)}", "equal extents, or 1")
-    return tuple(n if m == 1 else m for m, n in zip(a, b, strict=True))
-
-
-# --- ops ---------------------------------------------------------------------------------------------------------
-
-_Inputs = Sequence["TensorSpec | None"]
-_Attrs = Mapping[str, Any]
-
-
-def _required(inputs: _Inputs, count: int) -> list[TensorSpec]:
-    """The first `count` inputs, which a call cannot lack."""
-    specs = [spec for spec in inputs[:count] if spec is not None]
-    if len(specs) != count:
-        raise InvalidArgument("a required tensor is missing")
-    return specs
-
-
-def _attention(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    q, k, v = _required(inputs, 3)
+def _attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, k, v = required(inputs, 3)
     mask = inputs[3]
-    dtype = _float_dtype(op, (q, k, v), ("q", "k", "v"))
+    dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
     for name, spec in (("q", q), ("k", k), ("v", v)):
-        _ndim(op, name, spec, 4)
-    _equal(op, "batch", q=q.shape[0], k=k.shape[0], v=v.shape[0])
-    _equal(op, "heads", k=k.shape[1], v=v.shape[1])
-    _equal(op, "sequence length", k=k.shape[2], v=v.shape[2])
-    _equal(op, "head_dim", q=q.shape[3], k=k.shape[3])
-    _heads(op, q.shape[1], k.shape[1])
-    is_causal = _flag(op, attrs, "is_causal")
+        of_ndim(op, name, spec, 4)
+    equal(op, "batch", q=q.shape[0], k=k.shape[0], v=v.shape[0])
+    equal(op, "heads", k=k.shape[1], v=v.shape[1])
+    equal(op, "sequence length", k=k.shape[2], v=v.shape[2])
+    equal(op, "head_dim", q=q.shape[3], k=k.shape[3])
+    grouped_heads(op, q.shape[1], k.shape[1])
+    is_causal = flag(op, attrs, "is_causal")
     if mask is not None:
         if mask.dtype not in ("bool", dtype):
             refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {dtype} like q")
@@ -193,19 +106,19 @@ def _attention(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
             refuse(op, f"attn_mask has shape {list(mask.shape)}", f"4 dimensions that broadcast to {list(target)}")
         if is_causal:
             refuse(op, "attn_mask and is_causal are both given", "one of them")
-    _number(op, attrs, "scale")
-    _choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
-    _choice(op, attrs, "layout", LAYOUTS)
+    number(op, attrs, "scale")
+    choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
+    choice(op, attrs, "layout", LAYOUTS)
     return ((dtype, (*q.shape[:3], v.shape[3])),)
 
 
-def _attention_forward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+def _attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     (out,) = _attention(op, inputs, attrs)
     return out, ("float32", out[1][:3])
 
 
-def _attention_backward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    grad_out, q, k, v, output, lse = _required(inputs, 6)
+def _attention_backward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    grad_out, q, k, v, output, lse = required(inputs, 6)
     out, rows = _attention_forward(op, (q, k, v, inputs[6]), attrs)
     for name, spec, (dtype, shape) in (("grad_out", grad_out, out), ("output", output, out), ("lse", lse, rows)):
         if (spec.dtype, spec.shape) != (dtype, shape):
@@ -213,96 +126,96 @@ def _attention_backward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output
     return tuple((out[0], spec.shape) for spec in (q, k, v))
 
 
-def _attention_varlen(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    q, k, v, ends_q, ends_k = _required(inputs, 5)
-    dtype = _float_dtype(op, (q, k, v), ("q", "k", "v"))
+def _attention_varlen(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, k, v, ends_q, ends_k = required(inputs, 5)
+    dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
     for name, spec in (("q", q), ("k", k), ("v", v)):
-        _ndim(op, name, spec, 3)
-    _indices(op, "cu_seqlens_q", ends_q, 1)
-    _indices(op, "cu_seqlens_k", ends_k, 1)
-    _equal(op, "entries", cu_seqlens_q=ends_q.shape[0], cu_seqlens_k=ends_k.shape[0])
+        of_ndim(op, name, spec, 3)
+    indices(op, "cu_seqlens_q", ends_q, 1)
+    indices(op, "cu_seqlens_k", ends_k, 1)
+    equal(op, "entries", cu_seqlens_q=ends_q.shape[0], cu_seqlens_k=ends_k.shape[0])
     if not ends_q.shape[0]:
         refuse(op, "cu_seqlens_q is empty", "one more entry than there are sequences")
-    _equal(op, "tokens", k=k.shape[0], v=v.shape[0])
-    _equal(op, "heads", k=k.shape[1], v=v.shape[1])
-    _equal(op, "head_dim", q=q.shape[2], k=k.shape[2])
-    _heads(op, q.shape[1], k.shape[1])
-    _flag(op, attrs, "is_causal")
-    _number(op, attrs, "scale")
-    _choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
+    equal(op, "tokens", k=k.shape[0], v=v.shape[0])
+    equal(op, "heads", k=k.shape[1], v=v.shape[1])
+    equal(op, "head_dim", q=q.shape[2], k=k.shape[2])
+    grouped_heads(op, q.shape[1], k.shape[1])
+    flag(op, attrs, "is_causal")
+    number(op, attrs, "scale")
+    choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
     return ((dtype, (*q.shape[:2], v.shape[2])),)
 
 
-def _paged_attention(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    q, k_cache, v_cache, tables, lengths = _required(inputs, 5)
-    dtype = _float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
-    _ndim(op, "q", q, 3)
+def _paged_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, k_cache, v_cache, tables, lengths = required(inputs, 5)
+    dtype = float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
+    of_ndim(op, "q", q, 3)
     _caches(op, k_cache, v_cache)
-    _indices(op, "block_tables", tables, 2)
-    _indices(op, "seq_lens", lengths, 1)
-    _equal(op, "rows", q=q.shape[0], block_tables=tables.shape[0], seq_lens=lengths.shape[0])
-    _equal(op, "head_dim", q=q.shape[2], k_cache=k_cache.shape[3])
-    _heads(op, q.shape[1], k_cache.shape[2])
-    _number(op, attrs, "scale")
+    indices(op, "block_tables", tables, 2)
+    indices(op, "seq_lens", lengths, 1)
+    equal(op, "rows", q=q.shape[0], block_tables=tables.shape[0], seq_lens=lengths.shape[0])
+    equal(op, "head_dim", q=q.shape[2], k_cache=k_cache.shape[3])
+    grouped_heads(op, q.shape[1], k_cache.shape[2])
+    number(op, attrs, "scale")
     return ((dtype, (*q.shape[:2], v_cache.shape[3])),)
 
 
 def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
-    _ndim(op, "k_cache", k_cache, 4)
-    _ndim(op, "v_cache", v_cache, 4)
-    _equal(op, "blocks, their size and heads", k_cache=k_cache.shape[:3], v_cache=v_cache.shape[:3])
+    of_ndim(op, "k_cache", k_cache, 4)
+    of_ndim(op, "v_cache", v_cache, 4)
+    equal(op, "blocks, their size and heads", k_cache=k_cache.shape[:3], v_cache=v_cache.shape[:3])
 
 
-def _append_kv(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    key, value, k_cache, v_cache, slots = _required(inputs, 5)
-    dtype = _same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
-    _ndim(op, "key", key, 3)
-    _ndim(op, "value", value, 3)
+def _append_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    key, value, k_cache, v_cache, slots = required(inputs, 5)
+    dtype = same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
+    of_ndim(op, "key", key, 3)
+    of_ndim(op, "value", value, 3)
     _caches(op, k_cache, v_cache)
-    _indices(op, "slots", slots, 1, INDEX_DTYPES)
-    _equal(op, "rows", key=key.shape[0], value=value.shape[0], slots=slots.shape[0])
-    _equal(op, "heads and head_dim", key=key.shape[1:], k_cache=k_cache.shape[2:])
-    _equal(op, "heads and head_dim", value=value.shape[1:], v_cache=v_cache.shape[2:])
+    indices(op, "slots", slots, 1, INDEX_DTYPES)
+    equal(op, "rows", key=key.shape[0], value=value.shape[0], slots=slots.shape[0])
+    equal(op, "heads and head_dim", key=key.shape[1:], k_cache=k_cache.shape[2:])
+    equal(op, "heads and head_dim", value=value.shape[1:], v_cache=v_cache.shape[2:])
     return ((dtype, k_cache.shape), (dtype, v_cache.shape))
 
 
-def _rope(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    x, cos, sin = _required(inputs, 3)
-    dtype = _float_dtype(op, (x, cos, sin), ("x", "cos", "sin"))
-    _ndim(op, "x", x, 4)
-    _ndim(op, "cos", cos, 3)
-    _equal(op, "shape", cos=cos.shape, sin=sin.shape)
+def _rope(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, cos, sin = required(inputs, 3)
+    dtype = float_dtype(op, (x, cos, sin), ("x", "cos", "sin"))
+    of_ndim(op, "x", x, 4)
+    of_ndim(op, "cos", cos, 3)
+    equal(op, "shape", cos=cos.shape, sin=sin.shape)
     if cos.shape[0] not in (1, x.shape[0]) or cos.shape[1] != x.shape[1]:
         refuse(op, f"cos has shape {list(cos.shape)}", f"(1 or {x.shape[0]}, {x.shape[1]}, pairs)")
     if not 2 <= 2 * cos.shape[2] <= x.shape[3]:
         refuse(op, f"cos has {cos.shape[2]} columns and x a head_dim of {x.shape[3]}", "1 to half of it")
-    _flag(op, attrs, "interleaved")
+    flag(op, attrs, "interleaved")
     return ((dtype, x.shape),)
 
 
-def _matmul(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    a, b = _required(inputs, 2)
+def _matmul(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    a, b = required(inputs, 2)
     dtype = _numeric(op, (a, b), ("a", "b"))
-    _least_ndim(op, "a", a, 2)
-    _least_ndim(op, "b", b, 2)
+    least_ndim(op, "a", a, 2)
+    least_ndim(op, "b", b, 2)
     if a.shape[-1] != b.shape[-2]:
         refuse(op, f"a has shape {list(a.shape)} and b {list(b.shape)}", "a's last extent, b's second to last")
-    return ((dtype, (*_broadcast(op, a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])),)
+    return ((dtype, (*broadcast(op, a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])),)
 
 
-def _numeric(op: str, inputs: _Inputs, names: Sequence[str]) -> str:
-    dtype = _same_dtype(op, inputs, names)
+def _numeric(op: str, inputs: Inputs, names: Sequence[str]) -> str:
+    dtype = same_dtype(op, inputs, names)
     if dtype == "bool":
         refuse(op, f"{names[0]} is bool", "numbers")
     return dtype
 
 
-def _linear(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    x, weight = _required(inputs, 2)
+def _linear(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, weight = required(inputs, 2)
     bias = inputs[2]
     dtype = _numeric(op, inputs, ("x", "weight", "bias"))
-    _least_ndim(op, "x", x, 2)
-    _ndim(op, "weight", weight, 2)
+    least_ndim(op, "x", x, 2)
+    of_ndim(op, "weight", weight, 2)
     if x.shape[-1] != weight.shape[1]:
         refuse(op, f"x has shape {list(x.shape)} and weight {list(weight.shape)}", "equal last extents")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -310,133 +223,105 @@ def _linear(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     return ((dtype, (*x.shape[:-1], weight.shape[0])),)
 
 
-def _softmax(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    (x,) = _required(inputs, 1)
-    dtype = _float_dtype(op, inputs, ("x",))
-    _least_ndim(op, "x", x, 1)
-    _integer(op, attrs, "dim", 0, x.ndim - 1)
+def _softmax(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    (x,) = required(inputs, 1)
+    dtype = float_dtype(op, inputs, ("x",))
+    least_ndim(op, "x", x, 1)
+    integer(op, attrs, "dim", 0, x.ndim - 1)
     return ((dtype, x.shape),)
 
 
-def _norm(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    """layer_norm and rms_norm."""
-    (x,) = _required(inputs, 1)
-    names = OPS[op].inputs
-    dtype = _float_dtype(op, inputs, names)
-    _least_ndim(op, "x", x, 1)
-    shape = x.shape[x.ndim - _integer(op, attrs, "ndim", 1, x.ndim) :]
-    for name, spec in zip(names[1:], inputs[1:], strict=True):
-        if spec is not None and spec.shape != shape:
-            refuse(op, f"{name} has shape {list(spec.shape)}", f"{list(shape)}, what is normalized over")
-    _number(op, attrs, "eps", 0.0)
-    return ((dtype, x.shape),)
-
-
-def _norm_backward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    """layer_norm_backward, with a gradient by bias, and rms_norm_backward."""
-    grad_out, x = _required(inputs, 2)
-    weight = inputs[2]
-    dtype = _float_dtype(op, inputs, OPS[op].inputs)
-    _least_ndim(op, "x", x, 1)
-    _equal(op, "shape", grad_out=grad_out.shape, x=x.shape)
-    shape = x.shape[x.ndim - _integer(op, attrs, "ndim", 1, x.ndim) :]
-    if weight is not None and weight.shape != shape:
-        refuse(op, f"weight has shape {list(weight.shape)}", f"{list(shape)}, what is normalized over")
-    _number(op, attrs, "eps", 0.0)
-    return ((dtype, x.shape), *((dtype, shape) for _ in OPS[op].outputs[1:]))
-
-
-def _gelu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    _choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
+def _gelu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
     return _silu(op, inputs, attrs)
 
 
-def _silu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    (x,) = _required(inputs, 1)
-    return ((_float_dtype(op, inputs, ("x",)), x.shape),)
+def _silu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    (x,) = required(inputs, 1)
+    return ((float_dtype(op, inputs, ("x",)), x.shape),)
 
 
-def _swiglu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    gate, up = _required(inputs, 2)
-    dtype = _float_dtype(op, inputs, ("gate", "up"))
-    _equal(op, "shape", gate=gate.shape, up=up.shape)
+def _swiglu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    gate, up = required(inputs, 2)
+    dtype = float_dtype(op, inputs, ("gate", "up"))
+    equal(op, "shape", gate=gate.shape, up=up.shape)
     return ((dtype, gate.shape),)
 
 
-def _geglu(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    _choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
+def _geglu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    choice(op, attrs, "approximate", GELU_APPROXIMATIONS)
     return _swiglu(op, inputs, attrs)
 
 
-def _quantize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    x, scale = _required(inputs, 2)
+def _quantize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, scale = required(inputs, 2)
     if x.dtype not in SCALED_DTYPES:
         refuse(op, f"x is {x.dtype}", ", ".join(SCALED_DTYPES))
-    _least_ndim(op, "x", x, 1)
+    least_ndim(op, "x", x, 1)
     _scale(op, scale, x.shape)
-    return ((_choice(op, attrs, "dtype", QUANTIZED_DTYPES), x.shape),)
+    return ((choice(op, attrs, "dtype", QUANTIZED_DTYPES), x.shape),)
 
 
-def _dequantize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    x, scale = _required(inputs, 2)
+def _dequantize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, scale = required(inputs, 2)
     if x.dtype not in (*QUANTIZED_DTYPES, PACKED):
         refuse(op, f"x is {x.dtype}", ", ".join((*QUANTIZED_DTYPES, PACKED)))
-    _least_ndim(op, "x", x, 1)
+    least_ndim(op, "x", x, 1)
     shape = (*x.shape[:-1], x.shape[-1] * (2 if x.dtype == PACKED else 1))
     _scale(op, scale, shape)
-    return ((_choice(op, attrs, "dtype", SCALED_DTYPES), shape),)
+    return ((choice(op, attrs, "dtype", SCALED_DTYPES), shape),)
 
 
 def _scale(op: str, scale: TensorSpec, shape: Shape) -> None:
     """Of numbers of this shape: extents of 1 or theirs, the last a divisor of their last."""
     if scale.dtype != "float32":
         refuse(op, f"scale is {scale.dtype}", "float32")
-    _ndim(op, "scale", scale, len(shape))
+    of_ndim(op, "scale", scale, len(shape))
     is_fit = all(n in (1, wanted) for n, wanted in zip(scale.shape[:-1], shape[:-1], strict=True))
     if not is_fit or not scale.shape[-1] or shape[-1] % scale.shape[-1]:
         refuse(op, f"scale has shape {list(scale.shape)}", f"1 or {list(shape)}, and last a divisor of {shape[-1]}")
 
 
-def _embedding(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    ids, weight = _required(inputs, 2)
-    _indices(op, "ids", ids, ids.ndim, INDEX_DTYPES)
-    _ndim(op, "weight", weight, 2)
+def _embedding(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    ids, weight = required(inputs, 2)
+    indices(op, "ids", ids, ids.ndim, INDEX_DTYPES)
+    of_ndim(op, "weight", weight, 2)
     return ((weight.dtype, (*ids.shape, weight.shape[1])),)
 
 
-def _tokenize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+def _tokenize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     _texts(op, inputs, attrs, ("uint8", "uint8", "int64"))
-    _flag(op, attrs, "add_special_tokens")
-    _flag(op, attrs, "return_offsets")
+    flag(op, attrs, "add_special_tokens")
+    flag(op, attrs, "return_offsets")
     if attrs["max_length"] is not None:
-        _integer(op, attrs, "max_length", 0, MAX_NBYTES)
+        integer(op, attrs, "max_length", 0, MAX_NBYTES)
     return (("int32", (0,)), ("int64", (0,)), ("int32", (0, 2)))
 
 
-def _detokenize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+def _detokenize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     _texts(op, inputs, attrs, ("uint8", "int32", "int64"))
-    _flag(op, attrs, "skip_special_tokens")
+    flag(op, attrs, "skip_special_tokens")
     return (("uint8", (0,)), ("int64", (0,)))
 
 
-def _function(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
-    _required(inputs, 1)
+def _function(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    required(inputs, 1)
     for name, spec in zip(OPS[op].inputs, inputs, strict=True):
         if spec is not None and spec != TensorSpec.contiguous("uint8", (0,)):
             refuse(op, f"{name} is {spec}", "uint8[0]: calls say how long it is")
     return (("uint8", (0,)),)
 
 
-def _texts(op: str, inputs: _Inputs, attrs: _Attrs, dtypes: Sequence[str]) -> None:
+def _texts(op: str, inputs: Inputs, attrs: Attrs, dtypes: Sequence[str]) -> None:
     """As long as the bytes that each call gives: their extents are 0."""
-    for name, spec, dtype in zip(OPS[op].inputs, _required(inputs, 3), dtypes, strict=True):
+    for name, spec, dtype in zip(OPS[op].inputs, required(inputs, 3), dtypes, strict=True):
         if spec != TensorSpec.contiguous(dtype, (0,)):
             refuse(op, f"{name} is {spec}", f"{dtype}[0]: calls say how long it is")
     for name in TOKENIZER_ATTRS:
-        _text(op, attrs, name)
+        short_text(op, attrs, name)
 
 
-_SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
+_SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
@@ -447,10 +332,8 @@ _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
     "matmul": _matmul,
     "linear": _linear,
     "softmax": _softmax,
-    "layer_norm": _norm,
-    "rms_norm": _norm,
-    "layer_norm_backward": _norm_backward,
-    "rms_norm_backward": _norm_backward,
+    "log_softmax": _softmax,
+    **NORMS,
     "gelu": _gelu,
     "silu": _silu,
     "swiglu": _swiglu,

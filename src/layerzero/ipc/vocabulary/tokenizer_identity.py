@@ -14,12 +14,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.merge_order import MergeOrder, merge_order
 
 TIKTOKEN = "tiktoken"
 SENTENCEPIECE = "sentencepiece"
+LIBRARIES = (TIKTOKEN, SENTENCEPIECE)
+_RULES = 1  # of this file and of merge_order.py: one more where a file may be another library's than it was
 SPACE = "\u2581"  # what SentencePiece writes for a blank
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -84,7 +87,19 @@ class BytePairs:
     is_whole_first: bool = False
 
 
-def tokenizer_parts(document: Mapping[str, Any], digest: str) -> dict[str, str]:
+class Kept(Protocol):
+    """What earlier processes have worked out. `least_tokens`: of smaller vocabularies nothing is kept."""
+
+    least_tokens: int
+
+    def find(self, key: str) -> str | None:
+        """The library of a vocabulary, "" for none, None where that is not known."""
+
+    def add(self, key: str, library: str) -> None:
+        """Keep it for later ones."""
+
+
+def tokenizer_parts(document: Mapping[str, Any], digest: str, kept: Kept | None = None) -> dict[str, str]:
     """The attributes of a call that say which tokenizer it has. `document`: a parsed tokenizer.json, `digest`: the
     SHA-256 of its bytes, which is its `tokenizer_id` where no other library computes it exactly."""
     model = document.get("model")
@@ -95,7 +110,7 @@ def tokenizer_parts(document: Mapping[str, Any], digest: str) -> dict[str, str]:
         "added_tokens_hash": _hash(document.get("added_tokens") or []),
     }
     return {
-        "tokenizer_id": _library(document, tuple(hashes.values())) or digest,
+        "tokenizer_id": _library(document, tuple(hashes.values()), kept) or digest,
         **hashes,
         "normalizer_id": "+".join(_types(document.get("normalizer")))[:256] or "none",
     }
@@ -130,22 +145,33 @@ def byte_symbols() -> str:
     return "".join(chr(byte) if byte in plain else chr(next(others)) for byte in range(256))
 
 
-_known: dict[tuple[str, ...], str | None] = {}
+_known: dict[str, str] = {}
 
 
-def _library(document: Mapping[str, Any], hashes: tuple[str, ...]) -> str | None:
-    """Of byte_pairs, whose order of tokens is worked out once for a vocabulary and its merges."""
+def _library(document: Mapping[str, Any], hashes: tuple[str, ...], kept: Kept | None) -> str:
+    """Of byte_pairs, whose order of tokens is worked out once for a vocabulary and its merges; "" where it has none."""
     try:
         shape = _shape(document)
         if shape is None:
-            return None
-        key = (*hashes, *map(str, shape[:2]), str(document["model"].get("ignore_merges")))
+            return ""
+        model = document["model"]
+        key = _hash([__version__, _RULES, *hashes, *shape[:2], model.get("ignore_merges")])
         if key not in _known:
-            found = byte_pairs(document)
-            _known[key] = None if found is None else found.library
+            is_large = kept is not None and len(model["vocab"]) >= kept.least_tokens
+            _known[key] = _found(document, key, kept if is_large else None)
         return _known[key]
     except (AttributeError, KeyError, TypeError, ValueError):  # a file that makes no sense
-        return None
+        return ""
+
+
+def _found(document: Mapping[str, Any], key: str, kept: Kept | None) -> str:
+    library = None if kept is None else kept.find(key)
+    if library is None:
+        pairs = byte_pairs(document)
+        library = "" if pairs is None else pairs.library
+        if kept is not None:
+            kept.add(key, library)
+    return library
 
 
 def _shape(document: Mapping[str, Any]) -> tuple[str, str, tuple[AddedToken, ...], Template] | None:

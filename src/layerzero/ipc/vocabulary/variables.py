@@ -39,19 +39,33 @@ SETTINGS = (
     "retry_disabled_max_s",
     "poison_quarantine_s",
     "rest_s",
+    "counts",
+    "functions_rest_s",
     "express",
     "allow_mps",
     "joined",
     "joined_silence_s",
     "secret_file",
     "remote",
+    "metrics",
+    "metrics_token_file",
     "keys",
     "allow_uids",
     "failpoints",
 )
 """The broker's settings; broker/configuration/settings.py has their defaults, which only a broker needs."""
 
-PATHS = ("store", "perf_db", "manifest_dirs", "backends_dir", "policy", "wheelhouse", "secret_file", "keys")
+PATHS = (
+    "store",
+    "perf_db",
+    "manifest_dirs",
+    "backends_dir",
+    "policy",
+    "wheelhouse",
+    "secret_file",
+    "metrics_token_file",
+    "keys",
+)
 """Those that name files or folders, several separated by ':'. A broker runs elsewhere than who starts it."""
 
 

@@ -23,23 +23,27 @@ from layerzero.torch.acceleration.functions import OPS
 from layerzero.torch.acceleration.interception import Interception, Takeover
 from layerzero.torch.acceleration.report import AccelerationReport
 from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.evidence import Evidence
 
 
 def accelerate(
     model: torch.nn.Module | None = None,
     ops: Iterable[str] | None = None,
     policy: Mapping[str, Any] | None = None,
+    *,
+    if_faster: bool = False,
 ) -> Acceleration:
     """Serve calls of torch's own functions by LayerZero: scaled_dot_product_attention, linear, layer_norm, rms_norm,
     silu, gelu, embedding and softmax. What is not for us goes to torch, and layerzero.torch.report() says why.
 
     model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
-    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile.
+    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: on a CPU, calls of a
+    kind go to ours and to torch's in turns, each once, until it is known which are faster; from then on there.
     Takes effect at once, until its `with` block ends, or `remove()`. Connects, unless lz.connect() has. With
     LAYERZERO_DISABLE=1 it does nothing, and its report says so.
     Raises InvalidArgument, BrokerLost.
     """
-    return Acceleration(model, ops, policy)
+    return Acceleration(model, ops, policy, if_faster=if_faster)
 
 
 class Acceleration:
@@ -52,6 +56,7 @@ class Acceleration:
         policy: Mapping[str, Any] | None,
         *,
         layers: frozenset[tuple[str, str]] | None = None,
+        if_faster: bool = False,
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise lz.InvalidArgument(
@@ -70,7 +75,8 @@ class Acceleration:
             lz.ensure_connected()
             if policy:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
-        takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy))
+        self._evidence = Evidence() if if_faster else None
+        takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy), evidence=self._evidence)
         self.takeover = takeover
         takeover.overlay = self._overlay
         self._mode = _mode_for(takeover, is_reused=model is None)
@@ -121,7 +127,8 @@ class Acceleration:
     @property
     def report(self) -> AccelerationReport:
         """What was taken over until now, and what was left, and why."""
-        return AccelerationReport.of(self._tally, self.ops, self.why_off)
+        comparisons = () if self._evidence is None else self._evidence.comparisons()
+        return AccelerationReport.of(self._tally, self.ops, self.why_off, comparisons)
 
     def native(self, call: Callable[[], Any]) -> Any:
         """The result of a call of the model with torch alone. For tools; other threads' calls are torch's, too."""
@@ -160,7 +167,7 @@ _spare: dict[Hashable, Interception] = {}
 
 
 def _kind(takeover: Takeover) -> Hashable:
-    return tuple(takeover.rules), takeover.layers, takeover.has_policy
+    return tuple(takeover.rules), takeover.layers, takeover.has_policy, takeover.evidence is None
 
 
 def _mode_for(takeover: Takeover, *, is_reused: bool) -> Interception:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -21,6 +22,7 @@ from layerzero.client.session import in_process
 from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
 from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.evidence import SLOWER, TRYING, Evidence, Trial, Turn
 from layerzero.torch.registration import KERNELS, is_alone, watcher
 
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
@@ -60,15 +62,23 @@ class _Backward(NamedTuple):
 
 
 class Takeover:
-    """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all."""
+    """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all.
+    `evidence`: calls that it shows to be slower are not."""
 
     def __init__(
-        self, ops: Sequence[str], tally: Tally, *, layers: frozenset[tuple[str, str]] | None = None, has_policy: bool
+        self,
+        ops: Sequence[str],
+        tally: Tally,
+        *,
+        layers: frozenset[tuple[str, str]] | None = None,
+        has_policy: bool,
+        evidence: Evidence | None = None,
     ) -> None:
         self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
         self.tally = tally
         self.layers = layers
         self.has_policy = has_policy
+        self.evidence = evidence
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -82,13 +92,19 @@ class Takeover:
         layer = self.tally.layer(3)
         if type(why) is not str:
             why = self.attempt(layer, rule.op, why)
+            if type(why) is Trial:
+                self.tally.left(layer, rule.op, TRYING)
+                start_ns = time.perf_counter_ns()
+                found = function(*args, **kwargs)
+                why.add(Turn.TRY_NATIVE, time.perf_counter_ns() - start_ns)
+                return found
             if type(why) is not str:
                 return why
         self.tally.left(layer, rule.op, why)
         return function(*args, **kwargs)
 
     def attempt(self, layer: str, op: str, planned: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> Any:
-        """The result, or why there is none."""
+        """The result, or why there is none: a text, or the trial in which the call is torch's."""
         if self.layers is not None and (layer, op) not in self.layers:
             return NOT_FASTER
         if in_process.thread.is_running:  # it would wait for itself
@@ -103,6 +119,22 @@ class Takeover:
             session = lz.session()
         except lz.NotConnected as error:
             return f"{error.code}: {_first_line(error)}"
+        trial = None if self.evidence is None else self.evidence.trial(op, given)
+        if trial is None:
+            return self._made(layer, op, call, given, session)
+        turn = trial.turn()
+        if turn is Turn.NATIVE:
+            return SLOWER
+        if turn is Turn.TRY_NATIVE:
+            return trial
+        start_ns = time.perf_counter_ns()
+        found = self._made(layer, op, call, given, session)
+        if turn is Turn.TRY_OURS and type(found) is not str:
+            trial.add(turn, time.perf_counter_ns() - start_ns)
+        return found
+
+    def _made(self, layer: str, op: str, call: Callable[..., Any], given: tuple[Any, ...], session: Session) -> Any:
+        """Our result, or why there is none."""
         watching = None
         kernel = KERNELS.get(id(call))
         if kernel is None or not is_alone(given):  # by torch's dispatcher, which costs more
@@ -138,7 +170,8 @@ class Interception(TorchFunctionMode):
         self.rules = takeover.rules
         self.number = id(self)
         BY_NUMBER[self.number] = self
-        self.untraced = POLICY_TRACED if takeover.has_policy else "" if takeover.layers is None else CHOSEN_TRACED
+        is_chosen = takeover.layers is not None or takeover.evidence is not None
+        self.untraced = POLICY_TRACED if takeover.has_policy else CHOSEN_TRACED if is_chosen else ""
         self.is_on = True  # else it is left in another thread's stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from layerzero.client.connection.report import html_of_text
 from layerzero.ipc.wording import counted
 from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.evidence import Comparison
 
 WIDTH = 80
 MAX_ROWS = 60  # of a table that is not verbose
@@ -54,15 +55,18 @@ class Line:
 @dataclass(frozen=True)
 class AccelerationReport:
     """`lines` in the order of first calls. `taken`, `left`: calls in all, without backward passes, which have lines
-    only. `why_off`: why nothing is taken over. Prints as a table in which layers that differ by a number only are one
-    row; `text(verbose=True)` has each."""
+    only. `why_off`: why nothing is taken over. `comparisons`: kinds of calls that were timed beside torch's. Prints as
+    a table in which layers that differ by a number only are one row; `text(verbose=True)` has each."""
 
     lines: tuple[Line, ...]
     ops: tuple[str, ...]
     why_off: str = ""
+    comparisons: tuple[Comparison, ...] = ()
 
     @classmethod
-    def of(cls, tally: Tally, ops: Sequence[str], why_off: str) -> AccelerationReport:
+    def of(
+        cls, tally: Tally, ops: Sequence[str], why_off: str, comparisons: tuple[Comparison, ...] = ()
+    ) -> AccelerationReport:
         found: dict[tuple[str, str, str, str], Line] = {}
         for key, calls in tally.counts().items():
             kind = (key.layer, key.op, key.why, key.kernel)
@@ -70,7 +74,7 @@ class AccelerationReport:
             paths = known.paths if not key.path or key.path in known.paths else (*known.paths, key.path)
             moved = known.moved + tally.moved.get(key, 0)
             found[kind] = Line(key.layer, key.op, known.calls + calls, key.kernel, paths, key.why, moved)
-        return cls(tuple(found.values()), tuple(ops), why_off)
+        return cls(tuple(found.values()), tuple(ops), why_off, comparisons)
 
     @property
     def taken(self) -> int:
@@ -91,8 +95,14 @@ class AccelerationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        lines = [asdict(line) for line in self.lines]
-        return {"taken": self.taken, "left": self.left, "why_off": self.why_off, "ops": list(self.ops), "lines": lines}
+        return {
+            "taken": self.taken,
+            "left": self.left,
+            "why_off": self.why_off,
+            "ops": list(self.ops),
+            "lines": [asdict(line) for line in self.lines],
+            "comparisons": [asdict(one) for one in self.comparisons],
+        }
 
     def text(self, *, verbose: bool = False) -> str:
         """What `print` shows, in lines that fit the terminal, at least 80 columns."""
@@ -111,6 +121,8 @@ class AccelerationReport:
         ]
         if len(rows) > MAX_ROWS:
             text.append(f"  {len(rows) - MAX_ROWS:,} more rows; report.lines has all")
+        for one in self.comparisons:
+            text += [str(one)] if columns is None else textwrap.wrap(f"  {one}", columns, subsequent_indent="    ")
         return "\n".join(text)
 
     def __str__(self) -> str:

@@ -17,15 +17,16 @@ from typing import Any
 
 from layerzero.ipc.functions import frames
 from layerzero.ipc.vocabulary.numerics import pack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, TAKE_OUTS
 from layerzero.ipc.vocabulary.shape_class import shape_class
 from layerzero.ipc.vocabulary.shapes import outputs_of
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.tokenizer_identity import tokenizer_parts
 from layerzero.workers.certify import claims as claimed
 from layerzero.workers.certify.claims import Claims
-from layerzero.workers.certify.problems import PROBLEMS, Problem, family
-from layerzero.workers.certify.reference import Shape
+from layerzero.workers.certify.problem import Problem, family
+from layerzero.workers.certify.problems import PROBLEMS
+from layerzero.workers.certify.values import Shape
 
 VECTORS = Path(__file__).with_name("vectors.json")
 
@@ -87,7 +88,7 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
 
 
 def _layouts(op: str) -> Sequence[tuple[str, str]]:
-    is_new = len(OPS[op].outputs) > 1 and not OPS[op].in_place
+    is_new = len(OPS[op].outputs) > 1 and not OPS[op].in_place and op not in TAKE_OUTS
     found = TO_NEW if is_new else LAYOUTS
     return (*found, BSHD) if op in ATTENTION_OPS else found
 
@@ -184,9 +185,8 @@ def _ping(op: str) -> Case:
     specs = (TensorSpec.contiguous("uint8", (len(asked),)), *(None for _ in OPS[op].inputs[1:]))
     out = (TensorSpec.contiguous("uint8", (len(answer),)),)
     data = (asked, *(b"" for _ in OPS[op].inputs[1:]))
-    return Case(
-        "ping", shape_class(op, specs, {}), {}, specs, out, lambda: data, lambda: (answer,), {"sizes": [len(answer)]}
-    )
+    kind, sizes = shape_class(op, specs, {}), {"sizes": [len(answer)]}
+    return Case("ping", kind, {"of": ""}, specs, out, lambda: data, lambda: (answer,), sizes)
 
 
 def _text_case(stored: Mapping[str, Any]) -> Case:

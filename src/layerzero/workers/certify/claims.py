@@ -11,6 +11,7 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, heads
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.certify.values import Shape
 
 Claims = Mapping[str, Any]  # one kernel of a descriptor
 
@@ -51,6 +52,14 @@ def admits(
         page = given["k_cache"].shape[1]
         return page % claims.get("page_size_multiple", 1) == 0 and page <= _limit(claims, "max_page_size")
     return op not in ATTENTION_OPS or _admits_attention(claims, given, attrs)
+
+
+def fit(claims: Claims, shape: Shape) -> Shape:
+    """The shape with the fewest dimensions that a kernel takes (ones in front), or the most (the first ones merged)."""
+    low, high = claims.get("min_ndim", 0), claims.get("max_ndim")
+    if high is not None and 0 < high < len(shape):
+        shape = (math.prod(shape[: len(shape) - high + 1]), *shape[len(shape) - high + 1 :])
+    return (*(1 for _ in range(low - len(shape))), *shape)
 
 
 # Field of the kernel, attribute of the call. What a kernel says nothing of may be any.

@@ -1,4 +1,5 @@
-"""What each tensor op means, in plain Python: float64 arithmetic, or exact integers that the caller wraps.
+"""What each tensor op means, in plain Python: float64 arithmetic, or exact integers that the caller wraps. Norms are in
+workers/certify/norm_reference.py.
 
 No library takes part, so a kernel in any environment can be compared with it. Tensors are flat row-major lists beside
 their shapes. tests/reference.py says the same in NumPy; a test holds the two against each other.
@@ -8,30 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from operator import add, mul
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Values:
-    """A tensor: its shape and its elements in row-major order, or how to make those when they are first looked at."""
-
-    shape: Shape
-    _flat: Sequence[Any] | Callable[[], Sequence[Any]]
-
-    @cached_property
-    def flat(self) -> Sequence[Any]:
-        return self._flat() if callable(self._flat) else self._flat
-
-
-Attrs = Mapping[str, Any]
+from layerzero.workers.certify import norm_reference
+from layerzero.workers.certify.values import Attrs, Shape, Values, given, rows_of
 
 
 def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -41,7 +25,7 @@ def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def attention_forward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
     """As attention, and the log-sum-exp of each row's scores; -inf where it sees no key."""
-    q, k, v = _given(inputs[:3])
+    q, k, v = given(inputs[:3])
     wide = v.shape[3]
     out: list[float] = []
     lse: list[float] = []
@@ -58,7 +42,7 @@ def attention_forward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Va
 
 def attention_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
     """The gradients of attention by q, k and v. Takes neither `output` nor `lse` for granted."""
-    grad_out, q, k, v = _given(inputs[:4])
+    grad_out, q, k, v = given(inputs[:4])
     keys, queries = k.shape[2], q.shape[2]
     grad_q: list[float] = []
     grads_k: dict[range, list[list[float]]] = {}
@@ -104,7 +88,7 @@ def _rows_of_weights(
     shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
     for b, h in itertools.product(range(batch), range(heads)):
         head = b * kv_heads + h // (heads // kv_heads)
-        k_rows = _rows(k.flat, dim, head * keys, keys)
+        k_rows = rows_of(k.flat, dim, head * keys, keys)
         places = range(head * keys, (head + 1) * keys)
         for i in range(queries):
             number = (b * heads + h) * queries + i
@@ -129,7 +113,7 @@ def _rows_of_weights(
 
 def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """As attention, within each sequence."""
-    q, k, v, ends_q, ends_k = _given(inputs)
+    q, k, v, ends_q, ends_k = given(inputs)
     heads, kv_heads = q.shape[1], k.shape[1]
     is_bottom_right = attrs["causal_alignment"] == "bottom_right"
     out: list[float] = []
@@ -146,7 +130,7 @@ def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def paged_attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """One query a sequence, to the keys that its block table leads to."""
-    q, k, v, tables, lengths = _given(inputs)
+    q, k, v, tables, lengths = given(inputs)
     batch, heads, _ = q.shape
     page, kv_heads, wide = k.shape[1], k.shape[2], tables.shape[1]
     out: list[float] = []
@@ -159,7 +143,7 @@ def paged_attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
     """The caches with the rows of key and value in their slots."""
-    key, value, k_cache, v_cache, slots = _given(inputs)
+    key, value, k_cache, v_cache, slots = given(inputs)
     made = []
     for rows, cache in ((key, k_cache), (value, v_cache)):
         flat, wide = list(cache.flat), math.prod(rows.shape[1:])
@@ -172,11 +156,11 @@ def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values
 
 def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """Each pair (a, b) of a head's first elements becomes (a cos - b sin, b cos + a sin)."""
-    x, cos, sin = _given(inputs)
+    x, cos, sin = given(inputs)
     _, sequence, heads, dim = x.shape
     pairs, shared = cos.shape[2], cos.shape[0] == 1
     out: list[float] = []
-    for number, row in enumerate(_rows(x.flat, dim, 0, len(x.flat) // dim if dim else 0)):
+    for number, row in enumerate(rows_of(x.flat, dim, 0, len(x.flat) // dim if dim else 0)):
         place = number // heads % sequence if shared else number // heads
         turned = list(row)
         for i, (c, s) in enumerate(zip(_row(cos, place), _row(sin, place), strict=True)):
@@ -189,12 +173,12 @@ def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     """a @ b with broadcast leading dimensions."""
-    a, b = _given(inputs)
+    a, b = given(inputs)
     (m, n), inner = a.shape[-2:], b.shape[-1]
     lead = _broadcast_shape(a.shape[:-2], b.shape[:-2])
     out: list[Any] = []
     for index in itertools.product(*map(range, lead)):
-        a_rows = _rows(a.flat, n, _offset(a.shape[:-2], index) * m, m)
+        a_rows = rows_of(a.flat, n, _offset(a.shape[:-2], index) * m, m)
         start = _offset(b.shape[:-2], index) * n * inner
         b_columns = [b.flat[start + c : start + n * inner : inner] for c in range(inner)]
         out += [sum(map(mul, row, column)) for row in a_rows for column in b_columns]
@@ -203,64 +187,51 @@ def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
 
 def linear(inputs: Sequence[Values | None], _: Attrs) -> Values:
     """x @ weight^T + bias."""
-    x, weight = _given(inputs[:2])
+    x, weight = given(inputs[:2])
     bias = inputs[2]
     n, k = weight.shape
-    w_rows = _rows(weight.flat, k, 0, n)
+    w_rows = rows_of(weight.flat, k, 0, n)
     rows = math.prod(x.shape[:-1])
     added: Sequence[Any] = [0] * n if bias is None else bias.flat
-    out = [
-        sum(map(mul, row, w)) + more for row in _rows(x.flat, k, 0, rows) for w, more in zip(w_rows, added, strict=True)
-    ]
+    x_rows = rows_of(x.flat, k, 0, rows)
+    out = [sum(map(mul, row, w)) + more for row in x_rows for w, more in zip(w_rows, added, strict=True)]
     return Values((*x.shape[:-1], n), out)
 
 
 def softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    (x,) = _given(inputs)
-    dim = attrs["dim"]
+    def of_line(values: Sequence[float]) -> list[float]:
+        top = max(values)
+        powers = [math.exp(value - top) for value in values]
+        total = sum(powers)
+        return [power / total for power in powers]
+
+    return _by_lines(inputs, attrs["dim"], of_line)
+
+
+def log_softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    def of_line(values: Sequence[float]) -> list[float]:
+        top = max(values)
+        total = math.log(sum(math.exp(value - top) for value in values))
+        return [value - top - total for value in values]
+
+    return _by_lines(inputs, attrs["dim"], of_line)
+
+
+def _by_lines(inputs: Sequence[Values | None], dim: int, of_line: Callable[[Sequence[float]], list[float]]) -> Values:
+    """Of each line of a dimension."""
+    (x,) = given(inputs)
     extent, step = x.shape[dim], math.prod(x.shape[dim + 1 :])
     out = [0.0] * len(x.flat)
     for start in range(len(x.flat)):
         if (start // step) % extent:
             continue  # not the first of its line
         line = slice(start, start + extent * step, step)
-        values = x.flat[line]
-        top = max(values)
-        powers = [math.exp(value - top) for value in values]
-        total = sum(powers)
-        out[line] = [power / total for power in powers]
+        out[line] = of_line(x.flat[line])
     return Values(x.shape, out)
 
 
-def layer_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    def normalize(row: Sequence[float]) -> list[float]:
-        mean = math.fsum(row) / len(row)
-        variance = math.fsum((value - mean) ** 2 for value in row) / len(row)
-        return [(value - mean) / math.sqrt(variance + attrs["eps"]) for value in row]
-
-    return _normalized(inputs, attrs, normalize)
-
-
-def rms_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    def normalize(row: Sequence[float]) -> list[float]:
-        mean_square = math.fsum(value * value for value in row) / len(row)
-        return [value / math.sqrt(mean_square + attrs["eps"]) for value in row]
-
-    return _normalized(inputs, attrs, normalize)
-
-
-def layer_norm_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
-    """The gradients of layer_norm by x, weight and bias."""
-    return _norm_gradients(inputs, attrs, is_centred=True)
-
-
-def rms_norm_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
-    """The gradients of rms_norm by x and weight."""
-    return _norm_gradients(inputs, attrs, is_centred=False)[:2]
-
-
 def gelu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    (x,) = _given(inputs)
+    (x,) = given(inputs)
     if attrs["approximate"] == "tanh":
         c = math.sqrt(2 / math.pi)
         return Values(x.shape, [v / 2 * (1 + math.tanh(c * (v + 0.044715 * v**3))) for v in x.flat])
@@ -268,12 +239,12 @@ def gelu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 
 def silu(inputs: Sequence[Values | None], _: Attrs) -> Values:
-    (x,) = _given(inputs)
+    (x,) = given(inputs)
     return Values(x.shape, [v / (1 + math.exp(-v)) for v in x.flat])
 
 
 def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
-    gate, up = _given(inputs)
+    gate, up = given(inputs)
     return Values(gate.shape, [v / (1 + math.exp(-v)) * w for v, w in zip(gate.flat, up.flat, strict=True)])
 
 
@@ -281,24 +252,24 @@ def _each(function: Callable[[float], float]) -> Callable[[Sequence[Values | Non
     """Of each element."""
 
     def op(inputs: Sequence[Values | None], _: Attrs) -> Values:
-        (x,) = _given(inputs)
+        (x,) = given(inputs)
         return Values(x.shape, [function(v) for v in x.flat])
 
     return op
 
 
 def geglu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    gate, up = _given(inputs)
+    gate, up = given(inputs)
     return Values(gate.shape, list(map(mul, gelu([gate], attrs).flat, up.flat)))
 
 
 def reglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
-    gate, up = _given(inputs)
+    gate, up = given(inputs)
     return Values(gate.shape, [max(v, 0.0) * w for v, w in zip(gate.flat, up.flat, strict=True)])
 
 
 def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    x, scale = _given(inputs)
+    x, scale = given(inputs)
     parts = [value / step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)]
     if attrs["dtype"] == "int8":
         return Values(x.shape, [max(min(round(value), 127), -128) for value in parts])
@@ -307,7 +278,7 @@ def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def dequantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """`kind`: of the numbers; packed ones come as their bytes."""
-    x, scale = _given(inputs)
+    x, scale = given(inputs)
     if attrs["kind"] == "float4_e2m1fn_x2":
         known = MAGNITUDES["float4_e2m1fn_x2"]
         codes = [code for byte in x.flat for code in (byte % 16, byte // 16)]
@@ -326,7 +297,7 @@ def _steps(shape: Shape, scale: Values) -> list[float]:
 
 
 def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
-    ids, weight = _given(inputs)
+    ids, weight = given(inputs)
     wide = weight.shape[1]
     out = [value for i in ids.flat for value in weight.flat[i * wide : (i + 1) * wide]]
     return Values((*ids.shape, wide), out)
@@ -343,10 +314,8 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "matmul": matmul,
     "linear": linear,
     "softmax": softmax,
-    "layer_norm": layer_norm,
-    "rms_norm": rms_norm,
-    "layer_norm_backward": layer_norm_backward,
-    "rms_norm_backward": rms_norm_backward,
+    "log_softmax": log_softmax,
+    **norm_reference.OPS,
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
@@ -364,14 +333,6 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
 }
 
 
-def _given(inputs: Sequence[Values | None]) -> list[Values]:
-    return [values for values in inputs if values is not None]
-
-
-def _rows(flat: Sequence[Any], width: int, first: int, count: int) -> list[Sequence[Any]]:
-    return [flat[(first + i) * width : (first + i + 1) * width] for i in range(count)]
-
-
 def _row(values: Values, number: int) -> Sequence[Any]:
     """A row of the last dimension."""
     width = values.shape[-1]
@@ -387,44 +348,6 @@ def _attended(query: Sequence[float], k: Values, v: Values, rows: Sequence[int],
     weights = [math.exp(score - top) for score in scores]
     total = sum(weights)
     return [sum(map(mul, weights, column)) / total for column in zip(*(_row(v, row) for row in rows), strict=True)]
-
-
-def _normalized(
-    inputs: Sequence[Values | None], attrs: Attrs, normalize: Callable[[Sequence[float]], list[float]]
-) -> Values:
-    x, weight, bias = (*inputs, None, None)[:3]
-    assert x is not None
-    width = math.prod(x.shape[len(x.shape) - attrs["ndim"] :])
-    out: list[float] = []
-    for row in _rows(x.flat, width, 0, math.prod(x.shape) // width if width else 0):
-        values = normalize(row)
-        values = values if weight is None else list(map(mul, values, weight.flat))
-        out += values if bias is None else [value + more for value, more in zip(values, bias.flat, strict=True)]
-    return Values(x.shape, out)
-
-
-def _norm_gradients(inputs: Sequence[Values | None], attrs: Attrs, *, is_centred: bool) -> tuple[Values, ...]:
-    """With n what the norm multiplies by the weight, r what it multiplies x by, g = grad_out * weight: by x
-    r (g - n mean(g n) - mean(g)), the last mean where the norm subtracts one; by weight the sums of grad_out * n over
-    rows, by bias those of grad_out."""
-    grad_out, x = _given(inputs[:2])
-    weight = inputs[2]
-    shape = x.shape[len(x.shape) - attrs["ndim"] :]
-    width = math.prod(shape)
-    count = math.prod(x.shape) // width if width else 0
-    by_x: list[float] = []
-    by_weight, by_bias = [0.0] * width, [0.0] * width
-    for row, grad in zip(_rows(x.flat, width, 0, count), _rows(grad_out.flat, width, 0, count), strict=True):
-        centre = math.fsum(row) / width if is_centred else 0.0
-        moved = [value - centre for value in row]
-        r = 1 / math.sqrt(math.fsum(map(mul, moved, moved)) / width + attrs["eps"])
-        n = [value * r for value in moved]
-        by_weight = list(map(add, by_weight, map(mul, grad, n)))
-        by_bias = list(map(add, by_bias, grad))
-        g = grad if weight is None else list(map(mul, grad, weight.flat))
-        along, mean = math.fsum(map(mul, g, n)) / width, math.fsum(g) / width if is_centred else 0.0
-        by_x += [r * (value - mean - along * one) for value, one in zip(g, n, strict=True)]
-    return Values(x.shape, by_x), Values(shape, by_weight), Values(shape, by_bias)
 
 
 def _broadcast_shape(one: Shape, other: Shape) -> Shape:

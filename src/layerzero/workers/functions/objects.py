@@ -30,6 +30,11 @@ class Objects:
         self._nonce = secrets.randbits(64)
         self._of: dict[int, dict[int, Held]] = {}
 
+    @property
+    def count(self) -> int:
+        """Of all clients."""
+        return sum(map(len, self._of.values()))
+
     def demand_room(self, client: int) -> None:
         """Raises InvalidArgument."""
         if len(self._of.get(client, ())) >= MAX_OBJECTS:
@@ -80,7 +85,8 @@ def use(value: Any, how: int, name: str, given: list[Any], named: dict[str, Any]
         setattr(value, name, given[0])
         return None
     if name == "__iter__":
-        return iter(value)
+        is_async = hasattr(type(value), "__aiter__") and not hasattr(type(value), "__iter__")
+        return aiter(value) if is_async else iter(value)
     if name == "__enter__":
         found = type(value).__enter__(value)
         return [True, None] if found is value else [False, found]

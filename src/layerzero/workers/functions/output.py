@@ -1,4 +1,4 @@
-"""What functions print and log: to the worker's log, as ever, and to the caller with the next answer."""
+"""What functions print, log and warn of: to the worker's log, as ever, and to the caller with the next answer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import io
 import logging
 import sys
 import threading
+import warnings
 from typing import Any, TextIO
 
+from layerzero.workers.functions.code import MAIN
+
 MAX_CHARS = 64 << 10  # for one answer; the log has all
-OUT, ERR, LOG = range(3)
+MAX_NAME, MAX_BASES = 200, 16  # of a warning's category
+MAX_LOGGED = 1024  # warnings that are known to be in the log
+OUT, ERR, LOG, WARNING = range(4)
 
 
 class Output:
-    """Takes stdout, stderr and the records of `logging` from now on."""
+    """Takes stdout, stderr, the records of `logging` and what is warned of from now on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,6 +28,7 @@ class Output:
         sys.stderr = _Tee(sys.stderr, ERR, self)
         self._handler = _Records(self)
         logging.getLogger().addHandler(self._handler)
+        self._warnings = _Warnings(self)
 
     def level(self, level: int) -> None:
         """What the caller wants to hear of."""
@@ -37,12 +43,14 @@ class Output:
             self._chars += chars
 
     def take(self) -> list[list[Any]]:
-        """What was said since the last time: [OUT or ERR, text] and [LOG, logger, level, text]."""
+        """What was said since the last time: [OUT or ERR, text], [LOG, logger, level, text] and
+        [WARNING, names of its category, text, file, line, module]."""
         if not self._items:
             return []
         with self._lock:
             items, chars = self._items, self._chars
             self._items, self._chars = [], 0
+        self._warnings.forget()
         if chars > MAX_CHARS:
             items.append([ERR, f"... {chars - MAX_CHARS} more characters are in the worker's log\n"])
         return items
@@ -84,3 +92,59 @@ class _Records(logging.Handler):
         except Exception as exc:  # arguments that do not fit the text, for one
             text = f"{record.msg!s:.1000} (not formatted: {exc!s:.200})"
         self._output.add([LOG, record.name, record.levelno, text[:MAX_CHARS]], len(text))
+
+
+class _Warnings:
+    """What is warned of: once for each answer, whatever was before, since callers have filters of their own."""
+
+    def __init__(self, output: Output) -> None:
+        self._output, self._below = output, sys.stderr
+        self._told: set[tuple[str, ...]] = set()  # to the caller, with the next answer
+        self._logged: set[tuple[str, ...]] = set()
+        self._modules: dict[str, str] = {}  # by file
+        self._show = warnings.showwarning
+        warnings.showwarning = self.show
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of what is collected, which is of no call
+
+    def forget(self) -> None:
+        """An answer has taken what was told."""
+        self._told.clear()
+
+    def show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """As warnings.showwarning."""
+        if file is not None:
+            self._show(message, category, filename, lineno, file, line)
+            return
+        text = str(message)[:MAX_CHARS]
+        names = [f"{_named_there(one.__module__)}.{one.__qualname__}"[:MAX_NAME] for one in category.__mro__]
+        key = (names[0], text, filename, str(lineno))
+        if key not in self._logged:
+            if len(self._logged) >= MAX_LOGGED:
+                self._logged.clear()
+            self._logged.add(key)
+            self._below.write(warnings.formatwarning(text, category, filename, lineno, line))
+        if key not in self._told:
+            self._told.add(key)
+            item = [WARNING, names[: names.index("builtins.Warning") + 1][:MAX_BASES], text, filename, lineno]
+            self._output.add([*item, self._module_of(filename)], len(text))
+
+    def _module_of(self, file: str) -> str:
+        """The module that code is of, for filters by module; empty for none."""
+        if file not in self._modules:
+            named = ((name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items()))
+            self._modules[file] = next((_named_there(name) for name, its in named if its.get("__file__") == file), "")
+        return self._modules[file]
+
+
+def _named_there(module: str) -> str:
+    """A module's name in the caller."""
+    return "__main__" if module == MAIN else module

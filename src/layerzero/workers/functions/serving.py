@@ -12,18 +12,21 @@ import os
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import GeneratorType, ModuleType
+from types import AsyncGeneratorType, GeneratorType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
-from layerzero.ipc.functions.surface import is_stream, surface_of
+from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.breakpoints import Breakpoints
 from layerzero.workers.functions.code import MAIN, Modules
+from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
@@ -62,12 +65,15 @@ class Functions:
     """The kernel `function`. What is kept for a client goes with it, and no other client can have it."""
 
     def __init__(self, arrays: Arrays, name: str, models: Models | None = None) -> None:
-        self._arrays, self._name, self._models = arrays, name, models
-        self._modules, self._output = Modules(), Output()
+        self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
+        self._models = models
+        self._modules, self._output, self._breakpoints = Modules(), Output(), Breakpoints(name)
         self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
         self._kept_bytes = 0
         self._tokens = 0
         self._objects = Objects(name)
+        self._told, self._loop = 0, EventLoop()
+        self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
 
     def bind_of(self, client: int) -> Bind:
@@ -83,6 +89,18 @@ class Functions:
         if several:
             with _ended_within(CLOSE_S):
                 self._let_go(several)
+        self._tell()
+
+    def begin(self, note_kept: Callable[[int], None], endpoint: str) -> None:
+        """As provider.PerClient."""
+        self._note_kept = note_kept
+        self._breakpoints.begin(endpoint)
+
+    def _tell(self) -> None:
+        count = len(self._kept) + self._objects.count
+        if count != self._told:
+            self._told = count
+            self._note_kept(count)
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
@@ -90,11 +108,14 @@ class Functions:
         assert frame is not None
 
         def bound() -> dict[str, list[int]]:
+            self._breakpoints.client = client
             try:
                 made = self._fit(client, self._serve(client, frame, lent, answer), len(answer))
                 made.write(answer)
             finally:
                 placing.end()
+                self._breakpoints.end()
+            self._tell()
             return {"sizes": [made.nbytes]}
 
         return bound
@@ -132,13 +153,15 @@ class Functions:
                 case [frames.FETCH, int(token)]:
                     return self._fetch(client, token)
                 case [frames.LOAD, code]:
-                    return self._load(Code.from_tree(code))
+                    return self._load(Code.from_tree(self._own(code)))
                 case [frames.CALL | frames.USE, *_]:
                     placing.begin(answer)
                     return self._run(client, head, [payload, *lent])
                 case [frames.PLACE, list(call), list(specs)] if call[:1] == [frames.CALL]:
                     placing.begin(answer)
                     return self._run(client, call, [payload, *lent], specs=specs)
+                case [frames.MANY, tree, args, kwargs, int(level)] if kwargs == _NO_KWARGS:
+                    return self._run_many(client, tree, args, level, [payload, *lent])
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
                     return self._run(client, call, [payload, *lent], stays)
                 case [frames.NEXT, reference, int(level)]:
@@ -156,14 +179,29 @@ class Functions:
 
     def _known(self, tree: Any) -> Code:
         if self._code is None or self._code[0] != tree:
-            self._code = (tree, Code.from_tree(tree))
+            self._code = (tree, Code.from_tree(self._own(tree)))
         return self._code[1]
+
+    def _own(self, tree: Any) -> Any:
+        """Of what is named by environment, this one's."""
+        match tree:
+            case [frames.BY_ENVIRONMENT, *several]:
+                for one in several:
+                    match one:
+                        case [str(name), list(own)] if name == self._environment:
+                            return own
+                raise ProtocolError(f"{self._environment} is not among the environments of the call")
+        return tree
 
     def _refused(self, exc: ProtocolError | InvalidArgument) -> Frame:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
 
     def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
-        """`file`: of the function; what is above it in the traceback is ours."""
+        return Frame([frames.RAISED, *self._error_of(exc, file, is_import=is_import), self._output.take()])
+
+    @staticmethod
+    def _error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[str]:
+        """Type, message and traceback. `file`: of the function; what is above it in the traceback is ours."""
         tb = exc.__traceback__
         while tb is not None and _is_above(tb.tb_frame.f_code.co_filename, file):
             tb = tb.tb_next
@@ -178,7 +216,7 @@ class Functions:
             message += "; its module is imported in this environment: import there only what that has, or in functions"
         module = type(exc).__module__
         kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
-        return Frame([frames.RAISED, kind, message[:MAX_TEXT], text, self._output.take()])
+        return [kind, message[:MAX_TEXT], text]
 
     def _fetch(self, client: int, token: int) -> Frame:
         made = self._unkeep((client, token))
@@ -188,6 +226,7 @@ class Functions:
         return made
 
     def _load(self, code: Code) -> Frame:
+        self._breakpoints.label = code.label
         try:
             self._modules.function(code)
         except InvalidArgument:
@@ -209,7 +248,7 @@ class Functions:
         elif isinstance(found, type):
             answer = [frames.CLASS, *surface_of(found).to_tree()]
         elif callable(found):
-            answer = [frames.FUNCTION, is_stream(found)]
+            answer = [frames.FUNCTION, is_stream(found), is_coroutine(found)]
         else:
             answer = [frames.VALUE, found]
         return self._returned(answer, f"{code.label} is a value")
@@ -227,6 +266,7 @@ class Functions:
         match call:
             case [frames.CALL, tree, args, kwargs, int(level)]:
                 code, is_set = self._known(tree), False
+                label = self._breakpoints.label = code.label
                 self._output.level(level)
                 try:
                     run = self._function(code)
@@ -234,7 +274,6 @@ class Functions:
                     raise
                 except BaseException as exc:
                     return self._raised(exc, code.file, is_import=True)
-                label = code.label
             case [frames.USE, reference, int(how), str(name), args, kwargs, int(level)]:
                 self._output.level(level)
                 held = self._objects.find(client, reference)
@@ -243,7 +282,7 @@ class Functions:
                 code, is_set = held.code, how == frames.SET
                 self._modules.enter(code)
                 run = _use_of(held.value, how, name)
-                label = f"{code.label}{'.' * bool(name)}{name}"
+                label = self._breakpoints.label = f"{code.label}{'.' * bool(name)}{name}"
             case _:
                 raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
         if stays != frames.NOTHING:
@@ -258,6 +297,8 @@ class Functions:
             named["out"] = self._outs(specs)
         try:
             result = run(*given, **named)
+            if isinstance(result, Coroutine):
+                result = self._loop.complete(result)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             if code.is_model and isinstance(exc, InvalidArgument):
                 raise  # what we say of a model, not what it says
@@ -267,6 +308,37 @@ class Functions:
             node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
             return Frame([frames.RETURNED, node, self._output.take()])
         return self._returned(result, f"{label} has run")
+
+    def _run_many(self, client: int, tree: Any, args: Any, level: int, memories: Memories) -> Frame:
+        """One call with each tuple of arguments, up to the first that raises."""
+        code = self._known(tree)
+        self._output.level(level)
+        try:
+            run = self._function(code)
+        except InvalidArgument:
+            raise
+        except BaseException as exc:
+            return self._raised(exc, code.file, is_import=True)
+        try:
+            several, _ = self._arguments(client, args, _NO_KWARGS, memories)
+        except values.NotHeld as exc:
+            return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
+        if any(type(given) is not tuple for given in several):
+            raise ProtocolError("arguments of several calls are tuples")
+        payload, results, failure = Payload(), list[Any](), list[str]()
+        for given in several:
+            try:
+                result = run(*given)
+            except BaseException as exc:  # as of one call
+                failure = self._error_of(exc, code.file)
+                break
+            try:
+                results.append(self._encoded(result, "result", f"{code.label} has run", payload))
+            except InvalidArgument as exc:
+                failure = [exc.message[:MAX_TEXT]]
+                break
+        made = _renamed([values.LIST, *results])
+        return Frame([frames.SEVERAL, made, failure or None, self._output.take()], payload)
 
     def _function(self, code: Code) -> Callable[..., Any]:
         if not code.is_model:
@@ -297,11 +369,13 @@ class Functions:
         held = self._objects.find(client, reference)
         if held is None:
             return Frame([frames.GONE, reference, ""])
-        if not hasattr(type(held.value), "__next__"):
+        advance = next if hasattr(type(held.value), "__next__") else self._loop.next_of
+        if not hasattr(type(held.value), "__next__" if advance is next else "__anext__"):
             raise ProtocolError(f"{values.described(held.value)} is no iterator")
         self._modules.enter(held.code)
+        self._breakpoints.label = held.code.label
         try:
-            items = [next(held.value)]
+            items = [advance(held.value)]
         except StopIteration:
             self._objects.release(client, reference)
             items = []
@@ -316,8 +390,13 @@ class Functions:
         """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
         while several:
             held = several.pop()
-            if held is not None and isinstance(held.value, GeneratorType):
+            if held is not None and isinstance(held.value, (GeneratorType, AsyncGeneratorType)):
                 self._modules.enter(held.code)
+            if held is not None and isinstance(held.value, AsyncGeneratorType):
+                try:
+                    self._loop.complete(held.value.aclose())
+                except BaseException:  # what its closing raises is shown
+                    traceback.print_exc()
             del held
 
     def _is_own(self, result: Any, code: Code) -> bool:

@@ -60,6 +60,7 @@ def isolated(*_: Any, **__: Any) -> Any:
 def _same(function: T) -> T:
     if isinstance(function, FunctionType):
         function.as_torch_op = lambda *_, **__: function  # type: ignore[attr-defined]  # a module's top may define ops
+        function.implementation = isolated  # type: ignore[attr-defined]
     return function
 
 

@@ -7,23 +7,10 @@ views, that is another shape of the same memory, and grouped heads become MatMul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from layerzero.workers.provider import Call
-
-OPSET = 18  # from which on the axes of ReduceMax are an input; onnx 1.13's evaluator knows no other
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Graph:
-    """Nodes, and the shapes of their inputs and outputs by name, in order, as in ipc/vocabulary/ops.py. The
-    input `seen` is made by `causal_rule`; inputs of the op that no node reads are left out."""
-
-    nodes: list[Any]
-    inputs: dict[str, Shape]
-    outputs: dict[str, Shape]
+from layerzero.workers.providers._onnx_graph import Graph, Shape
 
 
 def forward(onnx: Any, numpy: Any, call: Call) -> Graph:

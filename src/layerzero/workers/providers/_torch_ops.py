@@ -80,8 +80,10 @@ class TorchOps:
             "matmul": self.matmul,
             "linear": self.linear,
             "softmax": self.softmax,
+            "log_softmax": self.log_softmax,
             "layer_norm": self.layer_norm,
             "rms_norm": self.rms_norm,
+            "add_rms_norm": self.add_rms_norm,
             "gelu": self.gelu,
             "silu": self.silu,
             "swiglu": self.swiglu,
@@ -152,6 +154,10 @@ class TorchOps:
         (x,), dim = views, call.attrs["dim"]
         return lambda out: self.torch.softmax(x, dim, out=out)
 
+    def log_softmax(self, views: Sequence[Any], call: Call) -> Run:
+        (x,), dim = views, call.attrs["dim"]
+        return lambda out: self.torch.ops.aten._log_softmax.out(x, dim, False, out=out)
+
     def layer_norm(self, views: Sequence[Any], call: Call) -> Run:
         x, weight, bias = views
         shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
@@ -161,6 +167,17 @@ class TorchOps:
         x, weight = views
         shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
         return lambda out: out.copy_(self.torch.nn.functional.rms_norm(x, shape, weight, eps))
+
+    def add_rms_norm(self, views: Sequence[Any], call: Call) -> Run:
+        x, residual, weight = views
+        shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
+
+        def run(targets: Any) -> None:
+            out, summed = targets
+            self.torch.add(x, residual, out=summed)
+            out.copy_(self.torch.nn.functional.rms_norm(summed, shape, weight, eps))
+
+        return run
 
     def gelu(self, views: Sequence[Any], call: Call) -> Run:
         (x,), approximate = views, call.attrs["approximate"]

@@ -4,6 +4,7 @@ theirs comes, or when a function has done so."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import platform
@@ -59,12 +60,20 @@ class _Arrays:
 def _to_numpy(spec: TensorSpec, memory: memoryview) -> Any:
     import numpy
 
-    dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
-    strides = tuple(stride * spec.itemsize for stride in spec.strides)
+    dtype, strides = _numpy_layout(spec)
     if not spec.numel:
         return numpy.empty(spec.shape, dtype)
     raw = numpy.frombuffer(memory, numpy.uint8)  # frombuffer knows no dtype of ml_dtypes in old NumPys
     return numpy.ndarray(spec.shape, dtype, raw, 0, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _numpy_layout(spec: TensorSpec) -> tuple[Any, tuple[int, ...]]:
+    """Its dtype, and its strides in bytes."""
+    import numpy
+
+    dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
+    return dtype, tuple(stride * spec.itemsize for stride in spec.strides)
 
 
 _NUMPY = frozenset(name for name in ITEMSIZE if not name.startswith(("bfloat", "float8", "float4")))

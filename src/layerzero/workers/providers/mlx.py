@@ -11,6 +11,7 @@ from typing import Any, Literal
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers import _mlx_activations
+from layerzero.workers.providers._mlx_norms import ChannelNorms
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
 _FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -27,15 +28,24 @@ def load() -> Loaded:
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
         "rms_norm": library.rms_norm,
+        "add_rms_norm": library.add_rms_norm,
         "softmax": library.softmax,
+        "log_softmax": library.log_softmax,
+        **ChannelNorms(mx).builders(),
         **_mlx_activations.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         readers = [None if block is None else library.reader(block) for block in inputs]
         compute = builders[call.op](call)
-        write = library.writer(outputs[0])
-        return lambda: write(compute(*[read and read() for read in readers]))
+        writers = [library.writer(block) for block in outputs]
+
+        def bound() -> None:
+            found = compute(*[read and read() for read in readers])
+            for write, result in zip(writers, found if len(writers) > 1 else (found,), strict=True):
+                write(result)
+
+        return bound
 
     return Loaded(versions={"mlx": version("mlx")}, kernels={f"mlx.{op}": bind for op in builders})
 
@@ -121,12 +131,31 @@ class _Mlx:
 
         return compute
 
+    def add_rms_norm(self, call: Call) -> Callable[..., Any]:
+        rms_norm = self.rms_norm(call)
+
+        def compute(x: Any, residual: Any, weight: Any) -> Any:
+            summed = x + residual
+            return rms_norm(summed, weight), summed
+
+        return compute
+
     def matmul(self, call: Call) -> Callable[..., Any]:
         return self.mx.matmul
 
     def softmax(self, call: Call) -> Callable[..., Any]:
         dim = call.attrs["dim"]
         return lambda x: self.mx.softmax(x, axis=dim, precise=True)
+
+    def log_softmax(self, call: Call) -> Callable[..., Any]:
+        mx, dim = self.mx, call.attrs["dim"]
+
+        def compute(x: Any) -> Any:
+            wide = x.astype(mx.float32)
+            wide = wide - mx.max(wide, axis=dim, keepdims=True)  # an infinite one becomes NaN, as it must
+            return (wide - mx.log(mx.sum(mx.exp(wide), axis=dim, keepdims=True))).astype(x.dtype)
+
+        return compute
 
 
 def _norm_shape(call: Call) -> tuple[tuple[int, int], tuple[int, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _onnx_attention
+from layerzero.workers.providers import _onnx_attention, _onnx_graph
 
 OPSET, IR_VERSION = 17, 8
 
@@ -53,7 +53,7 @@ def load() -> Loaded:
 
     graphs = {"attention_forward": _onnx_attention.forward, "attention_backward": _onnx_attention.backward}
 
-    def bind_attention(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+    def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         made = graphs[call.op](onnx, numpy, call)
         given = dict(zip(OPS[call.op].inputs, inputs, strict=True))
         feeds = {}
@@ -72,9 +72,7 @@ def load() -> Loaded:
         ]
         graph = helper.make_graph(made.nodes, "kernel", *infos)
         evaluator = ReferenceEvaluator(
-            helper.make_model(
-                graph, opset_imports=[helper.make_opsetid("", _onnx_attention.OPSET)], ir_version=IR_VERSION
-            )
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", _onnx_graph.OPSET)], ir_version=IR_VERSION)
         )
 
         def bound() -> None:
@@ -86,5 +84,5 @@ def load() -> Loaded:
         return bound
 
     versions = {"onnx": onnx.__version__, "numpy": numpy.__version__}
-    binds = {**dict.fromkeys(nodes, bind), **dict.fromkeys(graphs, bind_attention)}
+    binds = {**dict.fromkeys(nodes, bind), **dict.fromkeys(graphs, bind_graph)}
     return Loaded(versions=versions, kernels={f"onnx-reference.{op}": one for op, one in binds.items()})

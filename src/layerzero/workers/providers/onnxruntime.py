@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _onnx_attention
+from layerzero.workers.providers import _onnx_attention, _onnx_graph, _onnx_norms
 
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
@@ -32,18 +32,26 @@ def load() -> Loaded:
         "linear": library.linear,
         "matmul": library.matmul,
         "softmax": library.softmax,
+        "log_softmax": library.softmax,
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         return library.bind(call, builders[call.op](call), [b for b in inputs if b is not None], outputs[0])
 
-    graphs = {"attention_forward": _onnx_attention.forward, "attention_backward": _onnx_attention.backward}
+    graphs = {
+        "attention_forward": _onnx_attention.forward,
+        "attention_backward": _onnx_attention.backward,
+        "add_rms_norm": _onnx_norms.add_rms_norm,
+        "group_norm": _onnx_norms.group_norm,
+        "instance_norm": _onnx_norms.group_norm,
+        "batch_norm": _onnx_norms.batch_norm,
+    }
 
-    def bind_attention(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        return library.bind_attention(call, graphs[call.op](onnx, numpy, call), inputs, outputs)
+    def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        return library.bind_graph(call, graphs[call.op](onnx, numpy, call), inputs, outputs)
 
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
-    binds = {**dict.fromkeys(builders, bind), **dict.fromkeys(graphs, bind_attention)}
+    binds = {**dict.fromkeys(builders, bind), **dict.fromkeys(graphs, bind_graph)}
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
@@ -71,8 +79,8 @@ class _Runtime:
 
         return bound
 
-    def bind_attention(
-        self, call: Call, graph: _onnx_attention.Graph, inputs: Sequence[Block | None], outputs: Sequence[Block]
+    def bind_graph(
+        self, call: Call, graph: _onnx_graph.Graph, inputs: Sequence[Block | None], outputs: Sequence[Block]
     ) -> Bound:
         """As `bind`, of a graph whose tensors have names."""
         numpy, given = self.numpy, dict(zip(OPS[call.op].inputs, inputs, strict=True))
@@ -86,7 +94,7 @@ class _Runtime:
             places.append((name, block.spec.dtype, shape, numpy.frombuffer(block.host, numpy.uint8)))
         infos = [self._info(name, dtype, shape) for name, dtype, shape, _ in places]
         count = len(infos) - len(outputs)
-        session = self._session(graph.nodes, infos[:count], infos[count:], _onnx_attention.OPSET)
+        session = self._session(graph.nodes, infos[:count], infos[count:], _onnx_graph.OPSET)
         binding = session.io_binding()
         for number, (name, dtype, shape, array) in enumerate(places):
             put = binding.bind_input if number < count else binding.bind_output
@@ -112,7 +120,8 @@ class _Runtime:
     def _session(self, nodes: _Nodes, inputs: list[Any], outputs: list[Any], opset: int = OPSET) -> Any:
         helper = self.onnx.helper
         graph = helper.make_graph(nodes, "kernel", inputs, outputs)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
+        imports = [helper.make_opsetid("", opset), helper.make_opsetid(_onnx_graph.CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
         text: bytes = model.SerializeToString(deterministic=True)
         if text in self.sessions:
             self.sessions.move_to_end(text)
@@ -159,7 +168,8 @@ class _Runtime:
         return [self.onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], _shapes(call)
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
-        return [self.onnx.helper.make_node("Softmax", ["x"], ["y"], axis=call.attrs["dim"])], _shapes(call)
+        name = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[call.op]
+        return [self.onnx.helper.make_node(name, ["x"], ["y"], axis=call.attrs["dim"])], _shapes(call)
 
 
 def _shapes(call: Call) -> _Shapes:

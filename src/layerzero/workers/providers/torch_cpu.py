@@ -10,6 +10,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations
 from layerzero.workers.providers._torch_attention import FlashAttention
+from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
 
@@ -89,6 +90,7 @@ def load() -> Loaded:
         "append_kv": append_kv,
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
+        **ChannelNorms(torch, is_gpu=False).builders(),
         **_torch_activations.builders(torch),
     }
     return Loaded(

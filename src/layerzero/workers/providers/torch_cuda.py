@@ -13,6 +13,7 @@ from typing import Any
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations
+from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_norms import NormGradients
@@ -39,6 +40,7 @@ def load() -> Loaded:
         "attention.math": attention.math,
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
+        **ChannelNorms(torch, is_gpu=True).builders(),
         **_torch_activations.builders(torch),
     }
     builders["attention_varlen.math"] = builders.pop("attention_varlen")

@@ -46,6 +46,32 @@ def load() -> Loaded:
             tl.store(out + lanes, values.to(out.dtype.element_ty), mask=lanes < columns)
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def add_rms_norm_row(  # type: ignore[no-untyped-def]
+        x, residual, weight, out, summed, x_stride, residual_stride, columns, eps,
+        HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Rows that one block does not hold are read and added twice."""
+        row = tl.program_id(0).to(tl.int64)
+        x, residual = x + row * x_stride, residual + row * residual_stride
+        out, summed = out + row * columns, summed + row * columns
+        squares = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, columns, BLOCK):
+            lanes = start + tl.arange(0, BLOCK)
+            values = tl.load(x + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
+            values += tl.load(residual + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
+            tl.store(summed + lanes, values.to(summed.dtype.element_ty), mask=lanes < columns)
+            squares += values * values
+        factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + eps)
+        for start in range(0, columns, BLOCK):
+            lanes = start + tl.arange(0, BLOCK)
+            values = tl.load(x + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
+            values += tl.load(residual + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
+            values *= factor
+            if HAS_WEIGHT:
+                values *= tl.load(weight + lanes, mask=lanes < columns, other=0.0).to(tl.float32)
+            tl.store(out + lanes, values.to(out.dtype.element_ty), mask=lanes < columns)
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def rope_token(  # type: ignore[no-untyped-def]
         x, cos, sin, out, sequence, heads, pairs, dim,
         x_b, x_s, x_h, x_d, cos_b, cos_s, cos_d, sin_b, sin_s, sin_d, out_b, out_s, out_h, out_d,
@@ -127,11 +153,36 @@ def load() -> Loaded:
 
         return run
 
+    def add_rms_norm(views: Sequence[Any], call: Call) -> Run:
+        x, residual, weight = views
+        if not x.numel():
+            return lambda targets: None
+        columns = math.prod(x.shape[x.ndim - call.attrs["ndim"] :])
+        block = min(triton.next_power_of_2(columns), MAX_BLOCK)
+        warps = min(max(block // 256, 1), 16)
+        eps, has_weight = call.attrs["eps"], weight is not None
+
+        def run(targets: Any) -> None:
+            rows, others = in_rows(x, columns), in_rows(residual, columns)
+            flat_weight = weight.reshape(-1) if has_weight else rows
+            made = [t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in targets]
+            add_rms_norm_row[(rows.shape[0],)](
+                *(rows, others, flat_weight, *made, rows.stride(0), others.stride(0), columns, eps),
+                *(has_weight, block),
+                num_warps=warps,
+            )
+            for target, result in zip(targets, made, strict=True):
+                if target is not result:
+                    target.copy_(result)
+
+        return run
+
     attention = Attention(torch, triton, tl, TensorDescriptor, gpu)
     builders = {
         "triton.attention.decode": attention.decode,
         "triton.attention.prefill": attention.prefill,
         "triton.rms_norm": rms_norm,
+        "triton.add_rms_norm": add_rms_norm,
         "triton.rope": rope,
         "triton.swiglu": swiglu,
         **{f"triton.{op}": build for op, build in NormGradients(torch, triton, tl).builders().items()},

@@ -30,6 +30,7 @@ def load() -> Loaded:
         "zentorch.attention": library.attention,
         "zentorch.linear": library.linear,
         "zentorch.rms_norm": library.rms_norm,
+        "zentorch.add_rms_norm": library.add_rms_norm,
     }
     return Loaded(
         versions={"zentorch": zentorch.__version__, "torch": torch.__version__, "numpy": version("numpy")},
@@ -95,5 +96,23 @@ class _Zentorch:
 
         def bound() -> None:
             out.copy_(kernel(rows, flat_weight, eps).view(out.shape))
+
+        return bound
+
+    def add_rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        """In place: on the results' own memory, where copies of the arguments lie."""
+        x, residual, weight = self.views(inputs)
+        out, summed = self.views(outputs)
+        shape, flat_weight = (-1, weight.numel()), weight.view(-1)
+        kernel, eps = self.ops.zentorch_add_rms_norm_, call.attrs["eps"]
+
+        def bound() -> None:
+            targets = [t if t.is_contiguous() else self.torch.empty(t.shape, dtype=t.dtype) for t in (out, summed)]
+            for target, source in zip(targets, (x, residual), strict=True):
+                target.copy_(source)
+            kernel(targets[0].view(shape), flat_weight, targets[1].view(shape), eps)
+            for one, target in zip((out, summed), targets, strict=True):
+                if one is not target:
+                    one.copy_(target)
 
         return bound

@@ -51,6 +51,18 @@ def test_call_that_comes_while_a_worker_ends_to_rest_is_served() -> None:
     assert driver.state.workers["alpha"].running, "the call has gone to the next worker"
 
 
+def test_pinned_call_that_comes_while_a_worker_ends_to_rest_is_served() -> None:
+    """It has nowhere else to go, and has not begun."""
+    driver = Driver("alpha", restart_budget=0)
+    driver.route(2, backend="alpha")
+    driver.ran(driver.serve(1, 2))
+    driver(ev.WorkerSpared("alpha"))
+    driver.call(2, 2)
+    assert not [one for one in driver.dies("alpha") if type(one).__name__ == "Refuse"]
+    driver.ready("alpha")
+    assert driver.state.workers["alpha"].running
+
+
 # --- restarts ------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from layerzero.broker.lifting import store as stores
 from layerzero.broker.lifting.store import Entry, LiftStore
-from layerzero.broker.storage import kept_files
+from layerzero.ipc import kept_files
 from layerzero.ipc.lifting.form import Address, Kernel, Lifted, Patch, Span, digest
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.vocabulary.tensors import TensorSpec

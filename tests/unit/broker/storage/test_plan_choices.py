@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.broker.storage import kept_files, plan_choices
+from layerzero.broker.storage import plan_choices
 from layerzero.broker.storage.plan_choices import PlanChoice, PlanChoices
+from layerzero.ipc import kept_files
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 KEY = "k" * 64

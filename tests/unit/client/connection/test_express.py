@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from layerzero.client.connection import retained
+from layerzero.client.connection.counters import Counters
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran
 from layerzero.client.session.repeats import Repeats
 from layerzero.ipc import spinning
@@ -85,7 +86,7 @@ class Compiled(Repeats):
 
     def __init__(self, worker: Worker) -> None:
         self.last = threading.local()
-        link: Any = SimpleNamespace(hang_up_fd=worker.hang_up)
+        link: Any = SimpleNamespace(hang_up_fd=worker.hang_up, counters=Counters(None))
         super().__init__(None, link, SimpleNamespace(), self.last)  # type: ignore[arg-type]
 
 

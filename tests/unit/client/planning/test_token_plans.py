@@ -51,7 +51,7 @@ def test_what_is_written_in_place_is_an_output_and_no_result() -> None:
     """A worker gets the very memory of the caches; there is nothing to allocate and nothing to return."""
     plan = planned("append_kv", *APPEND)
     assert (plan.inputs, plan.outputs, plan.results) == (APPEND, APPEND[2:4], ())
-    with pytest.raises(InvalidArgument, match="append_kv has 0 results; out= is for ops with one"):
+    with pytest.raises(InvalidArgument, match="append_kv has 0 results and out= 1 arrays"):
         plan_out(plan, t(5, 16, 2, 8))
 
 

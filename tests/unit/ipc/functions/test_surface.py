@@ -70,7 +70,7 @@ def test_a_class_shows_its_public_names_and_its_bases() -> None:
     [
         None,
         [{}],
-        [{"a": 16}, []],
+        [{"a": 32}, []],
         [{"a": True}, []],
         [{"_a": 1}, []],
         [{"a b": 1}, []],

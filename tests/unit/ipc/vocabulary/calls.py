@@ -78,6 +78,33 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     "matmul": ({"a": "int32 4 1 2 3", "b": "int32 5 3 7"}, {}, ("int32 4 5 2 7",)),
     "linear": ({"x": "float32 4 6 2 3", "weight": "float32 5 3", "bias": "float32 5"}, {}, ("float32 4 6 2 5",)),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
+    "log_softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
+    "add_rms_norm": (
+        {"x": "float32 2 3 5", "residual": "float32 2 3 5", "weight": "float32 5"},
+        {"ndim": 1, "eps": 0.5},
+        ("float32 2 3 5", "float32 2 3 5"),
+    ),
+    "group_norm": (
+        {"x": "float32 2 6 5", "weight": "float32 6", "bias": "float32 6"},
+        {"num_groups": 3, "eps": 0.5},
+        ("float32 2 6 5",),
+    ),
+    "instance_norm": (
+        {"x": "float32 2 6 5", "weight": "float32 6", "bias": "float32 6"},
+        {"eps": 0.5},
+        ("float32 2 6 5",),
+    ),
+    "batch_norm": (
+        {
+            "x": "float32 2 6 5",
+            "running_mean": "float32 6",
+            "running_var": "float32 6",
+            "weight": "float32 6",
+            "bias": "float32 6",
+        },
+        {"eps": 0.5},
+        ("float32 2 6 5",),
+    ),
     "layer_norm": (
         {"x": "float32 2 3 5", "weight": "float32 3 5", "bias": "float32 3 5"},
         {"ndim": 2, "eps": 0.5},

@@ -21,14 +21,15 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS, TAKE_OUTS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 from layerzero.ipc.vocabulary.tokenizer_format import FORMATS
 from layerzero.workers.certify.cases import Case, cases, lay_out
 from layerzero.workers.certify.claims import admits, dtypes
-from layerzero.workers.certify.problems import PROBLEMS, Problem
+from layerzero.workers.certify.problem import Problem
+from layerzero.workers.certify.problems import PROBLEMS
 
 ROOT = Path(__file__).parents[4]
 DESCRIPTORS = sorted((ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json"))
@@ -198,9 +199,19 @@ def calls(
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
         return [index, draw(tensors(dtype, (5, d)))], draw(tensors(dtype, (*ids, d))), {}
+    if op in ("group_norm", "instance_norm", "batch_norm"):
+        groups, rest = draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 9), max_size=2))
+        channels = groups * draw(st.sampled_from([1, 2, 3, 16])) if op != "batch_norm" else draw(extent)
+        rest = [*rest, draw(extent)] if rest or op == "instance_norm" else rest
+        inputs = [draw(tensors(dtype, (draw(st.integers(1, 3)), channels, *rest)))]
+        inputs += [draw(tensors(dtype, (channels,))) for _ in range(2 if op == "batch_norm" else 0)]
+        inputs += [draw(tensors(dtype, (channels,))) if draw(st.booleans()) else None for _ in range(2)]
+        attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
+        assert inputs[0] is not None
+        return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
-    if op == "softmax":
+    if op in ("softmax", "log_softmax"):
         return [x], out_spec, {"dim": draw(st.integers(0, len(shape) - 1))}
     if op in ("layer_norm", "rms_norm"):
         ndim = draw(st.integers(1, len(shape)))
@@ -209,7 +220,7 @@ def calls(
             for _ in range(2 if op == "layer_norm" else 1)
         ]
         return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
-    if op in ("layer_norm_backward", "rms_norm_backward"):
+    if op in ("layer_norm_backward", "rms_norm_backward", "add_rms_norm"):
         ndim = draw(st.integers(1, len(shape)))
         weight = draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
         return [x, draw(tensors(dtype, shape)), weight], out_spec, {"ndim": ndim, "eps": 1e-5}
@@ -237,7 +248,9 @@ def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
     dtype = data.draw(st.sampled_from(kernel.dtypes))
     inputs, out, attrs = data.draw(calls(op, dtype, kernel))
     outs = [spec for name in OPS[op].in_place if (spec := inputs[OPS[op].inputs.index(name)])] or [out]
-    if len(OPS[op].outputs) > len(outs):  # several results are always new
+    if op in TAKE_OUTS:
+        outs = [out] * len(OPS[op].outputs)
+    elif len(OPS[op].outputs) > len(outs):  # several results are always new
         outs = [TensorSpec.contiguous(*made) for made in outputs_of(op, inputs, attrs)]
     assume(refusals(op, inputs, outs, attrs, kernel) == [])
     assert class_dtype(op, inputs) == dtype

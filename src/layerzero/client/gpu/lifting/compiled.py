@@ -100,6 +100,7 @@ def compile_site(site: Site) -> LiftedSite | None:
         outputs=len(lifted.outputs),
         scratch_bytes=loaded.scratch.nbytes,
         is_ahead=site.is_ahead,
+        row=site.row,
         **functions,
     )
     return made

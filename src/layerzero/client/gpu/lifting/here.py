@@ -42,6 +42,7 @@ class HereSite:
     decision: messages.Decision
     note: str
     tensors: Tensors
+    row: int  # of counters
     compiled: None = None  # the C leaves them to the Python
 
     @property
@@ -77,7 +78,8 @@ class Here:
         what = ", ".join(f"{name} {version}" for name, version in runner.versions.items()) or "an unknown version"
         note = f"{kernel_id} of {what} ran in this process, on its own stream; GPU {asked.gpu.uuid}"
         is_safe, tensors = bool(answer["is_graph_safe"]), Tensors.of(plan, has_out=asked.has_out)
-        return HereSite(asked, runner, number, epoch, is_safe, decision, note, tensors)
+        row = asked.gpu.counters.row(plan.op, kernel_id, IN_PROCESS)
+        return HereSite(asked, runner, number, epoch, is_safe, decision, note, tensors, row)
 
     def run(self, site: HereSite, memory: Sequence[int], stream: int, start_ns: int, *, is_captured: bool) -> bool:
         """Enqueue a call. False: it goes the ordinary way. Raises what is wrong with the call itself, and BackendError
@@ -99,11 +101,13 @@ class Here:
             if self._is_lost(asked.gpu) or is_captured:
                 raise self._failure(site, exc) from exc
             asked.route.stays_out = why
+            asked.gpu.counters.note_fallback(site.row, BackendError.code)
             self._stop(asked)
             return False
         if kernel_ns:
             self._session.local.note_ran(asked.route, decision.kernel_id, kernel_ns)
         end_ns = time.perf_counter_ns()
+        asked.gpu.counters.count(site.row, end_ns - start_ns)
         self._session.last.record = (
             asked.route.plan,
             (),
@@ -145,6 +149,7 @@ class Here:
 
     def _note_failure(self, site: HereSite, error: Exception, code: str, detail: str) -> None:
         decision = site.decision
+        site.gpu.counters.note_error(site.row, code)
         report = SelectionReport(
             op=site.asked.route.plan.op,
             kernel_id=None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from layerzero.client.gpu.fastpath_library import DISABLED
 from layerzero.ipc.lifting import program
-from layerzero.ipc.shm import timeline_words
+from layerzero.ipc.shm import counter_page, timeline_words
 
 
 def _load() -> tuple[Any, str]:
@@ -18,7 +18,7 @@ def _load() -> tuple[Any, str]:
         from layerzero.client.gpu import _lifted
     except ImportError as exc:
         return None, f"no C compiler was there when LayerZero was installed ({exc}); install it anew with one"
-    if (timeline_words.LIFTED_LAYOUT, program.LAYOUT) != (_lifted.LAYOUT, _lifted.PROGRAM):
+    if ((*timeline_words.LIFTED_LAYOUT, *counter_page.LAYOUT), program.LAYOUT) != (_lifted.LAYOUT, _lifted.PROGRAM):
         return None, "what was compiled is of another version of LayerZero; install it anew"
     return _lifted, ""
 

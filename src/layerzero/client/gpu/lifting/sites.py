@@ -183,6 +183,7 @@ class Site:
     tensors: Tensors
     compiled: LiftedSite | None = None  # for the C
     is_ahead: bool = False  # no such call was made yet
+    row: int = 0  # of counters
 
     @classmethod
     def of(cls, asked: Asked, loaded: LoadedLift, leave: Leave, rooms: ScratchRooms) -> Site:
@@ -194,7 +195,8 @@ class Site:
             raise ProtocolError(f"{lifted.alignments} as alignments were given; the call has {asked.alignments}")
         decision = told_of(asked.route, lifted.kernel_id, leave.backend, 0, LIFTED, (False, False))
         tensors, note = Tensors.of(plan, has_out=asked.has_out), _note(asked, lifted)
-        return cls(asked, loaded, leave.number, leave.epoch, rooms, decision, note, tensors)
+        row = asked.gpu.counters.row(lifted.op, lifted.kernel_id, LIFTED)
+        return cls(asked, loaded, leave.number, leave.epoch, rooms, decision, note, tensors, row=row)
 
     @property
     def gpu(self) -> Gpu:
@@ -223,8 +225,9 @@ class Site:
         return self.driver.error_of(abi.LAUNCH_ENTRIES[entry], number)
 
     def failure(self, exc: CudaError) -> BackendError:
-        """What the caller gets of a launch that the driver refused, with its report."""
+        """What the caller gets of a launch that the driver refused, with its report. It is counted."""
         op, told = self.loaded.lifted.op, self.decision
+        self.gpu.counters.note_error(self.row, BackendError.code)
         text = f"{op}: {told.kernel_id}, which is lifted, was not launched: {exc.message}"
         error = BackendError(text, backend=told.backend, kernel_id=told.kernel_id, **exc.facts)
         error.report = SelectionReport(
@@ -239,7 +242,8 @@ class Site:
         return error
 
     def record(self, start_ns: int, end_ns: int) -> tuple[Any, ...]:
-        """What a report is made of (client/connection/record.py)."""
+        """Of a call that was launched, which is counted: what a report is made of (client/connection/record.py)."""
+        self.gpu.counters.count(self.row, end_ns - start_ns)
         return (self.asked.route.plan, (), start_ns, end_ns, 0, (), self.decision, (), self.note)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from types import TracebackType
@@ -17,17 +18,18 @@ class ModelFile:
 
     def __init__(self, path: str, sha256: str) -> None:
         """Raises InvalidArgument for one that cannot be read, is another user's, or has changed."""
-        self._name = path
-        try:
-            self._file = open(path, "rb")  # noqa: SIM115  # closed by the with block
-            demand_own(path, os.fstat(self._file.fileno()).st_uid)
-            found = self._hash()
-        except OSError as exc:
-            text = f"{path} cannot be read by the worker: {exc.strerror}; models are loaded from their files"
-            raise InvalidArgument(text) from exc
-        if found != sha256:
-            text = f"{path} has changed since lz.load read it; load it again, or put the file back"
-            raise InvalidArgument(text, expected=sha256, found=found)
+        with contextlib.ExitStack() as refused:
+            try:
+                self._file = refused.enter_context(open(path, "rb"))
+                demand_own(path, os.fstat(self._file.fileno()).st_uid)
+                found = self._hash()
+            except OSError as exc:
+                text = f"{path} cannot be read by the worker: {exc.strerror}; models are loaded from their files"
+                raise InvalidArgument(text) from exc
+            if found != sha256:
+                text = f"{path} has changed since lz.load read it; load it again, or put the file back"
+                raise InvalidArgument(text, expected=sha256, found=found)
+            refused.pop_all()
 
     @property
     def path(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
@@ -36,7 +37,8 @@ class TorchScript:
     def __init__(self, path: str, sha256: str) -> None:
         """Raises InvalidArgument, and what torch.jit.load raises."""
         torch = torch_of_this()
-        with ModelFile(path, sha256) as file:
+        with ModelFile(path, sha256) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that this is TorchScript its caller knows
             self._module = torch.jit.load(file.path, map_location="cpu").eval()
 
     def describe(self) -> list[list[list[Any]]]:

@@ -18,6 +18,7 @@ from tests.soft_gpu.soft_lifts import CODE, lifted_silu
 
 from layerzero.client.connection import arena, overlay
 from layerzero.client.connection.call import Request, Route, describe_all
+from layerzero.client.connection.counters import Counters
 from layerzero.client.connection.record import report_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu.arrays import current_stream, give
@@ -108,6 +109,7 @@ class Rig:
         order = ClientOrder(self.memory.context, fd, has_memops=True)
         os.close(fd)
         self.gpu: Any = SimpleNamespace(memory=self.memory, uuid=self.memory.uuid, order=order, lock=threading.RLock())
+        self.gpu.counters = Counters(None)
         outcomes = SimpleNamespace(failed=deque())
         self.calls: Any = SimpleNamespace(
             outcomes=outcomes, run_again=lambda request, start_ns: MISS, look=self._look, glance=self._glance
@@ -150,7 +152,8 @@ class Rig:
         result = self.lifts.run_again(request, start_ns)
         if result is not MISS:
             return result
-        arrays, out = describe_all(request)
+        arrays, outs = describe_all(request)
+        out = outs[0] if outs else None
         like = next(array for array in arrays if array is not None)
         asked_in, route = overlay.process(), self._route(request, arrays, out)
         made, address = result_like(like, out, route.plan.results)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.broker.storage import kept_files
+from layerzero.ipc import kept_files
 
 
 def test_what_is_sealed_is_whole_or_refused() -> None:

@@ -7,10 +7,18 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 HASH_BYTES = 32
 DRAFT_S = 3600.0  # an older draft is of a process that has ended while it wrote
+
+
+def store(environ: Mapping[str, str]) -> Path:
+    """The folder that all of them lie in: LAYERZERO_STORE, or one in the user's cache folder, by the XDG Base Directory
+    Specification."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerzero"
+    return Path(environ.get("LAYERZERO_STORE") or cache).absolute()
 
 
 class NotWhole(Exception):

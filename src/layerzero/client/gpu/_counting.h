@@ -1,0 +1,34 @@
+/* Calls that pass the broker by, counted: a row of ipc/shm/counter_page.py, by its address. The interpreter's lock makes this its
+   only writer, so plain additions do; each word is written whole, as the broker reads it. After _call_key.h. */
+
+#include <time.h>
+
+enum { COUNTER_ROW_BYTES = 1024, BUCKETS_AT = 256, BUCKETS = 26, SUM_AT = BUCKETS_AT + 8 * BUCKETS, COPIED_AT = SUM_AT + 8 };
+#define COUNTER_LAYOUT COUNTER_ROW_BYTES, BUCKETS_AT, BUCKETS, SUM_AT, COPIED_AT
+
+static void grow(uint64_t at, uint64_t by) {
+    uint64_t *word = (uint64_t *)at;
+    __atomic_store_n(word, __atomic_load_n(word, __ATOMIC_RELAXED) + by, __ATOMIC_RELAXED);
+}
+
+/* So many calls that ended well after so many ns each; row 0: they are not counted. */
+static void count_calls(uint64_t row, uint64_t ns, uint64_t copied_bytes, uint64_t times) {
+    if (!row) return;
+    uint64_t us = (ns + 999) / 1000, bucket = us < 2 ? 0 : 64 - (uint64_t)__builtin_clzll(us - 1);
+    grow(row + BUCKETS_AT + 8 * (bucket < BUCKETS ? bucket : BUCKETS - 1), times);
+    grow(row + SUM_AT, ns * times);
+    if (copied_bytes) grow(row + COPIED_AT, copied_bytes);
+}
+
+static uint64_t clock_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+/* A call that has ended just now. `start_ns` is a number of Python's. */
+static void count_call(uint64_t row, PyObject *start_ns, uint64_t end_ns, uint64_t copied_bytes) {
+    uint64_t since = row ? PyLong_AsUnsignedLongLong(start_ns) : 0;
+    if (PyErr_Occurred()) PyErr_Clear(); /* no clock gives such a number */
+    else count_calls(row, end_ns > since ? end_ns - since : 0, copied_bytes, 1);
+}

@@ -1,0 +1,1 @@
+"""The exporter: metrics of a broker by HTTP, from a process of its own (docs/metrics.md)."""

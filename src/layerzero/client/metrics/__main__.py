@@ -1,0 +1,50 @@
+"""`python -m layerzero.client.metrics`: show a broker's metrics on a socket that it has made, and end with it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from layerzero.client.connection import start
+from layerzero.client.metrics.serving import Broker, Server
+from layerzero.client.session.session import Session
+from layerzero.ipc.transport import secret
+from layerzero.ipc.transport.endpoints import Endpoints
+from layerzero.ipc.version import __version__
+
+NICENESS = 10  # calls come first
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="layerzero.client.metrics", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket that listens")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the broker: end with it")
+    parser.add_argument("--runtime-dir", type=Path, required=True, help="the broker's folder")
+    parser.add_argument("--token-file", type=Path, help="file of the token that must be shown")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != args.parent_pid:  # it ended before
+        return 1
+    os.nice(NICENESS)
+    token = None if args.token_file is None else secret.read(args.token_file)
+    key, control = start.secret_key(), Endpoints(args.runtime_dir).control
+
+    def ask(question: str) -> dict[str, Any]:
+        """By a connection of its own: one that stays would keep an idle broker."""
+        with Session(control, __version__, key) as session:
+            answer: dict[str, Any] = session.ask(question)
+            return answer
+
+    Server(socket.socket(fileno=args.fd), Broker(ask), token).serve_forever(poll_interval=3600)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
