@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -175,7 +174,7 @@ def _lines(row: Mapping[str, Any]) -> list[str]:
     last = row["step"] + 1 == len(row["shares"])
     lines.append(f"{evidence['waits_for'] or 'nothing'} until it {'is promoted' if last else 'goes on'}")
     if evidence["deaths"]:
-        lines.append(f"its worker died {evidence['deaths']} times")
+        lines.append(f"deaths of its worker: {evidence['deaths']}")
     express = evidence["express_calls"]
     if any(express.values()):
         lines.append(f"and by the express lane: {express['new']:,} calls of the new, {express['old']:,} of the old")
@@ -194,11 +193,18 @@ def _table(pairs: list[dict[str, Any]]) -> Any:
         ratio = "-" if row["p99_ratio"] is None else f"{row['p99_ratio']:.2f}"
         counts = (row["calls"]["new"], row["calls"]["old"], row["errors"], row["compared"], row["mismatches"])
         p50, p99 = (f"{_us(row['new'][name])}/{_us(row['old'][name])}" for name in ("p50_us", "p99_us"))
-        table.add_row(f"  {row['kernel']}", *(f"{count:,}" for count in counts), p50, p99, ratio)
+        table.add_row(f"  {row['kernel']}", *map(_short, counts), p50, p99, ratio)
     return table
 
 
 def _us(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+    return "-" if value is None else f"{value:.1f}" if value < 10 else _short(round(value))
+
+
+def _short(count: int) -> str:
+    """With three digits or so: --json has all of them."""
+    for least, unit in ((10**6, "M"), (10**4, "k")):
+        if count >= least:
+            part = count / (10**6 if unit == "M" else 10**3)
+            return f"{part:.1f}{unit}" if part < 10 else f"{part:,.0f}{unit}"
+    return f"{count:,}"
