@@ -108,7 +108,8 @@ class Link:
         self.numbers = itertools.count(1)
         self._heard = 0  # frames so far
         self._is_closed = False
-        self.counters = Counters(self._add_counters if answer.counts else None)
+        add = weakref.WeakMethod(self._add_counters)  # no cycle: a link that nobody has goes at once
+        self.counters = Counters((lambda fd: add()(fd)) if answer.counts else None)  # type: ignore[misc]
         _links.add(self)
 
     @property
