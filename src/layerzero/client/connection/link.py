@@ -109,7 +109,14 @@ class Link:
         self._heard = 0  # frames so far
         self._is_closed = False
         add = weakref.WeakMethod(self._add_counters)  # no cycle: a link that nobody has goes at once
-        self.counters = Counters((lambda fd: add()(fd)) if answer.counts else None)  # type: ignore[misc]
+
+        def show(fd: int) -> None:
+            known = add()
+            if known is None:
+                raise NotConnected("the connection is gone")
+            known(fd)
+
+        self.counters = Counters(show if answer.counts else None)
         _links.add(self)
 
     @property
