@@ -127,7 +127,7 @@ def test_requests_that_make_no_sense_are_answered_with_an_error(connected: Site)
         with pytest.raises(lz.LayerZeroError) as failure:
             lz.session().ask(method, **params)
         assert failure.value.code == "INVALID_ARGUMENT"
-    with pytest.raises(lz.InvalidArgument, match="Known: status"):
+    with pytest.raises(lz.InvalidArgument, match="did you mean 'status'"):
         lz.session().ask("stauts")
     check(X, lz.silu(X))
 

@@ -25,8 +25,26 @@ CPU_WORKER = {
         "wording",
     },
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
-    "layerzero.ipc.transport": {"chains", "control", "message", "messages", "plain", "sockets", "unwanted", "wire"},
-    "layerzero.ipc.vocabulary": {"neighbours", "ops", "shapes", "tensors", "worker_codes"},
+    "layerzero.ipc.transport": {
+        "chains",
+        "control",
+        "counter_messages",
+        "message",
+        "messages",
+        "plain",
+        "sockets",
+        "unwanted",
+        "wire",
+    },
+    "layerzero.ipc.vocabulary": {
+        "neighbours",
+        "norm_shapes",
+        "ops",
+        "shape_checks",
+        "shapes",
+        "tensors",
+        "worker_codes",
+    },
     "layerzero.workers": {"arenas", "boot", "chains", "lanes", "loop", "prepared", "provider"},
 }
 TELL = """

@@ -108,7 +108,15 @@ class Link:
         self.numbers = itertools.count(1)
         self._heard = 0  # frames so far
         self._is_closed = False
-        self.counters = Counters(self._add_counters if answer.counts else None)
+        add = weakref.WeakMethod(self._add_counters)  # no cycle: a link that nobody has goes at once
+
+        def show(fd: int) -> None:
+            known = add()
+            if known is None:
+                raise NotConnected("the connection is gone")
+            known(fd)
+
+        self.counters = Counters(show if answer.counts else None)
         _links.add(self)
 
     @property

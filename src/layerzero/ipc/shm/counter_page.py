@@ -8,7 +8,6 @@ when somebody asks, and once more when the client has gone, so that nothing is l
 from __future__ import annotations
 
 import ctypes
-import mmap
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
@@ -36,14 +35,9 @@ class CounterPage:
     """The mapped page. `fd` may be closed afterwards. Raises OSError."""
 
     def __init__(self, fd: int, *, writable: bool) -> None:
-        self._map: mmap.mmap | None = None
-        self.address = 0
-        if writable:
-            self._map = memory.map_fd(fd, PAGE_BYTES, writable=True)
-            self._bytes = memoryview(self._map)
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        else:  # keeps no descriptor
-            self._bytes = memory.map_guarded(fd, PAGE_BYTES, writable=False)
+        # A forked child may count here before it has seen that it is one.
+        self._bytes = memory.map_guarded(fd, PAGE_BYTES, writable=writable, is_inherited=writable)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes)) if writable else 0
         self._words = self._bytes.cast("Q")
         self._seen: dict[int, tuple[Label, list[int]]] = {}  # of the reader, by row
 
@@ -123,8 +117,6 @@ class CounterPage:
     def close(self) -> None:
         self._words.release()
         self._bytes.release()
-        if self._map is not None:
-            self._map.close()
 
 
 def _place(code: str) -> int:

@@ -112,16 +112,17 @@ def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False, is_i
     return mapped
 
 
-def map_guarded(fd: int, nbytes: int, *, writable: bool) -> memoryview:
+def map_guarded(fd: int, nbytes: int, *, writable: bool, is_inherited: bool = False) -> memoryview:
     """Map a whole memfd, shared, as bytes between two stretches of GUARD_BYTES that nobody can read or write: what runs
-    past either end ends the process, and finds no other mapping. Children of this process do not have it. Unmapped when
-    the last view of it goes. Raises OSError."""
+    past either end ends the process, and finds no other mapping. Children of this process do not have it, unless it
+    `is_inherited`. Unmapped when the last view of it goes. Raises OSError."""
     total = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * GUARD_BYTES
     base = _mmap(None, total, 0, _ANONYMOUS, -1)
     try:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         address = _mmap(base + GUARD_BYTES, nbytes, prot, _SHARED, fd)
-        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK):
+        extent = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+        if not is_inherited and _libc.madvise(*extent, mmap.MADV_DONTFORK):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     except OSError:
         _unmap(os.getpid(), base, total)
