@@ -324,7 +324,27 @@ def test_a_killed_broker_loses_no_rollout_and_no_call(client: Site) -> None:
         assert served_by_new() == before  # the same process, the same share
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "rollouts": [{"backend": "alpha"}]}', "\x00" * 99])
+def kept(**changes: Any) -> str:
+    """A file of one rollout, with these changes."""
+    one = {"backend": "alpha", "to": NEW, "shares": [1.0], "state": "promoted", "why": "", **changes}
+    return json.dumps({"format": 1, "rollouts": [one]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"format": 1, "rollouts": [{"backend": "alpha"}]}',
+        "\x00" * 99,
+        kept(started_s=10**400),
+        kept(why="\ud800"),
+        kept(to=f"{NEW}\ud800"),
+        kept(to=f"{NEW}\x1b[2J"),
+        kept(rules={"after_calls": 10**400}),
+        kept(shares=[float("nan")]),
+    ],
+)
 def test_a_file_that_does_not_hold_is_ignored_and_said_so(store: Path, text: str) -> None:
     site = Site(store)
     try:
@@ -335,9 +355,70 @@ def test_a_file_that_does_not_hold_is_ignored_and_said_so(store: Path, text: str
         site.start().connect()
         assert silu(of(1.0)).backend == "alpha"
         assert any(f"{file} is ignored" in problem for problem in lz.status()["problems"])
+        assert lz.session().ask("rollouts")["rollouts"] == []
         begin(1.0)
         assert json.loads(file.read_text())["rollouts"][0]["to"] == NEW
         assert lz.status()["problems"] == []
+    finally:
+        lz.disconnect()
+        site.stop()
+
+
+# --- beside what else shortens the way of calls
+
+
+def test_a_plan_follows(client: Site) -> None:
+    """A function that is planned is served by the new version while it stands, and by the old one again after."""
+    planned = lz.plan(lambda x: lz.silu(lz.silu(x)))
+    x = of(1.0)
+    expected = right(right(x))
+
+    def served(by: str) -> bool:
+        np.testing.assert_allclose(planned(x), expected, rtol=1e-5)
+        before = client_calls(by)
+        np.testing.assert_allclose(planned(x), expected, rtol=1e-5)
+        return client_calls(by) > before
+
+    for _ in range(4):
+        planned(x)
+    assert served("alpha")
+    assert not served(NEW)
+    begin(1.0)
+    wait_until(lambda: served(NEW))
+    assert not served("alpha")
+    lz.session().ask("rollback", backend="alpha")
+    wait_until(lambda: served("alpha"))
+    assert not served(NEW)
+
+
+def client_calls(backend: str) -> int:
+    """That its worker has answered so far, by whatever way."""
+    (row,) = [row for row in lz.status()["backends"] if row["name"] == backend]
+    return int(row["answered"])
+
+
+def test_two_backends_at_once(store: Path) -> None:
+    """Each by its own rules: the one is rolled back, and the other goes on."""
+    site = Site(store, restart_budget=1000, backoff_s=0.01, backoff_max_s=0.01)
+    try:
+        site.add_backend(NEW, provider=FAULTY)
+        site.add_backend("beta@3.0", provider=FAULTY)
+        site.start().connect()
+        site.wait_ready("alpha", "beta", NEW, "beta@3.0")
+        begin(1.0)
+        rules = {"after_calls": MANY, "max_p99": 1e6, "max_errors": 9}
+        asked = {"backend": "beta", "to": "beta@3.0", "shares": [1.0], "rules": rules}
+        lz.session().ask("rollout", rollout=asked)
+        with lz.prefer("beta"):
+            report = silu(of(RAISES))
+        assert report.attempts[0].backend == "beta@3.0"
+        assert report.backend == "beta"
+        assert silu(of(RAISES)).backend == "alpha"
+        rows = {row["backend"]: row for row in lz.session().ask("rollouts")["rollouts"]}
+        assert (rows["alpha"]["state"], rows["beta"]["state"]) == ("rolled back", "running")
+        assert rows["beta"]["evidence"]["pairs"][0]["errors"] == 1
+        with lz.prefer("beta"):
+            assert silu(of(1.0)).backend == "beta@3.0"
     finally:
         lz.disconnect()
         site.stop()
@@ -388,6 +469,21 @@ def typed(store: Path) -> Iterator[Site]:
     one.start()
     yield one
     one.stop()
+
+
+def test_a_kernel_that_its_probe_has_not_certified_serves_nobody(store: Path) -> None:
+    """Also where the probe has run after the rollout began; and it is said."""
+    site = Site(store)
+    try:
+        site.add_backend(NEW, provider=FAULTY.replace(f"if first == {WRONG}:", "if True:"))
+        site.start().connect()
+        begin(1.0)
+        wait_until(lambda: silu(of(1.0)).backend == "alpha" and now()["uncertified"] == ["silu"])
+        shown = " ".join(command(site, "rollout").stdout.split())
+        assert f"alpha serves silu: the probe of {NEW} has certified none of it" in shown
+    finally:
+        lz.disconnect()
+        site.stop()
 
 
 def test_one_rollout_for_each_backend(client: Site) -> None:

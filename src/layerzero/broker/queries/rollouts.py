@@ -49,6 +49,7 @@ def rollouts(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
         reason = server.state.unavailable_at(time.monotonic()).get(row["to"])
         is_there = row["to"] in server.state.workers
         row["unavailable"] = (str(reason) if reason else "") if is_there else f"there is no backend {row['to']}"
+        row["uncertified"] = _uncertified(server, row["to"]) if is_there else []
     return {"rollouts": facts, "problem": server.rollout_file.problem}
 
 
@@ -61,6 +62,13 @@ def problems(server: BrokerView) -> list[str]:
                 f"{one}: there is no {one.to} any more, {one.backend} serves its calls; lz rollback {one.backend}"
             )
     return [text for text in found if text]
+
+
+def _uncertified(server: BrokerView, backend: str) -> list[str]:
+    """Its kernels that its probe has certified for no call, by their names within it."""
+    record = server.launcher.record(backend)
+    ids = server.state.engine.capabilities[backend].kernel_ids if record is not None else ()
+    return sorted(one[len(backend) + 1 :] for one in ids if record is not None and not record.certified.get(one))
 
 
 def _check(server: BrokerView, asked: Rollout) -> None:
@@ -79,9 +87,7 @@ def _check(server: BrokerView, asked: Rollout) -> None:
     if reason is not None and reason.code not in PASSING:
         first = f"{reason.repair}; " if reason.repair else ""
         raise InvalidArgument(f"{first}{asked.to} cannot serve: {reason.code.value}: {reason.detail}")
-    ids = engine.capabilities[asked.to].kernel_ids
-    record = server.launcher.record(asked.to)
-    if record is not None and not any(record.certified.get(kernel_id) for kernel_id in ids):
+    if len(_uncertified(server, asked.to)) == len(engine.capabilities[asked.to].kernel_ids):
         raise InvalidArgument(
             f"choose another version, or lz env probe {asked.to}: its probe has certified none of its kernels"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -20,6 +19,7 @@ MAX_TEXT = 2000  # characters of `why`
 MAX_NAME = 64
 MAX_CALLS = 10**9
 MAX_AFTER_S = 30 * 86_400.0
+MAX_STARTED_S = 1e11  # of the year 5138: no clock says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Rollout:
         """Raises InvalidArgument."""
         for name in ("backend", "to"):
             value = getattr(self, name)
-            if type(value) is not str or not 0 < len(value) <= MAX_NAME:
+            if type(value) is not str or not 0 < len(value) <= MAX_NAME or not value.isprintable():
                 raise InvalidArgument(f"{name} is {value!r:.80}; allowed: a backend's name")
         if VERSION_MARK in self.backend or not self.to.startswith(f"{self.backend}{VERSION_MARK}"):
             raise InvalidArgument(
@@ -98,14 +98,16 @@ class Rollout:
         _check_shares(self.shares)
         if not _is_number(self.shadow_rate) or not 0.0 <= self.shadow_rate <= 1.0:
             raise InvalidArgument(f"shadow_rate is {self.shadow_rate!r:.80}; allowed: 0 (never) to 1 (every call)")
-        if not _is_number(self.started_s) or not 0.0 <= self.started_s < math.inf:
+        if not _is_number(self.started_s) or not 0.0 <= self.started_s <= MAX_STARTED_S:
             raise InvalidArgument(f"started_s is {self.started_s!r:.80}; allowed: seconds since 1970")
         if type(self.step) is not int or not 0 <= self.step < len(self.shares):
             raise InvalidArgument(f"step is {self.step!r:.80}; allowed: 0 to {len(self.shares) - 1}")
         if self.state not in STATES:
             raise InvalidArgument(f"state is {self.state!r:.80}; allowed: {', '.join(STATES)}")
-        if type(self.why) is not str or len(self.why) > MAX_TEXT:
-            raise InvalidArgument(f"why is {self.why!r:.80}; allowed: a text of at most {MAX_TEXT} characters")
+        if type(self.why) is not str or len(self.why) > MAX_TEXT or self.why != _shown(self.why):
+            raise InvalidArgument(
+                f"why is {self.why!r:.80}; allowed: a text of at most {MAX_TEXT} characters that can be shown"
+            )
         self.rules.check()
 
     def to_wire(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class Rollout:
         return self.is_standing and _place(self.to, process, bucket) < self.share
 
     def ended(self, state: str, why: str) -> Rollout:
-        return replace(self, state=state, why=why[:MAX_TEXT])
+        return replace(self, state=state, why=_shown(why[:MAX_TEXT]))
 
     def __str__(self) -> str:
         how = f"{100 * self.share:g} %" if self.is_running else self.state
@@ -151,6 +153,11 @@ def _check_shares(shares: Sequence[float]) -> None:
         raise InvalidArgument(
             f"shares are {list(shares)!r:.80}; allowed: one to {MAX_STEPS} numbers above 0 and up to 1, ascending"
         )
+
+
+def _shown(text: str) -> str:
+    """With a space in the place of what a terminal would obey, or what has no bytes: kernels write such texts."""
+    return "".join(one if one.isprintable() or one == "\n" else " " for one in text)
 
 
 def _is_number(value: object) -> bool:

@@ -168,6 +168,9 @@ def _lines(row: Mapping[str, Any]) -> list[str]:
     lines = [row["why"]] if row["why"] else []
     if row["unavailable"] and row["state"] != "rolled back":
         lines.append(f"{row['backend']} serves its calls: {row['unavailable']}")
+    elif row["uncertified"] and row["state"] != "rolled back":
+        names = ", ".join(row["uncertified"])
+        lines.append(f"{row['backend']} serves {names}: the probe of {row['to']} has certified none of it")
     evidence = row["evidence"]
     if evidence is None:
         return lines

@@ -187,8 +187,8 @@ class Shadow:
 
     def _rate_of(self, route: Route) -> float:
         """Of checks: as a rollout says of the backend that served the route last, or else as policy does."""
-        latest = next(reversed(route.decisions.values()), None) if self._pairs else None
-        pair = None if latest is None else self._pairs.get(latest.backend)
+        latest = list(route.decisions.values())[-1:] if self._pairs else []  # other threads add to them
+        pair = self._pairs.get(latest[0].backend) if latest else None
         return self._rate_by_policy(route) if pair is None else max(pair[1], self._rate_by_policy(route))
 
     def _rate_by_policy(self, route: Route) -> float:

@@ -61,6 +61,7 @@ PATHS = (
     "manifest_dirs",
     "backends_dir",
     "policy",
+    "rollouts",
     "wheelhouse",
     "secret_file",
     "metrics_token_file",

@@ -61,6 +61,13 @@ def test_it_comes_back_from_the_wire_as_it_was() -> None:
     assert str(one.ended(PROMOTED, "x")) == "rollout: alpha -> alpha@2.1, promoted"
 
 
+def test_what_a_kernel_says_of_its_end_can_be_kept_and_shown() -> None:
+    """Its text may be anything; a file with it must hold all the same."""
+    ended = rollout(0.05).ended(ROLLED_BACK, "it said \x1b[2J\ud800\nand died" + 9999 * "x")
+    assert Rollout.of(ended.to_wire()) == ended
+    assert ended.why.startswith("it said  [2J \nand died")
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
