@@ -321,7 +321,7 @@ class Dispatch:
             self.health_at_s = self.engine.health.next_change_s(self.effects.now_s)
             self.effects.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            call.route.poisons += 1
+            call.client.poisons[call.route.number] += 1
             self.closing.refuse(call, self.quarantine.verdict(call.deaths))
         elif spec.pinned and not (len(spec.candidates) > 1 and self.can_place(call)):
             self.closing.refuse(call, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,7 +64,6 @@ class Route:
     is_leased: bool = False
     settled: int = 0  # calls in a row that `settled_on` answered
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation
-    poisons: int = 0  # refusals as POISON that its client has not answered with a digest
     grant: RunGrant | None = None  # to run its calls in the client's process
     near: int = 0  # the route whose lease its calls had before the broker knew it
     # Signatures that it has had, by the versions that stood in for their backends: it uses them still.
@@ -127,6 +126,7 @@ class Client:
     route_bytes: int = 0  # of the descriptions of its routes
     forced_s: deque[float] = field(default_factory=deque)  # when workers were killed at its wish
     next_decision: int = 1
+    poisons: Counter[int] = field(default_factory=Counter)  # by route: POISON that it has not answered with a digest
     process: int = 0  # its number; 0 where that is not known
     kinds: dict[tuple[object, ...], Kind] = field(default_factory=dict)  # of calls, by what neighbours have in common
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone

@@ -142,6 +142,7 @@ class Release:
 
     def drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
+        del client.poisons[route.number]
         self.waiting[client.number] = client
         client.route_bytes -= len(route.signature.key)
         self.leases.drop_route(client, route)

@@ -136,7 +136,6 @@ class RolloutSteps:
             served_by=route.served_by,
             failed_by=route.failed_by,
             backends=route.backends,
-            poisons=route.poisons,
             near=route.near,
             variants={key: one for key, one in variants.items() if one is not signature},
         )
