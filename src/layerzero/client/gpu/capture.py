@@ -98,10 +98,10 @@ class Captures:
             raise CudaGraphUnsafe(f"{op}: streams cannot wait for words here: {gpu.memory.why_no_memops}")
         if like.kind in ("dlpack", "own"):
             raise CudaGraphUnsafe(f"{op}: graphs of arrays that are not torch's or CuPy's are not known")
-        if not route.is_armed or not gpu.is_signed(route.slot):
-            raise unsettled(op)
-        before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work
+        before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work, nor is a look
         try:
+            if not route.is_armed or not gpu.is_signed(route.slot):
+                raise unsettled(op)
             result, address = result_like(like, out, route.plan.results)
             refs = self._refs(request, route, specs, arrays, out, gpu, stream, address)
             captured = self._bind(op, route, gpu, refs, (arrays, result), start_ns)
