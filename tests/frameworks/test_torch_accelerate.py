@@ -3,6 +3,7 @@ reason."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
@@ -10,6 +11,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,89 @@ def test_a_models_calls_are_taken_in_every_thread() -> None:
         torch.testing.assert_close(one, expected)
     assert handle.report.taken == 6 * 16
     assert handle.report.left == 0
+
+
+class Inner(torch.nn.Module):
+    """Keeps what is said while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.modes = _get_current_function_mode_stack()
+        return F.silu(x.relu())
+
+
+def overrides(op: str) -> bool:
+    """Whether torch's op is ours in this process."""
+    return "seam.py" in torch._C._dispatch_dump(f"aten::{op}")
+
+
+def test_functions_of_a_model_that_are_none_of_ours_cost_nothing() -> None:
+    """No function mode is asked about each of them: torch's ops that are ours come here by themselves, in the model's
+    calls alone, and are torch's again at the end."""
+    model = Inner()
+    accelerated, other = lzt.accelerate(model), lzt.accelerate(Inner())
+    try:
+        torch.testing.assert_close(model(X), torch.ops.aten.silu(X.relu()))
+        assert model.modes == []
+        assert (accelerated.report.taken, accelerated.report.left, other.report.taken) == (1, 0, 0)
+        F.silu(X)
+        with ThreadPoolExecutor(1) as threads:
+            torch.testing.assert_close(threads.submit(F.silu, X).result(), F.silu(X))
+        assert accelerated.report.taken == 1
+        accelerated.remove()
+        assert overrides("silu")
+    finally:
+        accelerated.remove()
+        other.remove()
+    assert not any(overrides(op) for op in ("silu", "linear", "softmax", "scaled_dot_product_attention"))
+
+
+def test_an_op_within_another_is_not_taken_over() -> None:
+    """Of torch's attention by its formula, the softmax; of an op that goes to torch, nothing."""
+    q = random(1, 2, 3, 4)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return F.scaled_dot_product_attention(q, q, q)
+
+    for ops in (["softmax"], ["attention", "softmax"]):
+        model = Attention()
+        with lzt.accelerate(model, ops) as handle:
+            torch.testing.assert_close(model(q), F.scaled_dot_product_attention(q, q, q))
+        assert handle.report.taken == 0
+        assert handle.report.left == len(ops) - 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["compiled", "recurrent", "in a mode"])
+def test_models_with_calls_that_ops_do_not_show(kind: str) -> None:
+    """A function mode sees those in a compiled layer, and does not see the steps of torch's own recurrent layers."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU())
+    x = random(3, 4)
+    expected, taken = model(x), 2
+    if kind == "compiled":
+        model[1].compile(backend="aot_eager")
+    elif kind == "recurrent":
+        model = torch.nn.Sequential(torch.nn.LSTM(4, 4))
+        expected, taken = model(x)[0], 0
+    with lzt.accelerate(model) as handle, torch.device("cpu") if kind == "in a mode" else contextlib.nullcontext():
+        found = model(x)
+    torch.testing.assert_close(found[0] if kind == "recurrent" else found, expected)
+    assert handle.report.taken == taken
+
+
+def test_calls_in_place_of_a_model_are_left() -> None:
+    """With the reason."""
+    model = torch.nn.Sequential(torch.nn.SiLU(inplace=True))
+    with lzt.accelerate(model) as handle:
+        x = X.clone()
+        assert model(x) is x
+    torch.testing.assert_close(x, F.silu(X))
+    assert handle.report.reasons == {"inplace=True": 1}
 
 
 def test_without_a_model_one_thread_alone() -> None:

@@ -188,6 +188,31 @@ RULES: Mapping[Any, Rule] = {
 OPS = tuple(dict.fromkeys(rule.op for rule in RULES.values()))
 
 
+def _silu_in_place(input: Tensor) -> Planned:
+    return silu(input, inplace=True)
+
+
+def _embedding_op(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Planned:
+    row = None if padding_idx < 0 else padding_idx
+    return embedding(indices, weight, row, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+# The ops of torch's that its functions above come to, by name and overload.
+OVERRIDDEN: Mapping[str, Rule] = {
+    "scaled_dot_product_attention": RULES[F.scaled_dot_product_attention],
+    "linear": RULES[F.linear],
+    "layer_norm": RULES[F.layer_norm],
+    "rms_norm": RULES[F.rms_norm],
+    "silu": RULES[F.silu],
+    "silu_": Rule("silu", _silu_in_place),
+    "gelu": RULES[F.gelu],
+    "embedding": Rule("embedding", _embedding_op),
+    "softmax.int": RULES[torch.softmax],
+}
+
+
 def _key_sets() -> dict[int, str]:
     """Of the tensors that are taken: their sets of dispatch keys, as numbers. Sparse, nested, quantized, meta, lazily
     negated tensors and those inside of torch.func have others."""
