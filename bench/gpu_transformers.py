@@ -14,7 +14,7 @@ import copy
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import common
@@ -24,6 +24,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerzero as lz
+import layerzero.torch as lztorch
 import layerzero.transformers as lzt
 from layerzero.transformers import running
 
@@ -35,7 +36,10 @@ TORCH = "torch"
 # A kernel of each of three environments, by name: what is measured is not what the broker would choose.
 THREE = ("cudnn.attention", "triton.rms_norm", "torch-cuda.silu")
 LAYERS = {"attention": (), "attention and norms": ("RMSNorm",), "three environments": ("RMSNorm", "SiLU")}
-MODES = (TORCH, *LAYERS)
+# The model as it is, by layerzero.torch.accelerate: with these ops, or with all that it takes over.
+ACCELERATED: dict[str, tuple[str, ...] | None] = {"accelerate, attention": ("attention",), "accelerate": None}
+ACCELERATED_AIM = 1.05
+MODES = (TORCH, *LAYERS, *ACCELERATED)
 
 
 class Case(NamedTuple):
@@ -99,8 +103,8 @@ CASES = {
 }
 
 
-def models() -> dict[str, Any]:
-    """One for each mode; all have the same weights."""
+def models(modes: Sequence[str]) -> dict[str, Any]:
+    """One for torch alone and each mode; all have the same weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=4096,
@@ -115,10 +119,14 @@ def models() -> dict[str, Any]:
         plain = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     plain.set_attn_implementation("sdpa")
     made = {TORCH: plain}
-    for mode, layers in LAYERS.items():
+    for mode in modes:
         own = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
-        own.set_attn_implementation("layerzero")
-        made[mode] = lzt.kernelize(own, layers) if layers else own
+        if mode in ACCELERATED:
+            lztorch.accelerate(own, ACCELERATED[mode])
+        else:
+            own.set_attn_implementation("layerzero")
+            own = lzt.kernelize(own, LAYERS[mode]) if LAYERS[mode] else own
+        made[mode] = own
     return made
 
 
@@ -144,7 +152,7 @@ def timed(run: Callable[[], Any], runs: int) -> tuple[list[float], Any]:
     return times, result
 
 
-def warm_up(model: Any, case: Case) -> None:
+def warm_up(mode: str, model: Any, case: Case) -> None:
     """Until its calls go the way they will go: all of a run are lifted, twice in a row, or time is up. Of compiled
     calls nobody tells: these get as many runs as they need to be recorded."""
     if case.is_compiled:
@@ -152,14 +160,18 @@ def warm_up(model: Any, case: Case) -> None:
         return
     end_s, settled = time.monotonic() + WARM_CALLS_S, 0
     while settled < 2 and time.monotonic() < end_s:
-        paths = served(model, case)
+        paths = served(mode, model, case)
         torch.cuda.synchronize()
         is_lifted = paths and all(" lifted" in path for path in paths)
         settled = settled + 1 if is_lifted and not lz.status()["selection"]["compiled"]["running"] else 0
 
 
-def served(model: Any, case: Case) -> Counter[str]:
+def served(mode: str, model: Any, case: Case) -> Counter[str]:
     """Which kernels compute a run that is not compiled, and how they get there, each with its calls."""
+    if mode in ACCELERATED:
+        before = taken_over(model)
+        case.run(model)
+        return taken_over(model) - before
     found: Counter[str] = Counter()
     own = running.call
 
@@ -177,6 +189,15 @@ def served(model: Any, case: Case) -> Counter[str]:
     return found
 
 
+def taken_over(model: Any) -> Counter[str]:
+    """Until now, and what was left to torch, by its reason."""
+    found: Counter[str] = Counter()
+    for line in lztorch.report(model).lines:
+        path = f"{line.kernel} {'/'.join(line.paths)}" if line.is_taken else line.why
+        found[f"{line.op}: {path}"] += line.calls
+    return found
+
+
 def measure(made: dict[str, Any], case: Case, rounds: int) -> Iterator[tuple[str, ...]]:
     """A row for each mode of ours."""
     times: dict[str, list[float]] = {mode: [] for mode in made}
@@ -186,18 +207,19 @@ def measure(made: dict[str, Any], case: Case, rounds: int) -> Iterator[tuple[str
             if mode == TORCH:
                 timed(lambda model=model: case.run(model), COMPILED_RUNS)
             else:
-                warm_up(model, case)
+                warm_up(mode, model, case)
     for _ in range(rounds):
         for mode, model in made.items():
             with kernels_of(mode):
                 found, results[mode] = timed(lambda model=model: case.run(model), RUNS)
             times[mode] += found[WARM:]
     ms = {mode: statistics.median(found) for mode, found in times.items()}
-    for mode, aim in case.aims.items():
+    for mode in (mode for mode in ms if mode != TORCH):
+        aim = case.aims.get(mode, ACCELERATED_AIM)
         row = (f"{ms[TORCH]:.2f}", f"{ms[mode]:.2f}", common.at_most(ms[mode] / ms[TORCH], aim))
         if not case.is_compiled:
             with kernels_of(mode):
-                print(f"{case.name}, {mode}: {dict(served(made[mode], case))}", flush=True)
+                print(f"{case.name}, {mode}: {dict(served(mode, made[mode], case))}", flush=True)
         yield case.name, mode, *row, alike(results[mode], results[TORCH], case.kind)
 
 
@@ -211,9 +233,11 @@ def alike(ours: Any, wanted: Any, kind: str) -> str:
 def main() -> None:
     parser = common.parser(__doc__, "one round")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases alone")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="these modes alone")
     arguments = parser.parse_args()
-    made, rows = models(), []
+    rows = []
     with common.own_broker():
+        made = models(arguments.modes)
         for name in arguments.only:
             start_s = time.monotonic()
             for row in measure(made, CASES[name], 1 if arguments.quick else ROUNDS):
