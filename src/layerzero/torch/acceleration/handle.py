@@ -36,7 +36,8 @@ def accelerate(
     if_faster: bool = False,
 ) -> Acceleration:
     """Serve calls of torch's own functions by LayerZero: scaled_dot_product_attention, linear, layer_norm, rms_norm,
-    silu, gelu, embedding and softmax. What is not for us goes to torch, and layerzero.torch.report() says why.
+    group_norm, instance_norm, batch_norm, silu, gelu, embedding, softmax and log_softmax. What is not for us goes to
+    torch, and layerzero.torch.report() says why.
 
     model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
     our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: on a CPU, calls of a
