@@ -323,7 +323,7 @@ def geglu_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def swiglu_cases(rng: np.random.Generator) -> Iterator[Case]:
-    for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
+    for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (2, 1, 5, 3), (100, 130)):
         yield Case(f"{shape}", (normal(rng, *shape) * 3, normal(rng, *shape)))
     yield Case("extremes", (np.array([-1e4, -50.0, -8.0, -0.0, 0.0, 1e-4, 8.0, 50.0, 1e2]), np.full(9, 2.0)))
     for layout in LAYOUTS[1:]:
@@ -524,7 +524,7 @@ def norm_backward_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 def activation_cases(rng: np.random.Generator, attrs: Sequence[dict[str, Any]]) -> Iterator[Case]:
     for more in attrs:
-        for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
+        for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (2, 1, 5, 3), (100, 130)):
             yield Case(f"{shape} {more}", (normal(rng, *shape) * 3,), more)
         yield Case(f"extremes {more}", (np.array([-1e4, -50.0, -8.0, -0.0, 0.0, 1e-4, 8.0, 50.0, 1e4]),), more)
         for layout in LAYOUTS[1:]:

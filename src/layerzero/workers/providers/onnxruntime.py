@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _onnx_attention, _onnx_graph, _onnx_norms
+from layerzero.workers.providers import _onnx_activations, _onnx_attention, _onnx_graph, _onnx_norms
 
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
@@ -33,6 +33,7 @@ def load() -> Loaded:
         "matmul": library.matmul,
         "softmax": library.softmax,
         "log_softmax": library.softmax,
+        **dict.fromkeys(_onnx_activations.OPS, library.activation),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
@@ -175,6 +176,9 @@ class _Runtime:
             element = helper.np_dtype_to_tensor_dtype(self.numpy.dtype(call.attrs["dtype"]))
             nodes, given = [helper.make_node("Cast", ["x"], ["converted"], to=element)], "converted"
         return [*nodes, helper.make_node(name, [given], ["y"], axis=call.attrs["dim"])], _shapes(call)
+
+    def activation(self, call: Call) -> tuple[_Nodes, _Shapes]:
+        return _onnx_activations.nodes(self.onnx.helper, call), _shapes(call)
 
 
 def _shapes(call: Call) -> _Shapes:
