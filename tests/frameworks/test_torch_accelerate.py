@@ -502,6 +502,25 @@ def test_no_kernel_leaves_the_call_to_torch() -> None:
     assert [why.partition(":")[0] for why in handle.report.reasons] == ["NO_BACKEND"]
 
 
+def test_calls_that_no_kernel_takes_are_not_asked_for_one_by_one() -> None:
+    """Those alike are not, for a while; they are once the program asks for something else."""
+    with lzt.accelerate(ops=["silu"]) as handle:
+        lz.configure(rules=[{"allow": ["tokenizers-0.23"]}])
+        try:
+            F.silu(X)
+            asked = lz.last_report()
+            for _ in range(20):
+                torch.testing.assert_close(F.silu(X), -F.silu(X) + 2 * F.silu(X))
+            assert lz.last_report() == asked
+            assert (handle.report.taken, handle.report.left) == (0, 61)
+            F.silu(X.double())
+            assert lz.last_report() != asked
+        finally:
+            lz.configure(rules=None)
+        torch.testing.assert_close(F.silu(X), torch.ops.aten.silu(X))
+        assert handle.report.taken == 1
+
+
 def test_deterministic_algorithms_are_asked_for() -> None:
     """Of the kernels, by policy; what is computed here does so by torch's own switch."""
     from layerzero.client.connection import overlay

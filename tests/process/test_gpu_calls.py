@@ -4,6 +4,7 @@ what breaks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,6 +257,18 @@ def test_calls_on_the_cpu_go_on_as_before(connected: Site) -> None:
     """GPU kernels do not take them, and say why."""
     with pytest.raises(lz.NoBackend, match="kernels need tensors on an NVIDIA GPU"):
         lz.silu(np.ones(4, np.float32))
+
+
+def test_a_call_that_no_kernel_takes_is_refused_at_once(connected: Site) -> None:
+    """The broker sees within a millisecond that its place in the stream is reached, not at its next look."""
+    (x, _), (weight, _) = randn(16, 24), randn(8, 24)
+    taken = []
+    for _ in range(20):
+        start_s = time.perf_counter()
+        with pytest.raises(lz.NoBackend, match=r"torch-cuda\.linear: NOT_INSTALLED"):
+            lz.linear(x, weight)
+        taken.append(time.perf_counter() - start_s)
+    assert min(taken) < 0.01
 
 
 def test_explain_and_submit_know_the_gpu(connected: Site) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.ipc.vocabulary.variables import is_disabled
 from layerzero.torch import registration  # noqa: F401  # defines torch.ops.layerzero
+from layerzero.torch.refusals import Refusals
 from layerzero.torch.tally import SERVED, Tally
 
 _ops = torch.ops.layerzero
@@ -38,6 +39,7 @@ class Runner:
         self.tally = Tally()
         self.log = logging.getLogger(f"layerzero.{framework.lower()}")
         self._warned: set[str] = set()
+        self._refusals = Refusals()
 
     def call(self, name: str, *args: Any, **options: Any) -> Tensor:
         """The op of this name. Raises HandedOver where it fails.
@@ -55,7 +57,18 @@ class Runner:
             or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
         )
         function = getattr(_ops, name).default if needs_torch else getattr(lz, name)
-        return self.connected(name, lambda: function(*args, **options))
+        given = (*args, *options, *options.values())
+        refused = self._refusals.why(name, given)
+        if refused:
+            raise HandedOver(refused)
+        try:
+            found = self.connected(name, lambda: function(*args, **options))
+        except HandedOver as why:
+            if isinstance(why.__cause__, lz.NoBackend):
+                self._refusals.note(name, given, str(why))
+            raise
+        self._refusals.forget(name, given)
+        return found
 
     def connected(self, name: str, run: Callable[[], T]) -> T:
         """What `run` returns, connected where nobody has yet. Raises HandedOver where it fails."""

@@ -95,7 +95,7 @@ def _by_ours(module: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, None]:
 
 def _by_sdpa(why: str, module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, None]:
     running.count(module, "attention", f"handed to SDPA: {why}")
-    found: tuple[Tensor, None] = sdpa_attention_forward(module, *given, None, **kwargs)
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, *given, **kwargs)
     return found
 
 

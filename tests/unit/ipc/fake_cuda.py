@@ -203,8 +203,7 @@ class FakeDriver:
         return stream not in self.held
 
     def record_context(self, context: int, event: int) -> None:
-        if self.captures:
-            raise error("cuCtxRecordEvent", 900)
+        assert not self.captures, "this breaks them"
         self.events[event] = ALL
 
     def is_event_done(self, event: int) -> bool:

@@ -15,7 +15,9 @@ from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 
 POLL_S = 1.0
-AWAITED_LOOK_S = 0.02  # at timeline pages, while somebody waits for the broker to see a call's end
+# Between looks at timeline pages while somebody waits for the broker to see a call's end: most are over within a
+# millisecond, and the pauses double for those that are not.
+AWAITED_FIRST_S, AWAITED_LOOK_S = 0.0002, 0.02
 
 
 class PagePoller:
@@ -37,6 +39,7 @@ class PagePoller:
         self._pages = pages
         self._stop_if_idle = stop_if_idle
         self._looked_s = 0.0  # at all timeline pages
+        self._pause_s = AWAITED_FIRST_S  # until the next look, while somebody waits
 
     @property
     def has_silent(self) -> bool:
@@ -51,7 +54,9 @@ class PagePoller:
         is_awaited = self._state.is_awaited
         if not is_awaited and not any(worker.enqueued for worker in self._state.workers.values()):
             return math.inf
-        return self._looked_s + (AWAITED_LOOK_S if is_awaited or self._state.stopping else POLL_S)
+        if is_awaited:
+            return self._looked_s + self._pause_s
+        return self._looked_s + (AWAITED_LOOK_S if self._state.stopping else POLL_S)
 
     def at_lanes(self) -> None:
         """Count the calls that did not pass through here."""
@@ -76,6 +81,8 @@ class PagePoller:
         reached = self._pages.reached(self._state.points.held)
         if reached:
             self._handle(ev.PointsReached(reached))
+        is_over = bool(reached) or not self._state.is_awaited
+        self._pause_s = AWAITED_FIRST_S if is_over else min(2 * self._pause_s, AWAITED_LOOK_S)
         if self._state.is_awaited:
             self.at_rings()
             self.at_graph_slots()

@@ -98,10 +98,10 @@ class Captures:
             raise CudaGraphUnsafe(f"{op}: streams cannot wait for words here: {gpu.memory.why_no_memops}")
         if like.kind in ("dlpack", "own"):
             raise CudaGraphUnsafe(f"{op}: graphs of arrays that are not torch's or CuPy's are not known")
-        if not route.is_armed or not gpu.is_signed(route.slot):
-            raise unsettled(op)
-        before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work
+        before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work, nor is a look
         try:
+            if not route.is_armed or not gpu.is_signed(route.slot):
+                raise unsettled(op)
             result, address = result_like(like, out, route.plan.results)
             refs = self._refs(request, route, specs, arrays, out, gpu, stream, address)
             captured = self._bind(op, route, gpu, refs, (arrays, result), start_ns)
@@ -171,7 +171,7 @@ class Captures:
 
     def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, hold: Any, start_ns: int) -> Captured:
         """Have a worker answer a graph slot of the call. Raises what that ends in."""
-        self.unbind_gone(gpu)
+        self.unbind_gone(gpu, is_capturing=True)
         graph_slot, binding = gpu.graph_slots.take()
         captured = Captured(self._outcomes, gpu, op, route, start_ns, graph_slot, hold)
         call = wire.pack_call(refs, graph_slot=graph_slot, binding=binding)
@@ -190,9 +190,9 @@ class Captures:
         gpu.watch_graph_slots()
         return captured
 
-    def unbind_gone(self, gpu: Gpu) -> None:
-        """Let go of calls whose graphs are gone. Thread-safe."""
-        for captured in gpu.graph_slots.gone():
+    def unbind_gone(self, gpu: Gpu, *, is_capturing: bool = False) -> None:
+        """Let go of calls whose graphs are gone. Thread-safe. `is_capturing`: this thread does."""
+        for captured in gpu.graph_slots.gone(is_capturing=is_capturing):
             self._unbind(gpu, captured)
 
     def _unbind(self, gpu: Gpu, captured: Captured) -> None:

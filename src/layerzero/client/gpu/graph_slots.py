@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from layerzero.client.connection import retained
+from layerzero.client.gpu import torch_graphs
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import Busy, CudaError
@@ -38,6 +39,7 @@ class GraphSlots:
         self._let_go: deque[Captured] = deque()  # a replay may be under way
         self._leaving: list[Captured] = []  # until this event
         self._event = 0
+        torch_graphs.before_captures(self)
 
     def __bool__(self) -> bool:
         """Whether graphs of this process may wait for a graph slot."""
@@ -84,14 +86,17 @@ class GraphSlots:
         """Its graph is not replayed anew. Takes no lock: the garbage collector may call it."""
         self._let_go.append(enqueued)
 
-    def gone(self) -> list[Captured]:
+    def gone(self, *, is_capturing: bool = False) -> list[Captured]:
         """Calls whose graphs are gone since the last look. Their graph slots are free again when they are given back:
-        the broker must not hear of another call with one before it has heard that this one is over."""
+        the broker must not hear of another call with one before it has heard that this one is over. `is_capturing`:
+        this thread captures, so that nothing may be enqueued."""
         if not self._bound:
             return []
         with self._lock:
             gone = [graph_slot for graph_slot in self._bound if self._count(graph_slot)]
             gone += [one.graph_slot for one in self._left() if self._bound.get(one.graph_slot) is one]
+            if not is_capturing:
+                self._mark()
             for graph_slot in gone:
                 self._failed.pop(graph_slot, None)
             return [self._bound.pop(graph_slot) for graph_slot in gone]
@@ -135,18 +140,30 @@ class GraphSlots:
 
     def _left(self) -> list[Captured]:
         """Those that were let go of and whose last replay is over."""
-        if not self._leaving and not self._let_go:
-            return []
-        driver, left = self._context.driver, []
-        count = len(self._let_go)  # their replays were enqueued before; those of others may come after the event
-        with contextlib.suppress(CudaError), self._context:  # a stream is captured: later
-            if self._leaving and driver.is_event_done(self._event):
+        left: list[Captured] = []
+        with contextlib.suppress(CudaError), self._context:  # later
+            if self._leaving and self._context.driver.is_event_done(self._event):
                 left, self._leaving = self._leaving, []
-            if not self._leaving and count:
-                self._event = self._event or driver.create_event()
-                driver.record_context(self._context.handle, self._event)
-                self._leaving = [self._let_go.popleft() for _ in range(count)]
         return left
+
+    def mark(self) -> None:
+        """Have an event follow the last replays of those that were let go of."""
+        if self._let_go:
+            with self._lock:
+                self._mark()
+
+    def _mark(self) -> None:
+        """The driver's event of a context breaks what is captured there."""
+        count = len(self._let_go)  # their replays were enqueued before; those of others may come after the event
+        if self._leaving or not count:
+            return
+        driver = self._context.driver
+        with torch_graphs.between_captures() as may_mark, contextlib.suppress(CudaError):
+            if may_mark:
+                with self._context:
+                    self._event = self._event or driver.create_event()
+                    driver.record_context(self._context.handle, self._event)
+                    self._leaving = [self._let_go.popleft() for _ in range(count)]
 
     def _count(self, graph_slot: int) -> int:
         return ctypes.c_uint32.from_address(self.counter(graph_slot)).value

@@ -296,8 +296,8 @@ class Driver(Kernels, GraphNodes):
         self._call("cuEventRecord", event, stream)
 
     def record_context(self, context: int, event: int) -> None:
-        """After all that was enqueued in the context. Needs has_context_events. Raises CudaError while a stream of the
-        context is captured."""
+        """After all that was enqueued in the context. Needs has_context_events. While a stream of the context is
+        captured it raises CudaError and breaks that capture."""
         self._call("cuCtxRecordEvent", context, event)
 
     def is_event_done(self, event: int) -> bool:

@@ -23,6 +23,7 @@ from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
 from layerzero.torch.acceleration.tally import Tally
 from layerzero.torch.evidence import SLOWER, TRYING, Evidence, Trial, Turn
+from layerzero.torch.refusals import Refusals
 from layerzero.torch.registration import KERNELS, is_alone, watcher
 
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
@@ -80,6 +81,7 @@ class Takeover:
         self.has_policy = has_policy
         self.evidence = evidence
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
+        self._refusals = Refusals()
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
@@ -119,6 +121,9 @@ class Takeover:
             session = lz.session()
         except lz.NotConnected as error:
             return f"{error.code}: {_first_line(error)}"
+        refused = self._refusals.why(op, given)
+        if refused:
+            return refused
         trial = None if self.evidence is None else self.evidence.trial(op, given)
         if trial is None:
             return self._made(layer, op, call, given, session)
@@ -147,11 +152,15 @@ class Takeover:
             is_on_gpu = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
             if error.facts.get("is_earlier") or (is_on_gpu and not isinstance(error, _BEFORE)):
                 raise
-            return f"{error.code}: {_first_line(error)}"
+            why = f"{error.code}: {_first_line(error)}"
+            if isinstance(error, lz.NoBackend):
+                self._refusals.note(op, given, why)
+            return why
         finally:
             thread.is_ours = False
             if watching is not None:
                 watcher.reset(watching)
+        self._refusals.forget(op, given)
         self.tally.took(layer, op, session)
         return found
 

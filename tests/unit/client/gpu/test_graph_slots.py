@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu
 
+from layerzero.client.gpu import torch_graphs
 from layerzero.client.gpu.graph_slots import GraphSlots
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder
@@ -59,12 +60,51 @@ def test_graph_slot_of_a_graph_that_was_dropped_stays_until_its_last_replay_is_o
     assert not rig.graph_slots
 
 
+class Captures:
+    """torch.cuda, whose captures are the driver's."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        class CUDAGraph:
+            def capture_begin(self) -> None:
+                driver.begin_capture(STREAM)
+
+            def capture_end(self) -> None:
+                driver.captures.clear()
+
+            def reset(self) -> None: ...
+
+        self.CUDAGraph = CUDAGraph
+        self.current_stream = lambda: SimpleNamespace(cuda_stream=STREAM)
+        torch_graphs.follow(self, SimpleNamespace(capture_id=lambda stream: None))  # type: ignore[arg-type]
+
+
 def test_graph_slot_of_a_dropped_graph_waits_while_something_is_captured(rig: Rig) -> None:
-    """What is under way cannot be told then."""
+    """To ask the driver what is under way would break the capture."""
     call = rig.bind()
-    rig.driver.begin_capture(STREAM)
+    graph = Captures(rig.driver).CUDAGraph()
+    graph.capture_begin()
     rig.graph_slots.let_go(call)
     assert rig.graph_slots.gone() == []
+    graph.capture_end()
+    assert rig.graph_slots.gone() == []
+    assert rig.graph_slots.gone() == [call]
+
+
+def test_graph_slots_of_dropped_graphs_are_free_for_one_capture_after_the_other(rig: Rig) -> None:
+    """A program that captures all the time leaves no other time to ask the driver in than before each of them."""
+    graph, call = Captures(rig.driver).CUDAGraph(), rig.bind()
+    rig.graph_slots.let_go(call)
+    graph.capture_begin()
+    assert rig.graph_slots.gone(is_capturing=True) == [call]
+    graph.capture_end()
+
+
+def test_graph_slot_waits_while_this_thread_captures_for_another_framework(rig: Rig) -> None:
+    """Whose captures nobody follows."""
+    call = rig.bind()
+    rig.graph_slots.let_go(call)
+    rig.driver.begin_capture(STREAM)
+    assert rig.graph_slots.gone(is_capturing=True) == []
     rig.driver.captures.clear()
     assert rig.graph_slots.gone() == []
     assert rig.graph_slots.gone() == [call]

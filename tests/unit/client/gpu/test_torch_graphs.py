@@ -33,6 +33,9 @@ def fake() -> Fake:
         def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
             self.calls.append(("begin", pool, capture_error_mode))
 
+        def capture_end(self) -> None:
+            self.calls.append("end")
+
         def reset(self) -> None:
             self.calls.append("reset")
 
