@@ -245,21 +245,67 @@ def test_functions_of_a_model_that_are_none_of_ours_cost_nothing() -> None:
     assert not any(overrides(op) for op in ("silu", "linear", "softmax", "scaled_dot_product_attention"))
 
 
-def test_an_op_within_another_is_not_taken_over() -> None:
-    """Of torch's attention by its formula, the softmax; of an op that goes to torch, nothing."""
-    q = random(1, 2, 3, 4)
+class Function(torch.nn.Module):
+    """A model of one function."""
 
-    class Attention(torch.nn.Module):
-        def forward(self, q: torch.Tensor) -> torch.Tensor:
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                return F.scaled_dot_product_attention(q, q, q)
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
-    for ops in (["softmax"], ["attention", "softmax"]):
-        model = Attention()
-        with lzt.accelerate(model, ops) as handle:
-            torch.testing.assert_close(model(q), F.scaled_dot_product_attention(q, q, q))
-        assert handle.report.taken == 0
-        assert handle.report.left == len(ops) - 1
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.function(*args)
+
+
+def by_formula(q: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("function", "within"),
+    [
+        (by_formula, "softmax"),
+        (lambda x: F.cross_entropy(x[0, 0], torch.tensor([1, 0, 2])), "log_softmax"),
+        (lambda x: F.instance_norm(x[0]), "batch_norm"),
+    ],
+    ids=["attention", "cross_entropy", "instance_norm"],
+)
+def test_an_op_within_another_is_not_taken_over(function: Callable[..., torch.Tensor], within: str) -> None:
+    """It is a step of torch's, no call of the program."""
+    x = random(1, 2, 3, 4)
+    model = Function(function)
+    with lzt.accelerate(model, [within]) as handle:
+        torch.testing.assert_close(model(x), function(x))
+    assert (handle.report.taken, handle.report.left) == (0, 0)
+
+
+def test_each_function_of_a_model_is_seen_by_its_op() -> None:
+    """As a function mode sees it: taken over as often, with the same results."""
+    x, w = random(2, 4, 6), torch.ones(4)
+    ids, table = torch.tensor([[1, 0]]), lz.share(torch.arange(24.0).reshape(6, 4))
+    cases: list[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = [
+        (F.linear, (x, random(5, 6))),
+        (F.layer_norm, (x, (6,))),
+        (F.rms_norm, (x, (6,))),
+        (F.group_norm, (x, 2, w, w)),
+        (F.instance_norm, (x,)),
+        (lambda x: F.batch_norm(x, w, w, w, w), (x,)),
+        (F.silu, (x,)),
+        (lambda x: F.gelu(x, approximate="tanh"), (x,)),
+        (lambda ids: F.embedding(ids, table, padding_idx=-1), (ids,)),
+        (F.softmax, (x, 1)),
+        (lambda x: x.softmax(-1, torch.float64), (x,)),
+        (F.log_softmax, (x, 1)),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), (x,)),
+    ]
+    for function, args in cases:
+        with lzt.accelerate() as by_mode:
+            expected = function(*args)
+        model = Function(function)
+        with lzt.accelerate(model) as by_op:
+            torch.testing.assert_close(model(*args), expected)
+        for report in (by_mode.report, by_op.report):
+            assert (report.taken, report.left) == (1, 0), report
 
 
 @torch.no_grad()

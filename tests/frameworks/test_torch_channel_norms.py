@@ -215,3 +215,20 @@ def test_autocast_leaves_the_dtypes_of_torch() -> None:
                     found = call(given, w, m, v)
                 assert found.dtype == expected.dtype
                 torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(lz.softmax, F.softmax), (lz.log_softmax, F.log_softmax)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_softmax_in_another_dtype_are_of_the_inputs(ours: Any, theirs: Any, dtype: torch.dtype) -> None:
+    """Logits of half precision to float32, and back; and of more than that."""
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grad = torch.randn(4, 9, generator=torch.Generator().manual_seed(2))
+    one, other = (x.clone().requires_grad_() for _ in range(2))
+    op = getattr(torch.ops.layerzero, ours.__name__)
+    found, expected = op(one, -1, dtype="float32"), theirs(other, -1, dtype=torch.float32)
+    torch.testing.assert_close(found, expected)
+    found.backward(grad)
+    expected.backward(grad)
+    assert one.grad is not None
+    torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(torch.compile(lambda y: ours(y, -1, dtype="float32"), backend="eager")(x), expected)

@@ -175,7 +175,7 @@ TABLE: dict[str, OpEntry] = {
         *(
             OpEntry(
                 name,
-                "Tensor input, int dim",
+                "Tensor input, int dim, *, str? dtype=None",
                 fakes.softmax(name),
                 formula,
                 {"out": ANY},

@@ -293,17 +293,60 @@ def _embedding_op(
     return embedding(indices, weight, row, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
+def _batch_norm_op(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Planned:
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm_op(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Planned:
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _none_of_ours(*args: Any) -> Planned:
+    return "none of ours"
+
+
 # The ops of torch's that its functions above come to, by name and overload.
 OVERRIDDEN: Mapping[str, Rule] = {
     "scaled_dot_product_attention": RULES[F.scaled_dot_product_attention],
     "linear": RULES[F.linear],
     "layer_norm": RULES[F.layer_norm],
     "rms_norm": RULES[F.rms_norm],
+    "group_norm": RULES[F.group_norm],
+    "instance_norm": Rule("instance_norm", _instance_norm_op),
+    "batch_norm": Rule("batch_norm", _batch_norm_op),
     "silu": RULES[F.silu],
     "silu_": Rule("silu", _silu_in_place),
     "gelu": RULES[F.gelu],
     "embedding": Rule("embedding", _embedding_op),
     "softmax.int": RULES[torch.softmax],
+    "log_softmax.int": RULES[torch.log_softmax],
+    "cross_entropy_loss": Rule("", _none_of_ours),
+}
+# Torch's own ops that have one of ours within, which is a step of theirs and no call of the program.
+AROUND: Mapping[str, str] = {
+    "softmax": "scaled_dot_product_attention",
+    "batch_norm": "instance_norm",
+    "log_softmax": "cross_entropy_loss",
 }
 
 

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch.library import Library, get_kernel
 from torch.nn.attention import register_flash_attention_impl
 
-from layerzero.torch.acceleration.functions import OVERRIDDEN, RULES, Rule
+from layerzero.torch.acceleration.functions import AROUND, OVERRIDDEN, RULES, Rule
 from layerzero.torch.acceleration.interception import Takeover
 from layerzero.torch.acceleration.tally import Tally
 
 NAME = "LAYERZERO"
-ATTENTION = "scaled_dot_product_attention"
 KEYS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
 WEIGHTS = "multi_head_attention_forward that returns its weights"
 _RULE = RULES[F.scaled_dot_product_attention]
@@ -53,12 +52,12 @@ _needed: WeakKeyDictionary[Takeover, frozenset[str]] = WeakKeyDictionary()
 
 
 def _settle() -> None:
-    """Override the ops that somebody needs, and no others; attention as soon as there is any, since torch's formula for
-    it has ops of ours within. Needs the lock."""
+    """Override the ops that somebody needs, and no others. Needs the lock."""
     ops = set().union(*_needed.values())
+    if _everywhere is not None:
+        ops.add(_RULE.op)
     wanted = {name for name, rule in OVERRIDDEN.items() if rule.op in ops}
-    if wanted or _everywhere is not None:
-        wanted.add(ATTENTION)
+    wanted |= {around for op, around in AROUND.items() if op in ops}
     for name in wanted - _libraries.keys():
         own = {key: get_kernel(f"aten::{name}", key) for key in KEYS}  # all before the first is overridden
         library = Library("aten", "IMPL")
