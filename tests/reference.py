@@ -237,8 +237,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return product if bias is None else np.asarray(product + wide(bias))
 
 
-def softmax(x: Array, *, dim: int) -> F64:
-    x = x.astype(np.float64)
+def softmax(x: Array, *, dim: int, dtype: str = "") -> F64:
+    x = (from_bits(to_bits(x, dtype), dtype) if dtype else x).astype(np.float64)
     if x.size == 0:
         return x
     powers = np.exp(x - x.max(axis=dim, keepdims=True))
@@ -246,8 +246,8 @@ def softmax(x: Array, *, dim: int) -> F64:
 
 
 @np.errstate(invalid="ignore")
-def log_softmax(x: Array, *, dim: int) -> F64:
-    x = x.astype(np.float64)
+def log_softmax(x: Array, *, dim: int, dtype: str = "") -> F64:
+    x = (from_bits(to_bits(x, dtype), dtype) if dtype else x).astype(np.float64)
     if x.size == 0:
         return x
     x = x - x.max(axis=dim, keepdims=True)

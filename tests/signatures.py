@@ -11,7 +11,7 @@ from layerzero.client.planning import activation_plans, attention_plans, norm_pl
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
 from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
-from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
 
@@ -131,12 +131,14 @@ def _linear(rng: Random) -> Plan:
 
 def _softmax(rng: Random) -> Plan:
     shape = _extents(rng, rng.randint(1, 3))
-    return plans.plan_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)))
+    dtype = rng.choice((None, *sorted(FLOAT_DTYPES)))
+    return plans.plan_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)), dtype)
 
 
 def _log_softmax(rng: Random) -> Plan:
     shape = _extents(rng, rng.randint(1, 3))
-    return plans.plan_log_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)))
+    dtype = rng.choice((None, *sorted(FLOAT_DTYPES)))
+    return plans.plan_log_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)), dtype)
 
 
 def _channels(rng: Random, op: str) -> Plan:

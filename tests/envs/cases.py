@@ -323,7 +323,7 @@ def geglu_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def swiglu_cases(rng: np.random.Generator) -> Iterator[Case]:
-    for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
+    for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (2, 1, 5, 3), (100, 130)):
         yield Case(f"{shape}", (normal(rng, *shape) * 3, normal(rng, *shape)))
     yield Case("extremes", (np.array([-1e4, -50.0, -8.0, -0.0, 0.0, 1e-4, 8.0, 50.0, 1e2]), np.full(9, 2.0)))
     for layout in LAYOUTS[1:]:
@@ -390,24 +390,32 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
 def softmax_cases(rng: np.random.Generator, *, is_log: bool = False) -> Iterator[Case]:
     for shape in ((5,), (1,), (3, 7), (2, 3, 5), (2, 3, 4, 5), (4, 1000), (3, 1)):
         for dim in range(len(shape)):
-            yield Case(f"{shape} over {dim}", (normal(rng, *shape),), {"dim": dim})
-    yield Case("logits of 1e4", (normal(rng, 4, 9) * 1e4,), {"dim": 1})
-    yield Case("equal logits of -1e4", (np.full((2, 8), -1e4),), {"dim": 1})
+            yield Case(f"{shape} over {dim}", (normal(rng, *shape),), {"dim": dim, "dtype": ""})
+    yield Case("logits of 1e4", (normal(rng, 4, 9) * 1e4,), {"dim": 1, "dtype": ""})
+    yield Case("equal logits of -1e4", (np.full((2, 8), -1e4),), {"dim": 1, "dtype": ""})
     masked = normal(rng, 4, 9)
     masked[:, ::2] = -np.inf
-    yield Case("some -inf", (masked,), {"dim": 1})
+    yield Case("some -inf", (masked,), {"dim": 1, "dtype": ""})
     if is_log:
         edges = normal(rng, 5, 6)
         edges[0], edges[1, 2], edges[2, 3], edges[3, ::2] = -np.inf, np.inf, np.nan, -np.inf
-        yield Case("NaN and infinities", (edges,), {"dim": 1})
+        yield Case("NaN and infinities", (edges,), {"dim": 1, "dtype": ""})
     for layout in LAYOUTS[1:]:
         for dim in (0, 2):
-            yield Case(f"{layout} input over {dim}", (normal(rng, 3, 4, 6),), {"dim": dim}, layouts=(layout,))
+            attrs = {"dim": dim, "dtype": ""}
+            yield Case(f"{layout} input over {dim}", (normal(rng, 3, 4, 6),), attrs, layouts=(layout,))
     for layout in ("transposed", "gaps", "rows", "first last"):
         for dim in (0, 2):
-            yield Case(f"{layout} output over {dim}", (normal(rng, 3, 4, 6),), {"dim": dim}, out_layout=layout)
-    yield Case("empty", (normal(rng, 0, 4),), {"dim": 1})
-    yield Case("empty dimension", (normal(rng, 3, 0),), {"dim": 1})
+            attrs = {"dim": dim, "dtype": ""}
+            yield Case(f"{layout} output over {dim}", (normal(rng, 3, 4, 6),), attrs, out_layout=layout)
+    yield Case("empty", (normal(rng, 0, 4),), {"dim": 1, "dtype": ""})
+    yield Case("empty dimension", (normal(rng, 3, 0),), {"dim": 1, "dtype": ""})
+    for dtype in ("float64", "float32", "float16", "bfloat16"):
+        yield Case(f"in {dtype}", (normal(rng, 3, 4, 6),), {"dim": 1, "dtype": dtype})
+        yield Case(f"gaps in {dtype}", (normal(rng, 4, 9),), {"dim": 1, "dtype": dtype}, ("gaps",), "rows")
+        yield Case(f"empty, in {dtype}", (normal(rng, 0, 4),), {"dim": 1, "dtype": dtype})
+        if is_log:
+            yield Case(f"NaN and infinities in {dtype}", (edges,), {"dim": 1, "dtype": dtype})
 
 
 def norm_cases(rng: np.random.Generator, tensors: int) -> Iterator[Case]:
@@ -516,7 +524,7 @@ def norm_backward_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 def activation_cases(rng: np.random.Generator, attrs: Sequence[dict[str, Any]]) -> Iterator[Case]:
     for more in attrs:
-        for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
+        for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (2, 1, 5, 3), (100, 130)):
             yield Case(f"{shape} {more}", (normal(rng, *shape) * 3,), more)
         yield Case(f"extremes {more}", (np.array([-1e4, -50.0, -8.0, -0.0, 0.0, 1e-4, 8.0, 50.0, 1e4]),), more)
         for layout in LAYOUTS[1:]:

@@ -81,7 +81,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
     expected = [result if isinstance(result, tuple) else (result,) for result in results]
     places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
-    data_dtype = case.attrs.get("dtype", dtype)
+    data_dtype = case.attrs.get("dtype") or dtype
     outs = [spec for i in places if (spec := specs[i])] or [
         lay_out(result, *(("float32", "contiguous") if name == "lse" else (data_dtype, case.out_layout)))[0]
         for name, result in zip(OPS[op].outputs, expected[0], strict=True)

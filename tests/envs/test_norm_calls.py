@@ -111,6 +111,42 @@ def test_nothing_in_is_nothing_out(shape: tuple[int, ...]) -> None:
         assert found.shape == shape
 
 
+@pytest.mark.parametrize("op", [lz.softmax, lz.log_softmax])
+@pytest.mark.parametrize("backend", ["torch", "mlx", "onnxruntime"])
+def test_softmax_in_a_wider_dtype_is_more_exact_than_converted_after(op: Callable[..., Any], backend: str) -> None:
+    """Half-precision logits, as attention has them; into strided memory and into new."""
+    x = numbers(3, 4, 33).astype(np.float16)
+    expected = getattr(reference, op.__name__)(x, dim=1)
+    found = op(x, -1, dtype="float32", backend=backend)
+    assert found.dtype == np.float32
+    close(found, expected)
+    assert op(x, -1, dtype="float16", backend=backend).dtype == np.float16  # its own: a plain call
+    target = np.zeros((4, 66), np.float32)[:, ::2]
+    op(x, -1, dtype="float32", out=target)
+    close(target, expected)
+    with pytest.raises(lz.InvalidArgument, match="out is"):
+        op(x, -1, dtype="float32", out=np.zeros_like(x))
+
+
+@pytest.mark.parametrize("op", [lz.softmax, lz.log_softmax])
+def test_softmax_in_another_dtype_converts_before_it_computes(op: Callable[..., Any]) -> None:
+    """2049 has no place in float16: with 2048 it is two equal logits; and what is too large becomes infinite."""
+    x = np.array([[2048, 2049, 0], [1e5, 0, 0]], np.float32)
+    found = op(x, 1, dtype="float16", backend="torch").astype(np.float64)
+    np.testing.assert_allclose(np.exp(found[0]) if op is lz.log_softmax else found[0], [0.5, 0.5, 0], atol=1e-3)
+    assert np.isnan(found[1]).all()
+
+
+def test_out_of_softmax_may_be_the_memory_of_its_input() -> None:
+    """Wider elements over narrower ones: a kernel that wrote as it read would read what it has written."""
+    memory = lz.share(np.zeros((8, 64), np.float32))
+    x = memory.view(np.float16)[:, :64]
+    x[...] = numbers(4, 8, 64).astype(np.float16)
+    expected = reference.softmax(x.copy(), dim=1)
+    lz.softmax(x, -1, dtype="float32", out=memory, backend="torch")
+    close(memory, expected)
+
+
 # --- results in arrays of the caller's own
 
 

@@ -100,6 +100,11 @@ def scores_are_taken(q: Any, k: Any, v: Any) -> Any:
     return lz.matmul(lz.softmax(scores, -1), v) + scores.mean()
 
 
+def in_double(q: Any, k: Any, v: Any) -> Any:
+    scores = lz.matmul(q, k.swapaxes(-1, -2))
+    return lz.matmul(lz.softmax(scores, -1, dtype="float64"), v.astype(np.float64))
+
+
 def along_keys(q: Any, k: Any, v: Any) -> Any:
     return lz.matmul(lz.softmax(lz.matmul(q, k.swapaxes(-1, -2)), -2), v)
 
@@ -121,7 +126,7 @@ def pinned(q: Any, k: Any, v: Any) -> Any:
 MASK = np.zeros((S, S), np.float32)
 
 
-@pytest.mark.parametrize("function", [scores_are_taken, along_keys, scaled_mask, written_between, pinned])
+@pytest.mark.parametrize("function", [scores_are_taken, along_keys, scaled_mask, written_between, pinned, in_double])
 def test_what_only_looks_like_attention_stays(weights: Arrays, function: Callable[..., Any]) -> None:
     """Results used elsewhere, another dimension, a mask that is scaled, keys written to, a backend that was named."""
 

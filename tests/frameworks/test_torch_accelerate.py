@@ -3,6 +3,7 @@ reason."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
@@ -10,6 +11,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,135 @@ def test_a_models_calls_are_taken_in_every_thread() -> None:
         torch.testing.assert_close(one, expected)
     assert handle.report.taken == 6 * 16
     assert handle.report.left == 0
+
+
+class Inner(torch.nn.Module):
+    """Keeps what is said while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.modes = _get_current_function_mode_stack()
+        return F.silu(x.relu())
+
+
+def overrides(op: str) -> bool:
+    """Whether torch's op is ours in this process."""
+    return "seam.py" in torch._C._dispatch_dump(f"aten::{op}")
+
+
+def test_functions_of_a_model_that_are_none_of_ours_cost_nothing() -> None:
+    """No function mode is asked about each of them: torch's ops that are ours come here by themselves, in the model's
+    calls alone, and are torch's again at the end."""
+    model = Inner()
+    accelerated, other = lzt.accelerate(model), lzt.accelerate(Inner())
+    try:
+        torch.testing.assert_close(model(X), torch.ops.aten.silu(X.relu()))
+        assert model.modes == []
+        assert (accelerated.report.taken, accelerated.report.left, other.report.taken) == (1, 0, 0)
+        F.silu(X)
+        with ThreadPoolExecutor(1) as threads:
+            torch.testing.assert_close(threads.submit(F.silu, X).result(), F.silu(X))
+        assert accelerated.report.taken == 1
+        accelerated.remove()
+        assert overrides("silu")
+    finally:
+        accelerated.remove()
+        other.remove()
+    assert not any(overrides(op) for op in ("silu", "linear", "softmax", "scaled_dot_product_attention"))
+
+
+class Function(torch.nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.function(*args)
+
+
+def by_formula(q: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("function", "within"),
+    [
+        (by_formula, "softmax"),
+        (lambda x: F.cross_entropy(x[0, 0], torch.tensor([1, 0, 2])), "log_softmax"),
+        (lambda x: F.instance_norm(x[0]), "batch_norm"),
+    ],
+    ids=["attention", "cross_entropy", "instance_norm"],
+)
+def test_an_op_within_another_is_not_taken_over(function: Callable[..., torch.Tensor], within: str) -> None:
+    """It is a step of torch's, no call of the program."""
+    x = random(1, 2, 3, 4)
+    model = Function(function)
+    with lzt.accelerate(model, [within]) as handle:
+        torch.testing.assert_close(model(x), function(x))
+    assert (handle.report.taken, handle.report.left) == (0, 0)
+
+
+def test_each_function_of_a_model_is_seen_by_its_op() -> None:
+    """As a function mode sees it: taken over as often, with the same results."""
+    x, w = random(2, 4, 6), torch.ones(4)
+    ids, table = torch.tensor([[1, 0]]), lz.share(torch.arange(24.0).reshape(6, 4))
+    cases: list[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = [
+        (F.linear, (x, random(5, 6))),
+        (F.layer_norm, (x, (6,))),
+        (F.rms_norm, (x, (6,))),
+        (F.group_norm, (x, 2, w, w)),
+        (F.instance_norm, (x,)),
+        (lambda x: F.batch_norm(x, w, w, w, w), (x,)),
+        (F.silu, (x,)),
+        (lambda x: F.gelu(x, approximate="tanh"), (x,)),
+        (lambda ids: F.embedding(ids, table, padding_idx=-1), (ids,)),
+        (F.softmax, (x, 1)),
+        (lambda x: x.softmax(-1, torch.float64), (x,)),
+        (F.log_softmax, (x, 1)),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), (x,)),
+    ]
+    for function, args in cases:
+        with lzt.accelerate() as by_mode:
+            expected = function(*args)
+        model = Function(function)
+        with lzt.accelerate(model) as by_op:
+            torch.testing.assert_close(model(*args), expected)
+        for report in (by_mode.report, by_op.report):
+            assert (report.taken, report.left) == (1, 0), report
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["compiled", "recurrent", "in a mode"])
+def test_models_with_calls_that_ops_do_not_show(kind: str) -> None:
+    """A function mode sees those in a compiled layer, and does not see the steps of torch's own recurrent layers."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU())
+    x = random(3, 4)
+    expected, taken = model(x), 2
+    if kind == "compiled":
+        model[1].compile(backend="aot_eager")
+    elif kind == "recurrent":
+        model = torch.nn.Sequential(torch.nn.LSTM(4, 4))
+        expected, taken = model(x)[0], 0
+    with lzt.accelerate(model) as handle, torch.device("cpu") if kind == "in a mode" else contextlib.nullcontext():
+        found = model(x)
+    torch.testing.assert_close(found[0] if kind == "recurrent" else found, expected)
+    assert handle.report.taken == taken
+
+
+def test_calls_in_place_of_a_model_are_left() -> None:
+    """With the reason."""
+    model = torch.nn.Sequential(torch.nn.SiLU(inplace=True))
+    with lzt.accelerate(model) as handle:
+        x = X.clone()
+        assert model(x) is x
+    torch.testing.assert_close(x, F.silu(X))
+    assert handle.report.reasons == {"inplace=True": 1}
 
 
 def test_without_a_model_one_thread_alone() -> None:

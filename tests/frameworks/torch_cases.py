@@ -30,6 +30,13 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
     tables, lengths = torch.tensor([[1, 0], [2, 1]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
     mask = random(3, 5, seed=9) > 0
     mask[1] = False  # a row that sees nothing
+    over_a_dimension: list[Case] = [
+        ((t(3, 4), -1), {}),
+        ((t(2, 3, 4), 1), {}),
+        ((t(), 0), {}),
+        ((t(3, 0), 1), {}),
+        ((t(3, 4), 0), {"dtype": "float64"}),
+    ]
     return {
         "silu": [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {}), ((t(4, 6)[::2].t(),), {})],
         "gelu": [((t(3, 4),), {}), ((t(3, 4), "tanh"), {})],
@@ -37,8 +44,8 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
         "geglu": [((t(3, 4), t(3, 4, seed=1)), {}), ((t(3, 4), t(3, 4, seed=1), "tanh"), {})],
         "reglu": [((t(3, 4), t(3, 4, seed=1)), {}), (tuple(t(3, 8).chunk(2, -1)), {})],
         **{op: [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {})] for op in ACTIVATIONS},
-        "softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
-        "log_softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
+        "softmax": over_a_dimension,
+        "log_softmax": over_a_dimension,
         "add_rms_norm": [
             ((t(3, 4), t(3, 4, seed=2), [4], t(4, seed=1), 1e-4), {}),
             ((t(2, 3, 4), t(2, 3, 4, seed=2), [3, 4]), {}),
@@ -241,8 +248,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "hardswish": F.hardswish,
     "mish": F.mish,
-    "softmax": F.softmax,
-    "log_softmax": F.log_softmax,
+    "softmax": lambda x, dim, dtype=None: F.softmax(x, dim, dtype=getattr(torch, dtype or "", None)),
+    "log_softmax": lambda x, dim, dtype=None: F.log_softmax(x, dim, dtype=getattr(torch, dtype or "", None)),
     "add_rms_norm": lambda x, residual, shape, weight=None, eps=None: (
         F.rms_norm(x + residual, shape, weight, eps if x.dtype != torch.float64 or eps is not None else 2.0**-52),
         x + residual,

@@ -104,8 +104,8 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "1024 rows, 4096", (of(1024, 4096), weight, None), (of(1024, 4096),), {}, _WELL
         yield "512 rows, bias", (of(512, 1024), of(2048, 1024), of(2048)), (of(512, 2048),), {}, _WELL
     elif op in ("softmax", "log_softmax"):
-        yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1}, _WELL
-        yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0}, _WELL
+        yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1, "dtype": ""}, _WELL
+        yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0, "dtype": ""}, _WELL
     elif op in ("layer_norm", "rms_norm"):
         x, weight, attrs = of(1024, 4096), of(4096), {"ndim": 1, "eps": 1e-5}
         weights = (weight, weight) if op == "layer_norm" else (weight,)

@@ -232,7 +232,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         else:
             shape = [rng.choice((1, 3, 40)), extent() * rng.choice((1, 3, 8))][-max(kernel.get("min_ndim", 0), 2) :]
             given = {"layer_norm": 2}.get(op, 1 if "_norm" in op else 0)
-            attrs = {"dim": 1} if op.endswith("softmax") else {"ndim": 1, "eps": 1e-5} if given else {}
+            attrs = {"dim": 1, "dtype": ""} if op.endswith("softmax") else {"ndim": 1, "eps": 1e-5} if given else {}
             if op in ("gelu", "geglu"):
                 attrs = {"approximate": ("none", "tanh")[number % 2]}
             inputs = [numbers(*shape), *(numbers(shape[-1]) for _ in range(given))]

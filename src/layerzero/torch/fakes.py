@@ -39,12 +39,12 @@ def gated(op: str) -> Callable[..., Tensor]:
 
 
 def softmax(op: str) -> Callable[..., Tensor]:
-    """Of softmax and its logarithm: as `input`."""
+    """Of softmax and its logarithm: as `input`, in `dtype`."""
 
-    def fake(input: Tensor, dim: int, **_: Any) -> Tensor:
+    def fake(input: Tensor, dim: int, dtype: str | None = None, **_: Any) -> Tensor:
         ndim = max(input.dim(), 1)
         _need(-ndim <= dim < ndim, lambda: f"{op}: dim is {dim}; allowed: {-ndim} to {ndim - 1}; pass one of them")
-        return input.new_empty(input.shape)
+        return input.new_empty(input.shape, dtype=getattr(torch, dtype) if dtype else None)
 
     return fake
 

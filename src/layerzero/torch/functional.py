@@ -51,8 +51,10 @@ def softmax(
     silu.
 
     As torch.nn.functional.softmax, but for dim=None, which is deprecated there and refused here."""
-    given = input if dtype is None else input.to(dtype)
-    return ops.softmax.default(given, dim, backend=backend, timeout_s=timeout_s)
+    if dtype is not None and not (input.is_floating_point() and dtype.is_floating_point):
+        input, dtype = input.to(dtype), None
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    return ops.softmax.default(input, dim, dtype=name, backend=backend, timeout_s=timeout_s)
 
 
 def layer_norm(

@@ -61,7 +61,7 @@ def swiglu(grad: Tensor, call: Call) -> Gradients:
 
 
 def softmax(grad: Tensor, call: Call) -> Gradients:
-    """y (g - sum(g y))."""
+    """y (g - sum(g y)), in the result's dtype: torch converts it to the input's."""
     out = call["out"]
     return {"input": aten._softmax_backward_data(grad, out, call["dim"], out.dtype)}
 

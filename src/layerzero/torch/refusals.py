@@ -69,7 +69,8 @@ def _session() -> Session | None:
 
 
 def _kind(op: str, given: Sequence[Any]) -> Hashable:
-    return op, overlay.current(), *map(_seen, given)
+    asked = overlay.current()
+    return op, "" if asked is None else asked.text, *map(_seen, given)
 
 
 def _seen(value: Any) -> Hashable:

@@ -96,7 +96,7 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
     """Define the op, in its functional and its `out` form, by which `call` is reached."""
     compliant = torch.Tag.pt2_compliant_tag
     LIBRARY.define(entry.schema, tags=(compliant,))
-    if not entry.mutates and entry.results == 1:
+    if entry.written:
         LIBRARY.define(entry.out_schema, tags=(compliant,))
     packet = getattr(torch.ops.layerzero, entry.name)
     name, op = entry.name, packet.default
@@ -111,7 +111,7 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
         _register_written(entry, name, op, kernel)
         return
     LIBRARY.impl(name, differentiable(entry, op, kernel), "Autograd", with_keyset=True)
-    if entry.results > 1:
+    if not entry.written:
         return
     out = f"{name}.out"
     kernel = _out_kernel(entry, call)
@@ -150,9 +150,13 @@ def repeatably(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _out_kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
-    only_here = entry.only_here
+    only_here, written = entry.only_here, entry.written
+    is_several = len(written) > 1
 
     def kernel(*args: Any, **options: Any) -> None:
+        if is_several:
+            out = tuple(options.pop(name) for name in written)
+            options["out"] = out
         if only_here:
             options = {name: value for name, value in options.items() if name not in only_here}
         with _AutoDispatchBelowADInplaceOrView():
@@ -166,20 +170,25 @@ def _out_kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _out_fake(entry: OpEntry) -> Callable[..., Any]:
     """What the functional form would return is what `out` must look like."""
+    written = entry.written
 
-    def fake(*args: Any, out: Tensor, **options: Any) -> None:
+    def fake(*args: Any, **options: Any) -> None:
+        given = {name: options.pop(name) for name in written}
         like = entry.fake(*args, **options)
-        if like.dtype != out.dtype or like.dim() != out.dim():
-            raise lz.InvalidArgument(
-                f"{entry.name}: out is {out.dtype} with shape {list(out.shape)}; allowed: {like.dtype} with shape "
-                f"{list(like.shape)}; pass an out of this dtype and shape; it is never resized"
-            )
-        for found, wanted in zip(out.shape, like.shape, strict=True):
-            torch._check(
-                found == wanted, lambda: f"{entry.name}: out has shape {list(out.shape)}, not {list(like.shape)}"
-            )
+        for (name, out), one in zip(given.items(), like if len(written) > 1 else (like,), strict=True):
+            _check_out(entry.name, name, out, one)
 
     return fake
+
+
+def _check_out(op: str, name: str, out: Tensor, like: Tensor) -> None:
+    if like.dtype != out.dtype or like.dim() != out.dim():
+        raise lz.InvalidArgument(
+            f"{op}: {name} is {out.dtype} with shape {list(out.shape)}; allowed: {like.dtype} with shape "
+            f"{list(like.shape)}; pass an {name} of this dtype and shape; it is never resized"
+        )
+    for found, wanted in zip(out.shape, like.shape, strict=True):
+        torch._check(found == wanted, lambda: f"{op}: {name} has shape {list(out.shape)}, not {list(like.shape)}")
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ class OpEntry:
     tensor ("out" is the result) the arguments that need it for their gradients, ANY for all. `autocast` is None where
     tensors stay as they are; `batch` is None where vmap is refused by name.
 
-    `results`: how many; of several there is no form with `out`. `runs`: what is called in place of the lz function.
+    `results`: how many; of several there is a form with `out` where `outs` names what it writes, in their order.
+    `runs`: what is called in place of the lz function.
     `with_gradients` names the op of this table that runs in place of this one where gradients are wanted. Its second
     result, or where there is no such op this one's own, is saved, too, as `also_saved`. `backward` names the op of this
     table that its formula calls where it can: accelerate reports these. `by_torch` computes calls that kernels do not,
@@ -43,6 +44,7 @@ class OpEntry:
     only_here: frozenset[str] = frozenset()
     mutates: bool = False
     results: int = 1
+    outs: tuple[str, ...] = ()
     runs: Callable[..., Any] | None = None
     with_gradients: str = ""
     also_saved: str = ""
@@ -62,9 +64,16 @@ class OpEntry:
 
     @property
     def out_schema(self) -> str:
-        """Of the form that writes its result into `out`. It returns nothing and has no torch.Tag.out: with that tag
-        inductor (torch 2.13) calls it in place of the functional form, with the arguments in another order."""
-        return f"{self.name}.out({self._arguments()}, Tensor(a!) out) -> ()"
+        """Of the form that writes its results into tensors of the caller's. It returns nothing and has no
+        torch.Tag.out: with that tag inductor (torch 2.13) calls it in place of the functional form, with the arguments
+        in another order."""
+        written = ", ".join(f"Tensor({mark}!) {name}" for mark, name in zip("abcd", self.written, strict=False))
+        return f"{self.name}.out({self._arguments()}, {written}) -> ()"
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """What the `out` form writes; nothing where there is no such form."""
+        return self.outs or (("out",) if self.results == 1 and not self.mutates else ())
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -166,7 +175,7 @@ TABLE: dict[str, OpEntry] = {
         *(
             OpEntry(
                 name,
-                "Tensor input, int dim",
+                "Tensor input, int dim, *, str? dtype=None",
                 fakes.softmax(name),
                 formula,
                 {"out": ANY},
@@ -184,6 +193,7 @@ TABLE: dict[str, OpEntry] = {
             autocasting.single,
             batching.add_rms_norm,
             results=2,
+            outs=("out", "summed"),
             also_saved="summed",
             backward="rms_norm_backward",
         ),

@@ -23,7 +23,7 @@ ATTENTION = {
 TOKENIZER = {"tokenizer_formats": ["0.13"], "dtypes": []}
 ATTRS: dict[str, dict[str, Any]] = {
     "attention": {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"},
-    "softmax": {"dim": 0},
+    "softmax": {"dim": 0, "dtype": ""},
     "gelu": {"approximate": "none"},
     "layer_norm": {"ndim": 1, "eps": 1e-5},
     "tokenize": {

@@ -165,7 +165,7 @@ def test_our_own_descriptors_are_good(path: Path) -> None:
 @pytest.mark.parametrize("op", ["matmul", "softmax", "silu", "gelu", "layer_norm", "rms_norm"])
 def test_torch_takes_any_memory_and_any_float(op: str, dtype: str) -> None:
     """It is the last resort: when it refuses, the call fails."""
-    attrs: dict[str, Any] = {"softmax": {"dim": 0}, "gelu": {"approximate": "tanh"}}.get(op, {})
+    attrs: dict[str, Any] = {"softmax": {"dim": 0, "dtype": ""}, "gelu": {"approximate": "tanh"}}.get(op, {})
     if op.endswith("norm"):
         attrs = {"ndim": 1, "eps": 1e-5}
     (kernel,) = descriptor.load(next(path for path in DESCRIPTORS if path.stem == "torch")).ops[op]

@@ -216,21 +216,39 @@ def linear(
 
 
 def softmax(
-    input: ArrayT, dim: int, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+    input: ArrayT,
+    dim: int,
+    *,
+    dtype: str | None = None,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
 ) -> ArrayT:
-    """exp(x - max) / sum(exp(x - max)) along `dim`."""
-    return perform(Request("softmax", (input,), {"dim": dim}, plans.plan_softmax, out, backend, timeout_s))
+    """exp(x - max) / sum(exp(x - max)) along `dim`.
+
+    input: any shape and float dtype; dim: from -input.ndim on. dtype: "float64", "float32", "bfloat16" or "float16",
+    what input is converted to before, and the result's; None for input's own. Source: torch.nn.functional.softmax.
+    """
+    params = {"dim": dim, "dtype": dtype}
+    return perform(Request("softmax", (input,), params, plans.plan_softmax, out, backend, timeout_s))
 
 
 def log_softmax(
-    input: ArrayT, dim: int, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+    input: ArrayT,
+    dim: int,
+    *,
+    dtype: str | None = None,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
 ) -> ArrayT:
     """x - max - log(sum(exp(x - max))) along `dim`, the logarithm of softmax without its underflow.
 
-    input: any shape and float dtype; dim: from -input.ndim on. Returns an array like input. Along a line with a NaN,
-    with positive infinity, or of nothing but negative infinity all are NaN. Source: torch.nn.functional.log_softmax.
+    input: any shape and float dtype; dim: from -input.ndim on; dtype as in softmax. Along a line with a NaN, with
+    positive infinity, or of nothing but negative infinity all are NaN. Source: torch.nn.functional.log_softmax.
     """
-    return perform(Request("log_softmax", (input,), {"dim": dim}, plans.plan_log_softmax, out, backend, timeout_s))
+    params = {"dim": dim, "dtype": dtype}
+    return perform(Request("log_softmax", (input,), params, plans.plan_log_softmax, out, backend, timeout_s))
 
 
 def layer_norm(

@@ -34,7 +34,7 @@ from layerzero.ipc.vocabulary.shapes import (
     SCALED_DTYPES,
     overlaps,
 )
-from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec, contiguous_strides
 
 Scalar = str | int | float | bool | None
 
@@ -135,28 +135,30 @@ def plan_linear(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = Non
 
 
 @remember
-def plan_softmax(x: TensorSpec, dim: int) -> Plan:
+def plan_softmax(x: TensorSpec, dim: int, dtype: str | None = None) -> Plan:
     """torch.nn.functional.softmax; `dim` is required."""
-    return _over("softmax", x, dim)
+    return _over("softmax", x, dim, dtype)
 
 
 @remember
-def plan_log_softmax(x: TensorSpec, dim: int) -> Plan:
+def plan_log_softmax(x: TensorSpec, dim: int, dtype: str | None = None) -> Plan:
     """torch.nn.functional.log_softmax; `dim` is required."""
-    return _over("log_softmax", x, dim)
+    return _over("log_softmax", x, dim, dtype)
 
 
-def _over(op: str, x: TensorSpec, dim: int) -> Plan:
-    """Along one dimension."""
+def _over(op: str, x: TensorSpec, dim: int, dtype: str | None) -> Plan:
+    """Along one dimension, in `dtype`."""
     floating(op, "x", x)
     if isinstance(dim, bool) or not isinstance(dim, Integral):
         refuse(op, f"dim is {dim!r}", "an integer", "pass dim=-1 for the last dimension")
     ndim = max(x.ndim, 1)  # a scalar counts as a vector of one
     if not -ndim <= dim < ndim:
         refuse(op, f"dim is {dim} for shape {list(x.shape)}", f"{-ndim} to {ndim - 1}", "pass one of them")
-    x1 = x if x.ndim else x.unsqueeze(0)
-    output = TensorSpec.contiguous(x.dtype, x1.shape)
-    return Plan(op, (x1,), {"dim": int(dim) % ndim}, (output,), (fresh(op, x.dtype, x.shape),))
+    if dtype is not None:
+        choice(op, "dtype", dtype, tuple(sorted(FLOAT_DTYPES)))
+    x1, to = x if x.ndim else x.unsqueeze(0), dtype or x.dtype
+    attrs: dict[str, Scalar] = {"dim": int(dim) % ndim, "dtype": "" if to == x.dtype else to}
+    return Plan(op, (x1,), attrs, (TensorSpec.contiguous(to, x1.shape),), (fresh(op, to, x.shape),))
 
 
 def plan_layer_norm(

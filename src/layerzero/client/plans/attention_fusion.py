@@ -122,7 +122,9 @@ def _before_softmax(flow: Flow, weights: Any, reader: Step, found: _Found) -> tu
     ndim = flow.program.value(step.made[0]).obj.ndim
     if kind == "lz.softmax" and step.request is not None:
         found.steps.append(step)
-        return (step.args[0], step) if step.request.params["dim"] in (-1, ndim - 1) else None
+        params = step.request.params
+        is_plain = params["dim"] in (-1, ndim - 1) and params.get("dtype") is None
+        return (step.args[0], step) if is_plain else None
     if kind == "softmax":
         found.steps.append(step)
         return (step.args[0], step) if _dimension(step) in (-1, ndim - 1) else None

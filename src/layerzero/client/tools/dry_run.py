@@ -204,7 +204,7 @@ def _as_attention(scores: Plan, softmax: Plan, product: Plan) -> Plan | None:
     assert x is not None
     assert p is not None
     assert v is not None
-    if not (q.ndim == k.ndim == v.ndim == 4) or softmax.attrs["dim"] != x.ndim - 1:
+    if not (q.ndim == k.ndim == v.ndim == 4) or softmax.attrs["dim"] != x.ndim - 1 or softmax.attrs["dtype"]:
         return None
     if not scores.outputs[0].shape == x.shape == p.shape:  # a view in between put other numbers side by side
         return None

@@ -134,9 +134,9 @@ OPS: dict[str, Op] = {
         Op("matmul", ("a", "b")),
         # x (...,K), weight (N,K), bias (N) -> (...,N)
         Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"})),
-        # dim >= 0
-        Op("softmax", ("x",), attrs=("dim",)),
-        Op("log_softmax", ("x",), attrs=("dim",)),
+        # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
+        Op("softmax", ("x",), attrs=("dim", "dtype")),
+        Op("log_softmax", ("x",), attrs=("dim", "dtype")),
         # normalized over the last `ndim` dimensions; weight and bias have their shape
         Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
         Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),

@@ -139,7 +139,8 @@ def _linear(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
 def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     (x,) = inputs
     dim = attrs["dim"]
-    return ("last" if dim == x.ndim - 1 else "inner"), (x.shape[dim],)
+    to = f"+to_{attrs['dtype']}" if attrs["dtype"] else ""
+    return ("last" if dim == x.ndim - 1 else "inner") + to, (x.shape[dim],)
 
 
 def _norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:

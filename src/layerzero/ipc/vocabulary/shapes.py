@@ -36,7 +36,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     same_dtype,
     short_text,
 )
-from layerzero.ipc.vocabulary.tensors import MAX_NBYTES, MAX_NDIM, TensorSpec
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
 
 LAYOUTS = ("BHSD", "BSHD")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
@@ -228,6 +228,8 @@ def _softmax(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     dtype = float_dtype(op, inputs, ("x",))
     least_ndim(op, "x", x, 1)
     integer(op, attrs, "dim", 0, x.ndim - 1)
+    if attrs["dtype"] != "":
+        dtype = choice(op, attrs, "dtype", sorted(FLOAT_DTYPES))
     return ((dtype, x.shape),)
 
 

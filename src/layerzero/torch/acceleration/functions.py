@@ -38,6 +38,7 @@ NOT_SHARED = (
     "its table is not in shared memory, where lz.share(model) puts it: each call would take a copy of all of it"
 )
 NOT_SEEN = "compiled, where it cannot be seen whether its table lies in shared memory"
+NO_RULE = "autocast on a GPU, where ours is computed in float32 and torch's is not"
 NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
 
 
@@ -69,13 +70,28 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
 def plain_softmax(input: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> Planned:
     """That of torch.softmax and Tensor.softmax."""
+    return _softmax(ops.softmax.default, input, dim, dtype)
+
+
+def log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Planned:
+    return plain_log_softmax(input, dim, dtype)
+
+
+def plain_log_softmax(input: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> Planned:
+    """That of torch.log_softmax and Tensor.log_softmax."""
+    return _softmax(ops.log_softmax.default, input, dim, dtype)
+
+
+def _softmax(op: Callable[..., Tensor], input: Tensor, dim: int | None, dtype: torch.dtype | None) -> Planned:
     if type(dim) is not int:
         return "dim is not a number"
     if dtype is not None and dtype is not input.dtype:
         if dtype not in DTYPES:
             return "dtype= that is not floating point"
-        return _converted_softmax, (input, dim, dtype)
-    return ops.softmax.default, (input, dim)
+        return _CONVERTED[op], (input, dim, dtype)
+    return op, (input, dim)
 
 
 def _converted_softmax(input: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -83,6 +99,16 @@ def _converted_softmax(input: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     with torch.autocast(input.device.type, enabled=False):
         found: Tensor = ops.softmax.default(input.to(dtype), dim)
     return found
+
+
+def _converted_log_softmax(input: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """As _converted_softmax."""
+    with torch.autocast(input.device.type, enabled=False):
+        found: Tensor = ops.log_softmax.default(input.to(dtype), dim)
+    return found
+
+
+_CONVERTED = {ops.softmax.default: _converted_softmax, ops.log_softmax.default: _converted_log_softmax}
 
 
 def layer_norm(
@@ -100,6 +126,67 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Planned:
     return ops.rms_norm.default, (input, normalized_shape, weight, eps)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Planned:
+    if not input.is_contiguous():
+        return STRIDED
+    if input.numel() == num_groups:  # a function of torch's refuses these, another does not
+        return "one number in each group"
+    return ops.group_norm.default, (input, num_groups, weight, bias, eps)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Planned:
+    if not use_input_stats or running_mean is not None or running_var is not None:
+        return "running statistics of instance_norm"
+    if input.dim() < 3 or input.shape[2:].numel() == 1:
+        return "instance_norm of one number in each channel, which torch refuses"
+    if _is_autocast_on_gpu(input):
+        return NO_RULE
+    return (ops.instance_norm.default, (input, weight, bias, eps)) if input.is_contiguous() else STRIDED
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Planned:
+    if training:
+        return "batch_norm in training, which changes running statistics"
+    if running_mean is None or running_var is None:
+        return "batch_norm without running statistics"
+    if running_mean.requires_grad or running_var.requires_grad:
+        return "gradients of running statistics, which torch refuses"
+    if _is_autocast_on_gpu(input):
+        return NO_RULE
+    if not input.is_contiguous():
+        return STRIDED
+    return ops.batch_norm.default, (input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def _is_autocast_on_gpu(input: Tensor) -> bool:
+    return input.device.type != "cpu" and torch.is_autocast_enabled(input.device.type)
 
 
 def attention(
@@ -178,14 +265,89 @@ RULES: Mapping[Any, Rule] = {
     torch.layer_norm: Rule("layer_norm", layer_norm),
     F.rms_norm: Rule("rms_norm", rms_norm),
     torch.rms_norm: Rule("rms_norm", rms_norm),
+    F.group_norm: Rule("group_norm", group_norm),
+    torch.group_norm: Rule("group_norm", group_norm),
+    F.instance_norm: Rule("instance_norm", instance_norm),
+    F.batch_norm: Rule("batch_norm", batch_norm),
     F.silu: Rule("silu", silu),
     F.gelu: Rule("gelu", gelu),
     F.embedding: Rule("embedding", embedding),
     F.softmax: Rule("softmax", softmax),
     torch.softmax: Rule("softmax", plain_softmax),
     Tensor.softmax: Rule("softmax", plain_softmax),
+    F.log_softmax: Rule("log_softmax", log_softmax),
+    torch.log_softmax: Rule("log_softmax", plain_log_softmax),
+    Tensor.log_softmax: Rule("log_softmax", plain_log_softmax),
 }
 OPS = tuple(dict.fromkeys(rule.op for rule in RULES.values()))
+
+
+def _silu_in_place(input: Tensor) -> Planned:
+    return silu(input, inplace=True)
+
+
+def _embedding_op(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Planned:
+    row = None if padding_idx < 0 else padding_idx
+    return embedding(indices, weight, row, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+def _batch_norm_op(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Planned:
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm_op(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Planned:
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _none_of_ours(*args: Any) -> Planned:
+    return "none of ours"
+
+
+# The ops of torch's that its functions above come to, by name and overload.
+OVERRIDDEN: Mapping[str, Rule] = {
+    "scaled_dot_product_attention": RULES[F.scaled_dot_product_attention],
+    "linear": RULES[F.linear],
+    "layer_norm": RULES[F.layer_norm],
+    "rms_norm": RULES[F.rms_norm],
+    "group_norm": RULES[F.group_norm],
+    "instance_norm": Rule("instance_norm", _instance_norm_op),
+    "batch_norm": Rule("batch_norm", _batch_norm_op),
+    "silu": RULES[F.silu],
+    "silu_": Rule("silu", _silu_in_place),
+    "gelu": RULES[F.gelu],
+    "embedding": Rule("embedding", _embedding_op),
+    "softmax.int": RULES[torch.softmax],
+    "log_softmax.int": RULES[torch.log_softmax],
+    "cross_entropy_loss": Rule("", _none_of_ours),
+}
+# Torch's own ops that have one of ours within, which is a step of theirs and no call of the program.
+AROUND: Mapping[str, str] = {
+    "softmax": "scaled_dot_product_attention",
+    "batch_norm": "instance_norm",
+    "log_softmax": "cross_entropy_loss",
+}
 
 
 def _key_sets() -> dict[int, str]:

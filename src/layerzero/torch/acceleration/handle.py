@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import difflib
+import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 import layerzero as lz
@@ -34,7 +36,8 @@ def accelerate(
     if_faster: bool = False,
 ) -> Acceleration:
     """Serve calls of torch's own functions by LayerZero: scaled_dot_product_attention, linear, layer_norm, rms_norm,
-    silu, gelu, embedding and softmax. What is not for us goes to torch, and layerzero.torch.report() says why.
+    group_norm, instance_norm, batch_norm, silu, gelu, embedding, softmax and log_softmax. What is not for us goes to
+    torch, and layerzero.torch.report() says why.
 
     model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
     our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: on a CPU, calls of a
@@ -70,6 +73,7 @@ class Acceleration:
         self._thread = threading.get_ident()
         self._scope: overlay.Scope | None = None
         self._overlay: overlay.Overlay | None = None
+        self._of_calls: overlay.Scope | None = None  # one for all: what is asked of the broker is known by it
         self.is_on = not self.why_off
         if self.is_on:
             lz.ensure_connected()
@@ -81,11 +85,14 @@ class Acceleration:
         takeover.overlay = self._overlay
         self._mode = _mode_for(takeover, is_reused=model is None)
         self._mode.is_on = self.is_on
+        self._is_by_ops = model is not None and self.is_on and not _hides_ops(model)
         if model is not None:
             with _lock:
                 _of_model[model] = self
             if self.is_on:
                 _swap(model, self)
+                if self._is_by_ops:
+                    seam.need(takeover, self.ops)
         else:
             set_latest(self)
             if self.is_on:
@@ -150,13 +157,36 @@ class Acceleration:
         if torch.compiler.is_compiling():
             with mode:
                 return call(*args, **kwargs)
-        if mode in _get_current_function_mode_stack():
-            return call(*args, **kwargs)
-        if self._overlay is None:
-            with mode:
+        if self._is_by_ops and not torch._C._len_torch_function_stack():  # a mode would see calls before its ops are
+            if seam.is_running(self.takeover):
                 return call(*args, **kwargs)
-        with mode, overlay.Scope(self._overlay):
+            run = functools.partial(seam.run, self.takeover, call, args, kwargs)
+        elif mode in _get_current_function_mode_stack():
             return call(*args, **kwargs)
+        else:
+            run = functools.partial(_within, mode, call, args, kwargs)
+        if self._overlay is None:
+            return run()
+        scope = self._of_calls = self._of_calls or overlay.Scope(self._overlay)
+        with scope:
+            return run()
+
+
+def _within(mode: Interception, call: Any, args: Any, kwargs: Any) -> Any:
+    with mode:
+        return call(*args, **kwargs)
+
+
+_HIDING = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.RNNBase, torch.nn.RNNCellBase)
+
+
+def _hides_ops(model: torch.nn.Module) -> bool:
+    """Whether a function mode sees calls of it that the ops do not show: those in a compiled graph, those of layers for
+    which torch has one op, unless a mode is there. And whether it has steps that only look like calls of its own."""
+    return any(
+        isinstance(module, (*_HIDING, OptimizedModule)) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 _lock = threading.RLock()

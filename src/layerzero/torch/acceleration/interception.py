@@ -76,6 +76,7 @@ class Takeover:
         evidence: Evidence | None = None,
     ) -> None:
         self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
+        self.ops = frozenset(ops)
         self.tally = tally
         self.layers = layers
         self.has_policy = has_policy

@@ -50,12 +50,19 @@ def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
 def _softmax_problems(op: str, claims: Claims) -> Iterator[Problem]:
     numbers = Numbers(4)
     shapes: list[Shape] = [(3, 7), (1,), (3, 32), (2, 33), (2, 129), (2, 512), (3, 301), (0, 4)]
-    for shape in dict.fromkeys(fit(claims, shape) for shape in shapes):
-        yield Problem(op, f"{list(shape)}", {"dim": len(shape) - 1}, (numbers(*shape),))
-    for shape, dim in (((2, 7, 3), 1), ((32, 3), 0), ((2, 33, 2), 1), ((272, 3), 0), ((2, 301, 2), 1)):
-        yield Problem(op, f"{list(shape)} over {dim}", {"dim": dim}, (numbers(*shape),))
+    plain = {"dtype": ""}
+    lasts = [(fit(claims, shape), {"dim": len(fit(claims, shape)) - 1}) for shape in shapes]
+    inners = [((2, 7, 3), 1), ((32, 3), 0), ((2, 33, 2), 1), ((272, 3), 0), ((2, 301, 2), 1)]
+    for shape, attrs in {shape: (shape, attrs) for shape, attrs in lasts}.values():
+        yield Problem(op, f"{list(shape)}", {**attrs, **plain}, (numbers(*shape),))
+    for shape, dim in inners:
+        yield Problem(op, f"{list(shape)} over {dim}", {"dim": dim, **plain}, (numbers(*shape),))
     shape = fit(claims, (3, 9))
-    yield Problem(op, "logits of some hundreds", {"dim": len(shape) - 1}, (numbers(*shape, scale=256),))
+    yield Problem(op, "logits of some hundreds", {"dim": len(shape) - 1, **plain}, (numbers(*shape, scale=256),))
+    for dtype in ("float32", "float64", "bfloat16", "float16"):  # which all have these numbers
+        for shape, attrs in (*lasts, *((shape, {"dim": dim}) for shape, dim in inners)):
+            name = f"{list(shape)} over {attrs['dim']} in {dtype}"
+            yield Problem(op, name, {**attrs, "dtype": dtype}, (numbers(*shape),))
 
 
 def _elementwise(op: str, attrs: Sequence[dict[str, Any]], tensors: int = 1) -> Callable[[Claims], Iterator[Problem]]:

@@ -27,7 +27,14 @@ def builders(mx: Any) -> Mapping[str, Callable[[Call], Callable[..., Any]]]:
         approximate = call.attrs["approximate"]
         return wide(lambda gate, up: gelu(gate, approximate) * up)(call)
 
+    def gelu_of(call: Call) -> Callable[..., Any]:
+        approximate = call.attrs["approximate"]
+        return wide(lambda x: gelu(x, approximate))(call)
+
     return {
+        "gelu": gelu_of,
+        "silu": wide(lambda x: x * mx.sigmoid(x)),
+        "swiglu": wide(lambda gate, up: gate * mx.sigmoid(gate) * up),
         "relu": wide(lambda x: mx.maximum(x, 0)),
         "sigmoid": wide(mx.sigmoid),
         "tanh": wide(mx.tanh),

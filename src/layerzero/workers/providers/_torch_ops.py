@@ -152,11 +152,17 @@ class TorchOps:
 
     def softmax(self, views: Sequence[Any], call: Call) -> Run:
         (x,), dim = views, call.attrs["dim"]
-        return lambda out: self.torch.softmax(x, dim, out=out)
+        if not call.attrs["dtype"]:
+            return lambda out: self.torch.softmax(x, dim, out=out)
+        dtype = getattr(self.torch, call.attrs["dtype"])
+        return lambda out: self.torch.softmax(x, dim, dtype=dtype, out=out)
 
     def log_softmax(self, views: Sequence[Any], call: Call) -> Run:
         (x,), dim = views, call.attrs["dim"]
-        return lambda out: self.torch.ops.aten._log_softmax.out(x, dim, False, out=out)
+        if not call.attrs["dtype"]:
+            return lambda out: self.torch.ops.aten._log_softmax.out(x, dim, False, out=out)
+        dtype = getattr(self.torch, call.attrs["dtype"])
+        return lambda out: self.torch.log_softmax(x, dim, dtype=dtype, out=out)
 
     def layer_norm(self, views: Sequence[Any], call: Call) -> Run:
         x, weight, bias = views

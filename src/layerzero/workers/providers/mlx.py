@@ -144,16 +144,17 @@ class _Mlx:
         return self.mx.matmul
 
     def softmax(self, call: Call) -> Callable[..., Any]:
-        dim = call.attrs["dim"]
-        return lambda x: self.mx.softmax(x, axis=dim, precise=True)
+        dim, dtype = call.attrs["dim"], getattr(self.mx, call.outputs[0].dtype)
+        return lambda x: self.mx.softmax(x.astype(dtype), axis=dim, precise=True)
 
     def log_softmax(self, call: Call) -> Callable[..., Any]:
         mx, dim = self.mx, call.attrs["dim"]
+        dtype = getattr(mx, call.outputs[0].dtype)
 
         def compute(x: Any) -> Any:
-            wide = x.astype(mx.float32)
+            wide = x.astype(dtype).astype(mx.float32)
             wide = wide - mx.max(wide, axis=dim, keepdims=True)  # an infinite one becomes NaN, as it must
-            return (wide - mx.log(mx.sum(mx.exp(wide), axis=dim, keepdims=True))).astype(x.dtype)
+            return (wide - mx.log(mx.sum(mx.exp(wide), axis=dim, keepdims=True))).astype(dtype)
 
         return compute
 

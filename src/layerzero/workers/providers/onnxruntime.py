@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _onnx_attention, _onnx_graph, _onnx_norms
+from layerzero.workers.providers import _onnx_activations, _onnx_attention, _onnx_graph, _onnx_norms
 
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
@@ -33,6 +33,7 @@ def load() -> Loaded:
         "matmul": library.matmul,
         "softmax": library.softmax,
         "log_softmax": library.softmax,
+        **dict.fromkeys(_onnx_activations.OPS, library.activation),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
@@ -66,13 +67,14 @@ class _Runtime:
 
     def bind(self, call: Call, graph: tuple[_Nodes, _Shapes], blocks: list[Block], out: Block) -> Bound:
         nodes, shapes = graph
-        session = self.session(nodes, out.spec.dtype, shapes)
-        dtype = self.numpy.dtype(out.spec.dtype)
+        dtypes = [block.spec.dtype for block in (*blocks, out)]
+        session = self.session(nodes, dtypes, shapes)
         binding = session.io_binding()
         arrays = [self.numpy.frombuffer(block.host, self.numpy.uint8) for block in (*blocks, out)]
-        for name, array, shape in zip("xwb", arrays[:-1], shapes[:-1], strict=False):
-            binding.bind_input(name, "cpu", 0, dtype, shape, array.ctypes.data)
-        binding.bind_output("y", "cpu", 0, dtype, shapes[-1], arrays[-1].ctypes.data)
+        kinds = [self.numpy.dtype(dtype) for dtype in dtypes]
+        for name, kind, array, shape in zip("xwb", kinds[:-1], arrays[:-1], shapes[:-1], strict=False):
+            binding.bind_input(name, "cpu", 0, kind, shape, array.ctypes.data)
+        binding.bind_output("y", "cpu", 0, kinds[-1], shapes[-1], arrays[-1].ctypes.data)
 
         def bound(_memory: object = arrays) -> None:  # the binding holds bare addresses; _memory keeps the maps alive
             session.run_with_iobinding(binding)
@@ -111,10 +113,10 @@ class _Runtime:
         element = helper.np_dtype_to_tensor_dtype(self.numpy.dtype(dtype))
         return helper.make_tensor_value_info(name, element, [None] * len(shape))
 
-    def session(self, nodes: _Nodes, dtype: str, shapes: _Shapes) -> Any:
+    def session(self, nodes: _Nodes, dtypes: Sequence[str], shapes: _Shapes) -> Any:
         """A session for these nodes on tensors of these ranks, from the cache if it is there."""
         names = [*"xwb"[: len(shapes) - 1], "y"]
-        infos = [self._info(name, dtype, shape) for name, shape in zip(names, shapes, strict=True)]
+        infos = [self._info(*its) for its in zip(names, dtypes, shapes, strict=True)]
         return self._session(nodes, infos[:-1], infos[-1:])
 
     def _session(self, nodes: _Nodes, inputs: list[Any], outputs: list[Any], opset: int = OPSET) -> Any:
@@ -169,7 +171,14 @@ class _Runtime:
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
         name = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[call.op]
-        return [self.onnx.helper.make_node(name, ["x"], ["y"], axis=call.attrs["dim"])], _shapes(call)
+        helper, nodes, given = self.onnx.helper, [], "x"
+        if call.attrs["dtype"]:
+            element = helper.np_dtype_to_tensor_dtype(self.numpy.dtype(call.attrs["dtype"]))
+            nodes, given = [helper.make_node("Cast", ["x"], ["converted"], to=element)], "converted"
+        return [*nodes, helper.make_node(name, [given], ["y"], axis=call.attrs["dim"])], _shapes(call)
+
+    def activation(self, call: Call) -> tuple[_Nodes, _Shapes]:
+        return _onnx_activations.nodes(self.onnx.helper, call), _shapes(call)
 
 
 def _shapes(call: Call) -> _Shapes:

@@ -139,7 +139,7 @@ def test_other_layouts_and_attributes_are_other_calls() -> None:
     """A kernel that wins on row-major data may lose on columns."""
     spec, strided = TensorSpec.contiguous("float32", (8, 64)), TensorSpec("float32", (8, 64), (1, 8))
     contexts = [
-        SelectionContext("softmax", (one,), (spec,), {"dim": dim}, DEVICE)
+        SelectionContext("softmax", (one,), (spec,), {"dim": dim, "dtype": ""}, DEVICE)
         for one, dim in ((spec, 0), (spec, 1), (strided, 0))
     ]
     table = tables.build(

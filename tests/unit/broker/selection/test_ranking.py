@@ -54,7 +54,8 @@ def measured(one: Engine, body: bytes = route_body(), **times_us: float) -> None
 def softmax(*shape: int, strides: tuple[int, ...] | None = None, dtype: str = "float32") -> bytes:
     dense = TensorSpec.contiguous(dtype, shape)
     x = dense if strides is None else TensorSpec(dtype, shape, strides)
-    return encode(Route(op="softmax", inputs=[x.to_wire()], outputs=[dense.to_wire()], attrs={"dim": len(shape) - 1}))
+    attrs = {"dim": len(shape) - 1, "dtype": ""}
+    return encode(Route(op="softmax", inputs=[x.to_wire()], outputs=[dense.to_wire()], attrs=attrs))
 
 
 def test_without_times_priority_decides() -> None:

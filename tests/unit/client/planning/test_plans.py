@@ -433,6 +433,8 @@ REFUSED_BY_TORCH_TOO = [
     ("softmax", (t(2, 3), 1.0), {}, r"dim is 1\.0"),
     ("softmax", (t(2, 3), [1]), {}, r"dim is \[1\]"),
     ("softmax", (t(3).int(), 0), {}, "x is int32"),
+    ("softmax", (t(2, 3), 0), {"dtype": "int8"}, "dtype is .int8.; allowed: .bfloat16. or .float16. or"),
+    ("log_softmax", (t(2, 3), 0), {"dtype": 1}, "dtype is 1"),
     ("gelu", (t(3), "erf"), {}, "approximate is 'erf'; allowed: 'none' or 'tanh'"),
     ("gelu", (t(3).int(), "none"), {}, "x is int32"),
     ("silu", (t(3).bool(),), {}, "x is bool"),

@@ -77,8 +77,8 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     ),
     "matmul": ({"a": "int32 4 1 2 3", "b": "int32 5 3 7"}, {}, ("int32 4 5 2 7",)),
     "linear": ({"x": "float32 4 6 2 3", "weight": "float32 5 3", "bias": "float32 5"}, {}, ("float32 4 6 2 5",)),
-    "softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
-    "log_softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
+    "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
+    "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (
         {"x": "float32 2 3 5", "residual": "float32 2 3 5", "weight": "float32 5"},
         {"ndim": 1, "eps": 0.5},

@@ -58,6 +58,7 @@ ACCEPTED: list[tuple[str, Change, str]] = [
     ("matmul", {"a": "int8 0 2 3", "b": "int8 1 3 7"}, "int8 0 2 7"),
     ("linear", {"x": "float32 2 3", "bias": None}, "float32 2 5"),
     ("softmax", {"x": "float16 4", "dim": 0}, "float16 4"),
+    ("softmax", {"x": "float16 4", "dim": 0, "dtype": "float64"}, "float64 4"),
     ("layer_norm", {"ndim": 3, "weight": None, "bias": "float32 2 3 5", "eps": 0.0}, "float32 2 3 5"),
     ("rms_norm", {"x": "bfloat16 5", "weight": None}, "bfloat16 5"),
     ("layer_norm_backward", {"ndim": 3, "weight": None}, "float32 2 3 5"),
@@ -351,6 +352,7 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("softmax", {"dim": 2}, "dim is 2", "an integer from 0 to 1"),
     ("softmax", {"dim": -1}, "dim is -1", "an integer from 0 to 1"),
     ("softmax", {"dim": True}, "dim is True", "an integer from 0 to 1"),
+    ("softmax", {"dtype": "int8"}, "dtype is 'int8'", "bfloat16 or float16 or float32 or float64"),
     (
         "layer_norm",
         {"bias": "float16 3 5"},

@@ -126,7 +126,7 @@ ATTENTION = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "
             "output out",
         ),
         ("silu", (F32("float32", (8,)),), (TensorSpec("float32", (8,), (0,)),), {}, "no overlap"),
-        ("softmax", (F32("float32", (8,)),), (F32("float32", (8,)),), {"dim": 1}, "dim is 1"),
+        ("softmax", (F32("float32", (8,)),), (F32("float32", (8,)),), {"dim": 1, "dtype": ""}, "dim is 1"),
         ("rms_norm", (F32("float32", (8,)), None), (F32("float32", (8,)),), {"ndim": 9, "eps": 1e-5}, "ndim is 9"),
         ("matmul", (F32("float32", (2, 3)), F32("float32", (4, 2))), (F32("float32", (2, 2)),), {}, "second to last"),
     ],

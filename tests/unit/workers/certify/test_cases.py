@@ -212,7 +212,7 @@ def calls(
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
     if op in ("softmax", "log_softmax"):
-        return [x], out_spec, {"dim": draw(st.integers(0, len(shape) - 1))}
+        return [x], out_spec, {"dim": draw(st.integers(0, len(shape) - 1)), "dtype": ""}
     if op in ("layer_norm", "rms_norm"):
         ndim = draw(st.integers(1, len(shape)))
         rest = [

@@ -1,0 +1,226 @@
+"""ONNX's operators as calls of ours: what `conformance.py` makes of a node test.
+
+A function takes a node, its attributes and inputs, and returns the call; where ONNX asks for more than an op of ours
+has, it raises Unserved with the option. Views are made of inputs, and for a past its concatenation with new keys;
+nothing is computed here that an op of ours should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import layerzero as lz
+
+Array = np.ndarray
+Call = Callable[..., Array]  # takes `backend`
+
+
+class Unserved(Exception):
+    """An option of ONNX's operator that our op does not have."""
+
+
+def need(is_had: bool, option: str) -> None:
+    if not is_had:
+        raise Unserved(option)
+
+
+class Node:
+    """Attributes with ONNX's defaults, and inputs in ONNX's order: None where one is left out."""
+
+    def __init__(
+        self, attrs: Mapping[str, Any], names: list[str], inputs: list[Array | None], outputs: list[str], opset: int
+    ) -> None:
+        self.attrs = attrs
+        self.names = names
+        self.inputs = inputs
+        self.outputs = outputs
+        self.opset = opset
+
+    def attr(self, name: str, default: Any) -> Any:
+        found = self.attrs.get(name, default)
+        return found.decode() if isinstance(found, bytes) else found
+
+    def input(self, index: int) -> Array | None:
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def array(self, index: int) -> Array:
+        found = self.input(index)
+        assert found is not None
+        return found
+
+    def has_output(self, index: int) -> bool:
+        return index < len(self.outputs) and bool(self.outputs[index])
+
+
+def softmax(op: Call, node: Node) -> Call:
+    need(node.opset >= 13, "flattening of opset 12")
+    return partial(op, node.array(0), node.attr("axis", -1))
+
+
+def each(op: Call, node: Node) -> Call:
+    return partial(op, node.array(0))
+
+
+def gelu(node: Node) -> Call:
+    return partial(lz.gelu, node.array(0), node.attr("approximate", "none"))
+
+
+def swish(node: Node) -> Call:
+    need(node.attr("alpha", 1.0) == 1, "alpha")
+    return partial(lz.silu, node.array(0))
+
+
+def swiglu(node: Node) -> Call:
+    need(node.attr("alpha", 1.0) == 1, "alpha")
+    return partial(lz.swiglu, node.array(0), node.array(1))
+
+
+def matmul(node: Node) -> Call:
+    return partial(lz.matmul, node.array(0), node.array(1))
+
+
+def gemm(node: Node) -> Call:
+    a, b, c = node.array(0), node.array(1), node.input(2)
+    need(node.attr("alpha", 1.0) == 1 and node.attr("beta", 1.0) == 1, "alpha or beta")
+    x = a.T if node.attr("transA", 0) else a
+    weight = b if node.attr("transB", 0) else b.T
+    if c is not None:
+        need(c.size == len(weight) and c.shape[-1:] == (c.size,), "a bias that broadcasts over columns, or a matrix")
+        c = c.reshape(-1)
+    return partial(lz.linear, x, weight, c)
+
+
+def layer_norm(node: Node) -> Call:
+    x = node.array(0)
+    shape = x.shape[node.attr("axis", -1) % x.ndim :]
+    return partial(lz.layer_norm, x, shape, node.array(1), node.input(2), node.attr("epsilon", 1e-5))
+
+
+def rms_norm(node: Node) -> Call:
+    x = node.array(0)
+    shape = x.shape[node.attr("axis", -1) % x.ndim :]
+    return partial(lz.rms_norm, x, shape, node.array(1), node.attr("epsilon", 1e-5))
+
+
+def group_norm(node: Node) -> Call:
+    need(node.opset >= 21, "a scale of each group, of opset 18")
+    x, scale, bias = (node.array(i) for i in range(3))
+    return partial(lz.group_norm, x, node.attr("num_groups", 1), scale, bias, node.attr("epsilon", 1e-5))
+
+
+def instance_norm(node: Node) -> Call:
+    x, scale, bias = (node.array(i) for i in range(3))
+    return partial(lz.instance_norm, x, weight=scale, bias=bias, eps=node.attr("epsilon", 1e-5))
+
+
+def batch_norm(node: Node) -> Call:
+    x, scale, bias, mean, var = (node.array(i) for i in range(5))
+    need(not node.attr("training_mode", 0), "training_mode")
+    return partial(lz.batch_norm, x, mean, var, scale, bias, eps=node.attr("epsilon", 1e-5))
+
+
+def rotary(node: Node) -> Call:
+    x, cos, sin, positions = node.array(0), node.array(1), node.array(2), node.input(3)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    is_interleaved = bool(node.attr("interleaved", 0))
+    if x.ndim == 3:
+        tokens = x.reshape(*x.shape[:2], node.attr("num_heads", 0), -1)
+        return lambda backend: lz.rope(tokens, cos, sin, interleaved=is_interleaved, backend=backend).reshape(x.shape)
+    tokens = x.transpose(0, 2, 1, 3)
+    return lambda backend: lz.rope(tokens, cos, sin, interleaved=is_interleaved, backend=backend).transpose(0, 2, 1, 3)
+
+
+def attention(node: Node) -> Call:
+    q, k, v = (node.array(i) for i in range(3))
+    mask, past_k, past_v, lengths = (node.input(i) for i in range(3, 7))
+    need(not node.attr("softcap", 0.0), "softcap")
+    need(node.attr("left_window_size", -1) < 0 and node.attr("right_window_size", -1) < 0, "windows")
+    need(lengths is None, "nonpad_kv_seqlen")
+    need(not node.has_output(3), "qk_matmul_output")
+    is_flat = q.ndim == 3
+    if is_flat:
+        heads = node.attr("q_num_heads", 0), node.attr("kv_num_heads", 0), node.attr("kv_num_heads", 0)
+        q, k, v = (x.reshape(*x.shape[:2], n, -1).transpose(0, 2, 1, 3) for x, n in zip((q, k, v), heads, strict=True))
+    past = 0
+    if past_k is not None and past_v is not None:
+        past = past_k.shape[2]
+        k, v = np.concatenate((past_k, k), 2), np.concatenate((past_v, v), 2)
+    options: dict[str, Any] = {"scale": node.attr("scale", None), "enable_gqa": q.shape[1] != k.shape[1]}
+    if node.attr("is_causal", 0):
+        is_last = past == k.shape[2] - q.shape[2]
+        need(not past or is_last, "a causal rule that begins between the first and the last key")
+        options |= {"is_causal": True, "causal_alignment": "bottom_right" if past else "top_left"}
+    need(mask is None or mask.shape[-1] == k.shape[2], "a mask of fewer keys than there are")
+
+    def call(backend: str) -> Array:
+        out = lz.attention(q, k, v, mask, **options, backend=backend)
+        return out.transpose(0, 2, 1, 3).reshape(len(out), out.shape[2], -1) if is_flat else out
+
+    return call
+
+
+def quantize(node: Node) -> Call:
+    x, scale, zero = node.array(0), node.array(1), node.input(2)
+    need(zero is not None, "a dtype by number")
+    dtype = str(_no_zero(zero).dtype)
+    need(dtype in ("int8", "float8_e4m3fn", "float8_e5m2"), f"quantized {dtype}")
+    return partial(lz.quantize, x, _scale(node, x, scale), dtype=dtype)
+
+
+def dequantize(node: Node) -> Call:
+    x, scale = node.array(0), node.array(1)
+    need(str(x.dtype) in ("int8", "float8_e4m3fn", "float8_e5m2"), f"quantized {x.dtype}")
+    _no_zero(node.input(2))
+    return partial(lz.dequantize, x, _scale(node, x, scale), dtype="float32")
+
+
+def _no_zero(zero: Array | None) -> Any:
+    need(zero is None or not np.any(zero.astype(np.float32)), "zero points")
+    return zero
+
+
+def _scale(node: Node, x: Array, scale: Array) -> Array:
+    need(scale.dtype == np.float32, "scales of other dtypes than float32")
+    if scale.size == 1:
+        return scale
+    axis = node.attr("axis", 1) % x.ndim
+    if not node.attr("block_size", 0):
+        return scale.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+    need(axis == x.ndim - 1, "blocks that are not along the last axis")
+    return scale
+
+
+def gather(node: Node) -> Call:
+    data, indices = node.array(0), node.array(1)
+    need(data.ndim == 2 and node.attr("axis", 0) == 0, "gather from other than rows of a matrix")
+    return partial(lz.embedding, indices, data)
+
+
+CALLS: dict[str, Callable[[Node], Call]] = {
+    "Attention": attention,
+    "BatchNormalization": batch_norm,
+    "DequantizeLinear": dequantize,
+    "Gather": gather,
+    "Gelu": gelu,
+    "Gemm": gemm,
+    "GroupNormalization": group_norm,
+    "HardSwish": partial(each, lz.hardswish),
+    "InstanceNormalization": instance_norm,
+    "LayerNormalization": layer_norm,
+    "LogSoftmax": partial(softmax, lz.log_softmax),
+    "MatMul": matmul,
+    "Mish": partial(each, lz.mish),
+    "QuantizeLinear": quantize,
+    "RMSNormalization": rms_norm,
+    "Relu": partial(each, lz.relu),
+    "RotaryEmbedding": rotary,
+    "Sigmoid": partial(each, lz.sigmoid),
+    "Softmax": partial(softmax, lz.softmax),
+    "SwiGLU": swiglu,
+    "Swish": swish,
+    "Tanh": partial(each, lz.tanh),
+}
