@@ -172,7 +172,7 @@ def test_an_object_that_is_rebuilt_in_mid_stream_gives_those_of_transformers(
     finally:
         site.stop()
     assert [text.count("onnx_minilm.Encoder.vectors in example-onnx: ") for text in said] == [1, 0]
-    assert "after 32 of 65: __main__.Encoder.vectors in example-onnx: " in said[1]
+    assert re.search(r"after 3[2-9] of 65: __main__.Encoder.vectors in example-onnx: ", said[1]), said[1]
     assert "(65, 384) the same after the kill: True" in said[1]
     whole, again = np.load(tmp_path / "vectors.npy", allow_pickle=False)
     assert np.array_equal(whole, again)

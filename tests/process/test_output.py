@@ -108,7 +108,7 @@ def test_report_shows_chosen_then_accepted_then_what_can_be_repaired(new_site: S
     report = lz.last_report()
     assert report is not None
     kernels = [line.split()[0] for line in str(report).splitlines() if ".silu " in line and "silu:" not in line]
-    assert kernels == ["alpha.silu", "beta.silu", "gamma.silu", "torch.silu"]
+    assert kernels == ["alpha.silu", "beta.silu", "gamma.silu", "mlx.silu", "onnxruntime.silu", "torch.silu"]
     assert "need an NVIDIA GPU" in report._repr_html_()
 
 
@@ -133,10 +133,10 @@ def test_first_line_of_an_error_says_what_to_do(new_site: Sites) -> None:
     with pytest.raises(lz.NoBackend) as failure:
         lz.gelu(X)
     first, *more = str(failure.value).splitlines()
-    assert first == "gelu: no kernel accepts this call; repair: lz env build torch"
+    assert first == "gelu: no kernel accepts this call; repair: lz env build mlx"
     assert more[-1].strip().endswith("need an NVIDIA GPU")
     assert "/manifests/" not in str(failure.value)
-    assert failure.value.facts["repair"] == "lz env build torch"
+    assert failure.value.facts["repair"] == "lz env build mlx"
     with pytest.raises(lz.NoBackend) as failure:
         lz.gelu(X, backend="torch-cuda")
     text = str(failure.value)

@@ -197,7 +197,7 @@ def test_an_unbuilt_environment_names_the_command_that_builds_it(connected: Site
         "detail": "its environment is not built",
         "repair": "lz env build torch",
     }
-    with pytest.raises(lz.NoBackend, match=r"^gelu: no kernel accepts this call; repair: lz env build torch\n"):
+    with pytest.raises(lz.NoBackend, match=r"^gelu: no kernel accepts this call; repair: lz env build mlx\n"):
         lz.gelu(X)
 
 
