@@ -87,8 +87,8 @@ def test_calls_that_were_sent_before_the_worker_was_told_bring_no_lease() -> Non
 
 
 def test_neighbours_settle_together() -> None:
-    """Each comes once, as a decoder's lengths do; a lease of one covers the others. Not of the first: its client was told
-    what held before the worker was ready."""
+    """Each comes once, as a decoder's lengths do; a lease of one covers the others. It is not of the first, whose
+    client was told what held before the worker was ready."""
     driver = Driver("alpha", express=True)
     for number, extent in ((2, 5), (3, 6), (4, 7)):
         driver.route(number, extent=extent)
