@@ -63,8 +63,8 @@ class LeasePolicy:
         plan = self.signatures.plans.get((signature.place, call.kernel_id))
         if plan is None or plan not in worker.plans or not self._is_settled(call.client, signature, call.kernel_id):
             return
-        if route.decided_for is None or route.decided_for[:2] != (call.kernel_id, worker.generation):
-            return  # its client was told of another server
+        if route.decided_for != (call.kernel_id, worker.generation, signature.seen[0]):
+            return  # its client was told of another server, or what held earlier of this one
         near = self.signatures.neighbours(signature) if self.quarantine.is_empty(self.effects.now_s) else None
         self.effects.emit(*self.leases.tell(call, worker, plan, near))
         if count >= SETTLED_CALLS:
@@ -82,6 +82,8 @@ class LeasePolicy:
             if len(client.kinds) >= MAX_KINDS:
                 client.kinds.clear()
             kind = client.kinds[key] = Kind(server, route)
+        elif not kind.route.is_leased and _epoch(kind.route) < _epoch(route):
+            kind.route = route  # whose client knows what holds now
         kind.count += 1
         return kind
 
@@ -126,3 +128,8 @@ class LeasePolicy:
         ]
         self.effects.emit(*self.leases.revoke(stale))
         self.watch_at_s = math.inf
+
+
+def _epoch(route: Route) -> int:
+    """Of what its client was told of it last."""
+    return -1 if route.decided_for is None else route.decided_for[2]

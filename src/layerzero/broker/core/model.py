@@ -104,7 +104,7 @@ class Route:
 @dataclass(eq=False)
 class Kind:
     """Calls of a client that are neighbours, or nearly so: `count` of them in a row were answered by one `server`
-    (kernel id, worker generation). Leases are of `route`, the first."""
+    (kernel id, worker generation). Leases are of `route`, the first whose client knows what holds now."""
 
     server: tuple[str, int]
     route: Route

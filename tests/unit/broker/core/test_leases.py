@@ -87,7 +87,8 @@ def test_calls_that_were_sent_before_the_worker_was_told_bring_no_lease() -> Non
 
 
 def test_neighbours_settle_together() -> None:
-    """Each comes once, as a decoder's lengths do; the first one's lease covers those that follow."""
+    """Each comes once, as a decoder's lengths do; a lease of one covers the others. It is not of the first, whose
+    client was told what held before the worker was ready."""
     driver = Driver("alpha", express=True)
     for number, extent in ((2, 5), (3, 6), (4, 7)):
         driver.route(number, extent=extent)
@@ -95,7 +96,7 @@ def test_neighbours_settle_together() -> None:
     assert told == [[], ["SendAllow"]]
     (lease,) = of(served(driver, 1, first=4, route=4), act.SendLease)
     assert isinstance(lease, act.SendLease)
-    assert lease.route == 2
+    assert lease.route == 3
     assert decode(lease.body, Lease).neighbours == [[[5, 8]], [[0], [0]]]
 
 
@@ -559,3 +560,15 @@ def test_plan_of_a_forgotten_route_goes_with_its_lease() -> None:
     assert names(driver(ev.RouteForgotten(CLIENT, 1))) == ["SendDrop"]
     assert driver(ev.PolicyChanged(Policy())) == []
     assert driver(ev.RouteDefined(CLIENT, 2, route_body())) == []
+
+
+def test_no_lease_goes_by_a_decision_of_an_earlier_policy() -> None:
+    """Its client would tell what the earlier one said of each call, for as long as the lease holds."""
+    driver = Driver("alpha", "beta", express=True)
+    served(driver, SETTLED_CALLS - 1)
+    on_its_way = driver.serve(SETTLED_CALLS)
+    driver(ev.PolicyChanged(Policy(weights=Weights(perfdb=1.0))))
+    assert not of(driver.ran(on_its_way), act.SendLease)
+    (decision,) = of(actions := served(driver, 1, first=9), act.SendDecision)
+    (lease,) = of(actions, act.SendLease)
+    assert lease.decision == decision.decision

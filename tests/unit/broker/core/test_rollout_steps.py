@@ -101,3 +101,18 @@ def test_what_was_kept_holds_for_clients_that_come(driver: Driver) -> None:
     assert driver.state.clients[b"C2"].routes[1].signature.spec.rolled == (NEW,)
     driver.route(2, backend="alpha", identity=b"C2")
     assert driver.state.clients[b"C2"].routes[2].signature.spec.rolled == ()
+
+
+def test_no_lease_goes_by_a_decision_of_before_the_step(driver: Driver) -> None:
+    """A call that was on its way when the step came is answered by the earlier decision; its client must hear of the
+    new one, with what is compared from then on, before its calls pass the broker by."""
+    begin(driver, after_calls=1000)
+    for seq in range(1, 3):
+        driver.ran(driver.serve(seq))
+    on_its_way = driver.serve(3)
+    driver(ev.RollbackAsked("alpha", "enough"))
+    begin(driver, after_calls=1000)
+    assert not any(isinstance(one, act.SendLease) for one in driver.ran(on_its_way))
+    actions = driver.ran(driver.serve(4)) + driver.ran(driver.serve(5)) + driver.ran(driver.serve(6))
+    told = [one.decision for one in actions if isinstance(one, act.SendDecision)]
+    assert [one.decision for one in actions if isinstance(one, act.SendLease)] == told
