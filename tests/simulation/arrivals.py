@@ -47,7 +47,7 @@ class Arrivals:
             client.pending[call.point] = call
         if self.device:
             key = (client.number, GPU)
-            call.no_transport = {b for b in call.signature.backends if key in self.state.workers[b].no_transport}
+            call.no_transport = {b for b in self.able(call) if key in self.state.workers[b].no_transport}
         until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
         call.is_quarantined = until_s > self.now_s
 

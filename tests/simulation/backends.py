@@ -17,6 +17,7 @@ ARENA_BYTES = 2 * SLOT * SLOTS
 GPU = "GPU-1"
 
 PRIORITY = {"alpha": 60, "beta": 50, "gamma": 40, "delta": 30}
+NEWER = "beta@2"  # in some worlds: a version that stands in for beta where a rollout wants it
 SERVES = {"silu": PRIORITY.keys(), "gelu": ("alpha", "beta")}
 COMPILES = frozenset({"alpha", "gamma"})  # in some worlds
 
@@ -35,7 +36,7 @@ def capability(backend: str, priority: int, platform: str = "cpu", *, compiles: 
             },
         )
         for op, backends in SERVES.items()
-        if backend in backends
+        if backend.partition("@")[0] in backends
     }
     return descriptor.Capability.model_validate(
         {"schema_version": "1.0", "backend": backend, "backend_version": "1", "platform": platform, "ops": ops}
@@ -50,7 +51,7 @@ GPU_CAPABILITIES = {backend: capability(backend, priority, "cuda") for backend, 
 
 def passed_probe(backend: str) -> ProbeRecord:
     """Of a probe that found everything right."""
-    kernels = CAPABILITIES[backend].kernel_ids
+    kernels = capability(backend, 0).kernel_ids
     classes = {f"{variant}/small/dense": 0.0 for variant in ("plain", "none")}
     certified = {kernel_id: dict.fromkeys(("float32", "float64"), classes) for kernel_id in kernels}
     return ProbeRecord(backend, "key", ok=True, seconds=0.1, kernels=dict.fromkeys(kernels), certified=certified)

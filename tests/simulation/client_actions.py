@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.simulation.backends import GPU
+from tests.simulation.backends import GPU, NEWER
 from tests.simulation.clients import Client
 from tests.simulation.model import Call
 
@@ -59,7 +59,8 @@ class ClientActions:
         self.require(decision is not None, "an answer before its decision")
         assert decision is not None
         process = next(p for p in self.processes.values() if p.pid == decision.worker_pid)
-        self.require(decision.backend == process.backend in call.signature.backends, "a decision names another backend")
+        able = self.able(call)
+        self.require(decision.backend == process.backend in able, "a decision names another backend")
         self._note_reasons(decision.candidates)
         client.inbound.send(client.answered, call)
 
@@ -85,7 +86,7 @@ class ClientActions:
         unfinished = {backend for backend in call.died_on | queued if tried[backend] == 1}
         left = {b for b in call.signature.backends - tried.keys() | unfinished if self._could_serve(b, call)}
         no_transport = self._no_transport_to(call)
-        left -= no_transport
+        left -= {*no_transport, NEWER}  # the old version is the fallback, and a rollout may end meanwhile
         if call.point is not None and self._held_since.get((client.number, GPU, call.point)) != self._events:
             left = set()  # it was held back: much may have changed since it was refused
         match error.code:
@@ -148,7 +149,12 @@ class ClientActions:
     def _no_transport_to(self, call: Call) -> set[str]:
         """Backends that its memory is known not to reach."""
         key = (call.client.number, GPU)
-        return call.no_transport | {b for b in call.signature.backends if key in self.state.workers[b].no_transport}
+        return call.no_transport | {b for b in self.able(call) if key in self.state.workers[b].no_transport}
+
+    def able(self, call: Call) -> frozenset[str]:
+        """Backends that may serve it; a newer one only while a rollout wants it."""
+        able = call.signature.backends
+        return able | {NEWER} if self.rolls and "beta" in able and not call.signature.pinned else able
 
     def _could_serve(self, backend: str, call: Call) -> bool:
         """It is available, or restarts within the call's timeout."""

@@ -16,6 +16,7 @@ from tests.simulation.backends import (
     DEVICES,
     GPU,
     GPU_CAPABILITIES,
+    NEWER,
     PRIORITY,
     SIGNATURES,
     capability,
@@ -41,6 +42,7 @@ from layerzero.broker.core.worker_fsm import Signal, WorkerState
 from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.rollout import Rollout, Rules
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.broker.selection.timings import PerfRow, Stat
@@ -148,10 +150,13 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
         self._held_since: dict[Key, int] = {}  # points that were refused and not told -> number of the event of that
+        self._newer(random.Random(seed + 4))
         known = GPU_CAPABILITIES if self.device else CAPABILITIES
         if self.compiles:
             platform = "cuda" if self.device else "cpu"
             known = {name: capability(name, priority, platform, compiles=True) for name, priority in PRIORITY.items()}
+        if self.rolls:
+            known = {**known, NEWER: capability(NEWER, PRIORITY["beta"], "cuda" if self.device else "cpu")}
         unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
         if random.Random(seed + 3).random() < 0.3:  # it is declared once the broker runs
             learned = ev.BackendLearned("delta", known["delta"], unusable.pop("delta"), "lock")
@@ -165,6 +170,36 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         )
         self.state.closing.grants.keeping = frozenset({"silu"})  # as users' functions
         self._observe()
+
+    def _newer(self, own: random.Random) -> None:
+        """In some worlds there is a newer beta, at times worse than it."""
+        self.rolls = own.random() < 0.3 and not self.compiles
+        if not self.rolls:
+            return
+        self.weights[NEWER] = [50, *own.choices((0, 0, 1, 2), k=len(FATES) - 1)]
+        self._times_disabled[NEWER], self._crashes[NEWER] = 0, []
+        if own.random() < 0.5:  # of an earlier broker
+            self.push(0.0, self._deliver, ev.RolloutsKept([Rollout("beta", NEWER, (0.5, 1.0))]))
+        for _ in range(own.choice((1, 4, 9))):
+            self.push(own.uniform(0.0, BUSY_S), self._roll, own)
+
+    def _roll(self, own: random.Random) -> None:
+        """Someone types lz rollout, or lz rollback."""
+        known = self.state.engine.rollouts.known.get("beta")
+        if known is not None and known.is_standing:
+            self._deliver(ev.RollbackAsked("beta", "typed"))
+            return
+        shares = own.choice(((1.0,), (0.5,), (0.3, 0.6, 1.0)))
+        rules = Rules(max_errors=own.choice((0, 3, 1000)), after_calls=own.choice((1, 5, 1000)))
+        if own.random() < 0.3:
+            rules = replace(rules, after_calls=0, after_s=own.choice((0.1, 2.0)))
+        self._deliver(ev.RolloutAsked(Rollout("beta", NEWER, shares, rules)))
+
+    def _keep_rollouts(self, action: act.KeepRollouts) -> None:
+        backends = {one.backend for one in action.rollouts}
+        self.require(len(backends) == len(action.rollouts), "a backend has two rollouts")
+        for one in action.rollouts:
+            one.check()
 
     def _observe(self) -> None:
         """Hear of transitions, and of calls that go back to where they were lost, as the core decides them."""
@@ -393,6 +428,7 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.Refuse: World._refuse,
     act.ReleaseCall: World._release_call,
     act.DropClient: World._drop_client,
+    act.KeepRollouts: World._keep_rollouts,
     act.Note: World._note,
     act.Exit: World._exit,
 }

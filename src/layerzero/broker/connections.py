@@ -222,7 +222,7 @@ class Connections:
         if peer.role == "client":
             self.clients[peer.identity] = peer
             self._idle_since_s = None
-            self._handle(ev.ClientJoined(peer.identity, peer.number))
+            self._handle(ev.ClientJoined(peer.identity, peer.number, peer.pid))
         elif peer.role == "worker":
             self._links.add(peer)
         control.send(peer.sock, self._welcome(peer), fds)

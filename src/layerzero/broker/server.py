@@ -48,6 +48,7 @@ from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.plan_choices import PlanChoices
+from layerzero.broker.storage.rollout_file import RolloutFile
 from layerzero.broker.storage.stored_times import StoredTimes
 from layerzero.broker.worker_frames import WorkerFrames
 from layerzero.capabilities.certificate import ProbeRecord
@@ -107,6 +108,7 @@ class Server:
         self._times = StoredTimes(settings.times, state.engine, launcher, self.post)
         self.perfdb, self.identities = self._times.perfdb, self._times.identities
         self.plan_choices = PlanChoices(settings.plan_choices)
+        self.rollout_file = RolloutFile(settings.rollout_file)
         self._probes = ProbeJobs(launcher, self.post)
         self._compilers = CompileJobs(launcher, self.post)
         self._zmq_paths = {side: endpoints.zmq_path(side, self.incarnation) for side in ("client", "worker")}
@@ -171,16 +173,11 @@ class Server:
         )
         self._client_frames = ClientFrames(state, self._lanes, self._incremental_answers, self.processes.executing)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
-        lanes, pages, offers, self.counters = self._lanes, self._pages, self._offers, self._offers.counters
+        self.counters = self._offers.counters
         self._perform: dict[type, Callable[[Any], None]] = {
             **{kind: partial(self._send_client, frame_of) for kind, frame_of in frame_codec.TO_CLIENT.items()},
             **{kind: partial(self._send_worker, frame_of) for kind, frame_of in frame_codec.TO_WORKER.items()},
-            **offers.performs(),
-            act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
-            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.point, action.code),
-            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.point),
-            act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
-            act.EndLane: lambda action: lanes.end(action.lane),
+            **self._offers.performs(),
             act.Probe: self._probe,
             act.Compile: self._compile,
             act.Spawn: self.processes.spawn,
@@ -188,8 +185,10 @@ class Server:
             act.StopWorker: self._stop_worker,
             act.DropClient: self._connections.drop_client,
             act.Note: lambda action: log(action.event, **action.facts),
+            act.KeepRollouts: lambda action: self.rollout_file.write(action.rollouts),
             act.Exit: self._exit,
         }
+        self.handle(ev.RolloutsKept(self.rollout_file.read()))
 
     def poll_lanes(self) -> None:
         """Count the calls that did not pass through here."""

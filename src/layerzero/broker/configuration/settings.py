@@ -52,6 +52,9 @@ class Settings(BaseModel):
     policy: Path | None = Field(
         None, description="policy file; default policy.yaml in the user's configuration folder, if it exists"
     )
+    rollouts: Path | None = Field(
+        None, description="file of rollouts (lz rollout); default: rollouts.json beside the policy file"
+    )
     variant: Literal["cpu", "cu12", "cu13"] = Field("cpu", description="accelerator variant of the environments")
     overlay: Path | None = Field(
         None, description="interpreter whose overlays serve the backends that have one (lz env build --overlay)"
@@ -138,6 +141,11 @@ class Settings(BaseModel):
     def times(self) -> Path:
         """The file of measured times."""
         return self.perf_db or self.store / "perf.db"
+
+    @property
+    def rollout_file(self) -> Path:
+        """The file of rollouts; it need not exist."""
+        return self.rollouts or self.policy_file()[0].with_name("rollouts.json")
 
     @property
     def plan_choices(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+from layerzero.broker.selection.rollout import Rollout
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.records import record
@@ -266,6 +267,13 @@ class DropClient:
 
 
 @record
+class KeepRollouts:
+    """Have them outlive this broker: all that there are, in the place of what was kept before."""
+
+    rollouts: tuple[Rollout, ...]
+
+
+@record
 class Note:
     """A line for the log: `event` is noun.verb."""
 
@@ -308,6 +316,7 @@ Action = (
     | Refuse
     | ReleaseCall
     | DropClient
+    | KeepRollouts
     | Note
     | Exit
 )

@@ -91,7 +91,7 @@ class Admission:
         if refusal is None:
             refusal = self._forces_deaths(client, event.timeout_s) if client.forced_s and is_bounded else None
         elif isinstance(refusal, Poison):
-            route.poisons += 1
+            client.poisons[route.number] += 1
         if refusal is not None:
             self._refuse(client, event.seq, point, refusal, route)
             return None
@@ -186,7 +186,7 @@ class Admission:
     def on_call_poisoned(self, event: ev.CallPoisoned) -> None:
         client = self.clients[event.identity]
         route = client.routes.get(event.route)
-        if route is not None and route.poisons:  # else its client has no reason to say so of anybody's inputs
-            route.poisons -= 1
+        if route is not None and client.poisons[route.number]:  # else it has no reason to say so of anybody's inputs
+            client.poisons[route.number] -= 1
             self.quarantine.add(route.signature.key, event.digest, self.effects.now_s)
             self.lease_policy.revoke()  # calls of this signature must show what they bring

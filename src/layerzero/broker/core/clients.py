@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
@@ -16,6 +16,7 @@ from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Arena, Client, Route
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.release import Release
+from layerzero.broker.core.rollout_steps import RolloutSteps
 from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
@@ -44,12 +45,13 @@ class ClientLifecycle:
     points: StreamOrder
     enqueued: GpuInFlight
     graph_slots: GraphCalls
+    rollouts: RolloutSteps
     compiling: CompileWaits
     closing: Release
     effects: Effects
 
     def on_client_joined(self, event: ev.ClientJoined) -> None:
-        self.clients[event.identity] = Client(event.identity, event.number)
+        self.clients[event.identity] = Client(event.identity, event.number, process=event.process)
 
     def on_client_left(self, event: ev.ClientLeft) -> None:
         client = self.clients.pop(event.identity, None)
@@ -139,7 +141,7 @@ class ClientLifecycle:
         if client.route_bytes + nbytes > MAX_ROUTE_BYTES:
             self.drop(client, f"more than {MAX_ROUTE_BYTES} bytes of routes; forget some")
             return
-        signature = self.signatures.known.get(event.body)
+        signature = None if self.engine.rollouts else self.signatures.known.get((event.body, ()))
         if signature is None:
             try:
                 spec = CallSpec.parse(event.body)
@@ -147,7 +149,9 @@ class ClientLifecycle:
                 if missing is not None:  # its calls shall hear of it, the client's others go on
                     client.refused_routes[event.route] = missing
                     return
-                signature = self.signatures.add(event.body, spec)
+                rolled = self.rollouts.rolled(spec, client)
+                signature = self.signatures.known.get((event.body, rolled))
+                signature = signature or self.signatures.add(event.body, replace(spec, rolled=rolled))
             except LayerZeroError as exc:
                 if isinstance(exc, InvalidArgument) and not decode(event.body, RouteMessage).device:
                     client.refused_routes[event.route] = exc  # its calls shall hear of it, too

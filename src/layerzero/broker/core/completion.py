@@ -14,6 +14,7 @@ from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.model import Worker
 from layerzero.broker.core.release import Release
+from layerzero.broker.core.rollout_steps import RolloutSteps
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.errors import BackendError, CudaGraphUnsafe, ProtocolError
@@ -29,6 +30,7 @@ class Completion:
     enqueued: GpuInFlight
     graph_slots: GraphCalls
     closing: Release
+    rollouts: RolloutSteps
     effects: Effects
 
     def answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
@@ -53,6 +55,7 @@ class Completion:
         client, signature, point = call.client, call.route.signature, call.point
         if event.kernel_ns or not call.gpu:  # of a GPU, 0 is no new sample
             self.lease_policy.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
+        self.rollouts.note_served(signature.spec, call.kernel_id, call.attempts)
         if point is None:
             spec = signature.spec
             self.engine.note_success(worker.backend, spec.op, self.effects.now_s, spec.device)

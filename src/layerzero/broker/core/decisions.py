@@ -37,6 +37,7 @@ class Decisions:
                     candidates=[v.to_wire() for v in signature.ranked],
                     shadow_rate=self.engine.policy_for(signature.spec).shadow_rate,
                     offers_samples=self.engine.policy.tune_budget > 0,
+                    shadowed=self.engine.rollouts.shadowed(),
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )

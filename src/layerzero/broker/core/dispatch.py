@@ -321,7 +321,7 @@ class Dispatch:
             self.health_at_s = self.engine.health.next_change_s(self.effects.now_s)
             self.effects.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            call.route.poisons += 1
+            call.client.poisons[call.route.number] += 1
             self.closing.refuse(call, self.quarantine.verdict(call.deaths))
         elif spec.pinned and not (len(spec.candidates) > 1 and self.can_place(call)):
             self.closing.refuse(call, error)
@@ -343,6 +343,7 @@ class Dispatch:
         pid = worker.pid if pid is None else pid
         words = (worker.backend, call.kernel_id, error.code, error.message)
         call.attempts.append(failed_attempt(*words, pid=pid, exit_code=exit_code, phase=phase))
+        call.route.failed_by.add(call.kernel_id)
         worker.failed += 1
         self.effects.tally.fallbacks[call.route.signature.spec.op, worker.backend, error.code] += 1
         call.last_error = error

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 
 from layerzero.broker.selection.policy import Policy
+from layerzero.broker.selection.rollout import Rollout
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.broker.selection.timings import PerfRow
@@ -25,8 +26,11 @@ from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 @record
 class ClientJoined:
+    """`process`: its number, 0 where that is not known."""
+
     identity: bytes
     number: int
+    process: int = 0
 
 
 @record
@@ -381,6 +385,28 @@ class PolicyChanged:
 
 
 @record
+class RolloutsKept:
+    """What an earlier broker has kept of rollouts; before any client."""
+
+    rollouts: Sequence[Rollout]
+
+
+@record
+class RolloutAsked:
+    """A rollout begins, in the place of one that is over."""
+
+    rollout: Rollout
+
+
+@record
+class RollbackAsked:
+    """A rollout that runs or was promoted ends: calls that name no version go to the backend's own again."""
+
+    backend: str
+    why: str
+
+
+@record
 class RanInClient:
     """A kernel that policy wants in the client's process ran there, or its backend never will: `stays_out`."""
 
@@ -437,6 +463,9 @@ Event = (
     | TimesLoaded
     | Tick
     | PolicyChanged
+    | RolloutsKept
+    | RolloutAsked
+    | RollbackAsked
     | RanInClient
     | ShutdownAsked
 )

@@ -60,7 +60,7 @@ class LeasePolicy:
         """Calls of this route have been settled, or nearly so: `count` of them, or of its neighbours, in a row."""
         signature = route.signature
         self.revoke_outdated()
-        plan = self.signatures.plans.get((signature.key, call.kernel_id))
+        plan = self.signatures.plans.get((signature.place, call.kernel_id))
         if plan is None or plan not in worker.plans or not self._is_settled(call.client, signature, call.kernel_id):
             return
         if route.decided_for is None or route.decided_for[:2] != (call.kernel_id, worker.generation):

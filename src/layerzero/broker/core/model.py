@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,13 +59,15 @@ class Route:
     decision: int = 0
     decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
     served_by: set[str] = field(default_factory=set)  # kernels that have answered its calls
+    failed_by: set[str] = field(default_factory=set)  # kernels that have failed one
     backends: set[str] = field(default_factory=set)  # theirs
     is_leased: bool = False
     settled: int = 0  # calls in a row that `settled_on` answered
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation
-    poisons: int = 0  # refusals as POISON that its client has not answered with a digest
     grant: RunGrant | None = None  # to run its calls in the client's process
     near: int = 0  # the route whose lease its calls had before the broker knew it
+    # Signatures that it has had, by the versions that stood in for their backends: it uses them still.
+    variants: dict[tuple[str, ...], Signature] = field(default_factory=dict)
 
     def check(self, body: bytes, arenas: Mapping[int, Arena]) -> tuple[int, ...]:
         """The arenas that the references in `body` use; `arenas` has the client's.
@@ -124,6 +126,8 @@ class Client:
     route_bytes: int = 0  # of the descriptions of its routes
     forced_s: deque[float] = field(default_factory=deque)  # when workers were killed at its wish
     next_decision: int = 1
+    poisons: Counter[int] = field(default_factory=Counter)  # by route: POISON that it has not answered with a digest
+    process: int = 0  # its number; 0 where that is not known
     kinds: dict[tuple[object, ...], Kind] = field(default_factory=dict)  # of calls, by what neighbours have in common
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
@@ -144,8 +148,9 @@ class Client:
                 break
         else:
             return False
+        has_none = comparison.error == math.inf  # the reference may have had no result
         return any(
-            comparison.reference in route.served_by
+            (comparison.reference in route.served_by or (has_none and comparison.reference in route.failed_by))
             and (route.signature.spec.op, route.signature.spec.inputs) == (spec.op, spec.inputs)
             for route in self.routes.values()
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import to_compile
@@ -17,21 +18,23 @@ from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
 from layerzero.capabilities.descriptor import Capability
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 
+Place: TypeAlias = tuple[bytes, tuple[str, ...]]  # the encoded Route message, and Signature.place
+
 
 @dataclass(eq=False, kw_only=True)
 class PreparedCalls:
     engine: Engine
     lifecycle: WorkerLifecycle
     effects: Effects
-    known: dict[bytes, Signature] = field(init=False, default_factory=dict)  # by the encoded Route message
-    plans: dict[tuple[bytes, str], int] = field(init=False, default_factory=dict)  # number by (signature, kernel)
+    known: dict[Place, Signature] = field(init=False, default_factory=dict)
+    plans: dict[tuple[Place, str], int] = field(init=False, default_factory=dict)  # number by (signature, kernel)
     _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
     def add(self, body: bytes, spec: CallSpec) -> Signature:
         """Nobody uses it yet. Raises LayerZeroError for a bad one."""
         context = self.engine.context(spec)
         signature = Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
-        self.known[body] = signature
+        self.known[signature.place] = signature
         return signature
 
     def note_backend(self, capability: Capability) -> None:
@@ -45,9 +48,9 @@ class PreparedCalls:
         signature.users -= 1
         if signature.users:
             return
-        del self.known[signature.key]
+        del self.known[signature.place]
         for kernel_id, backend in signature.kernels:
-            plan = self.plans.pop((signature.key, kernel_id), None)
+            plan = self.plans.pop((signature.place, kernel_id), None)
             worker = self.lifecycle.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
@@ -83,7 +86,7 @@ class PreparedCalls:
     def prepare(self, worker: Worker, call: Call) -> int:
         """The plan for a call's kernel, which the worker has from now on."""
         signature = call.route.signature
-        key = (signature.key, call.kernel_id)
+        key = (signature.place, call.kernel_id)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = next(self._numbers)
@@ -96,4 +99,4 @@ class PreparedCalls:
 
     def plan_of(self, call: Call) -> int:
         """Of a call that a worker has or has just answered."""
-        return self.plans[call.route.signature.key, call.kernel_id]
+        return self.plans[call.route.signature.place, call.kernel_id]

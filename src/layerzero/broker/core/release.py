@@ -142,10 +142,12 @@ class Release:
 
     def drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
+        del client.poisons[route.number]
         self.waiting[client.number] = client
         client.route_bytes -= len(route.signature.key)
         self.leases.drop_route(client, route)
-        self.signatures.release(route.signature)
+        for signature in (route.signature, *route.variants.values()):
+            self.signatures.release(signature)
 
     def release_if_done(self, client: Client) -> None:
         """A client's memory is given back when it has left and no worker may write into it any more."""

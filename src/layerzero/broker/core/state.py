@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.ring_calls import RingCalls
+from layerzero.broker.core.rollout_steps import RolloutSteps
 from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_exit import WorkerExits
 from layerzero.broker.core.worker_fsm import WorkerState
@@ -124,6 +126,9 @@ class BrokerState:
             limits=limits,
             effects=effects,
         )
+        self.rollouts = rollouts = part(RolloutSteps)(
+            clients=self.clients, engine=engine, signatures=signatures, effects=effects
+        )
         answers = part(Completion)(
             engine=engine,
             lifecycle=lifecycle,
@@ -133,6 +138,7 @@ class BrokerState:
             enqueued=enqueued,
             graph_slots=graph_slots,
             closing=closing,
+            rollouts=rollouts,
             effects=effects,
         )
         sessions = part(ClientLifecycle)(
@@ -146,6 +152,7 @@ class BrokerState:
             points=points,
             enqueued=enqueued,
             graph_slots=graph_slots,
+            rollouts=rollouts,
             compiling=compiling,
             closing=closing,
             effects=effects,
@@ -217,6 +224,9 @@ class BrokerState:
             ev.BackendReset: self.on_backend_reset,
             ev.WorkerSpared: self.on_worker_spared,
             ev.PolicyChanged: self.on_policy_changed,
+            ev.RolloutsKept: rollouts.on_rollouts_kept,
+            ev.RolloutAsked: rollouts.on_rollout_asked,
+            ev.RollbackAsked: rollouts.on_rollback_asked,
             ev.ShadowCompared: self.on_shadow_compared,
             ev.TimesLoaded: self.on_times_loaded,
             ev.Tick: self.on_tick,
@@ -228,6 +238,7 @@ class BrokerState:
         effects = self.effects
         effects.now_s, effects.actions = now_s, []
         self._handlers[type(event)](event)
+        self.rollouts.settle()
         if self.engine.epoch != self.lease_policy.leased_epoch:  # it may decide otherwise by now
             self.lease_policy.revoke()
         if self.closing.waiting:
@@ -268,11 +279,12 @@ class BrokerState:
         return self.closing.bereft(self.clients.values())
 
     def explain(
-        self, body: bytes, now_s: float, *, with_lifted_only: bool = False
+        self, body: bytes, now_s: float, *, with_lifted_only: bool = False, client: bytes = b""
     ) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. `with_lifted_only`: counting what callers launch
-        themselves and no worker can. Raises LayerZeroError for a bad one."""
+        themselves and no worker can. `client`: whose call it would be. Raises LayerZeroError for a bad one."""
         spec, unavailable = CallSpec.parse(body), self.unavailable_at(now_s)
+        spec = replace(spec, rolled=self.rollouts.rolled(spec, self.clients.get(client)))
         if with_lifted_only:
             unavailable = {name: why for name, why in unavailable.items() if why.code is not Reason.LIFTED_ONLY}
         return spec, *explain(self.engine, spec, unavailable, now_s)
@@ -303,6 +315,9 @@ class BrokerState:
             self.calls.send_waiting(worker)
 
     def on_worker_exited(self, event: ev.WorkerExited) -> None:
+        worker = self.lifecycle.current(event.backend, event.generation)
+        if worker is not None and not event.is_departure:
+            self.rollouts.note_end(worker, event.exit_code)
         if self.worker_exits.on_worker_exited(event) is not None:
             self._exit_if_stopped()
 
@@ -336,6 +351,9 @@ class BrokerState:
         if lane is None:
             return
         lane.worker.answered += event.calls
+        if self.engine.rollouts.is_watched:
+            specs = [one.signature.spec for one in lane.routes.values()]
+            self.engine.rollouts.note_express(lane.worker.backend, specs, event.calls, self.effects.now_s)
         route = lane.route_of(event.plan)
         if route is not None:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
@@ -374,6 +392,8 @@ class BrokerState:
         client = self.clients.get(event.identity)
         if client is None or not client.has_compared(event):
             return
+        if self.rollouts.note_compared(event.comparison):
+            return
         if event.comparison.is_beyond:
             signature = next(one.signature for one in client.routes.values() if one.signature.key == event.route)
             backend = dict(signature.kernels)[event.comparison.subject.kernel_id]
@@ -406,7 +426,8 @@ class BrokerState:
         effects = self.effects
         self.calls.watch_health()
         self.lease_policy.watch()
-        effects.wakeup_s = min(self.calls.health_at_s, self.lease_policy.watch_at_s)
+        rolls_at_s = self.engine.rollouts.due_s(effects.now_s)
+        effects.wakeup_s = min(self.calls.health_at_s, self.lease_policy.watch_at_s, rolls_at_s)
         self.enqueued.end_late()
         self.calls.end_waits()
         for worker in self.workers.values():

@@ -186,8 +186,14 @@ class Offers:
     # --- what workers are lent -------------------------------------------------------------------------
 
     def performs(self) -> dict[type, Callable[[Any], None]]:
-        """The actions that are for this."""
+        """The actions on what was offered: memory, lanes and timeline pages."""
+        lanes, pages = self._lanes, self._pages
         return {
+            act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
+            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.point, action.code),
+            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.point),
+            act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
+            act.EndLane: lambda action: lanes.end(action.lane),
             act.GrantArena: self.grant_arena,
             act.TakeBackArena: self.take_back_arena,
             act.TellClientLeft: self.tell_client_left,

@@ -21,6 +21,7 @@ from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.perf_rows import Identity
 from layerzero.broker.storage.perfdb import PerfDB
 from layerzero.broker.storage.plan_choices import PlanChoices
+from layerzero.broker.storage.rollout_file import RolloutFile
 from layerzero.ipc.transport.endpoints import Endpoints
 
 
@@ -40,6 +41,7 @@ class BrokerView(Protocol):
     perfdb: PerfDB
     identities: Mapping[str, Identity]
     plan_choices: PlanChoices
+    rollout_file: RolloutFile
     tuning: Spending
     lifts: Lifts
     counters: CounterPages

@@ -18,6 +18,8 @@ from layerzero.broker.queries.joint_plans import plan
 from layerzero.broker.queries.metrics import metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
+from layerzero.broker.queries.rollouts import METHODS as ROLLOUTS
+from layerzero.broker.queries.rollouts import problems as rollout_problems
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.shadow import Comparison
@@ -120,6 +122,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
         "problems": [
             *server.launcher.problems,
             *server.perfdb.problems,
+            *rollout_problems(server),
             *filter(None, (server.policy.problem, server.table_problem, server.plan_choices.problem)),
         ],
     }
@@ -171,13 +174,13 @@ def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"ok": is_ok, "state": worker.state.value, "detail": detail}
 
 
-def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Who would serve a call signature (an encoded Route message) now."""
+def explain(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
+    """Who would serve a call signature (an encoded Route message) of the asking client now."""
     body = params.get("route")
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
     server.poll_lanes()  # for times that workers have told by now
-    spec, _, candidates = server.state.explain(body, time.monotonic(), with_lifted_only=True)
+    spec, _, candidates = server.state.explain(body, time.monotonic(), with_lifted_only=True, client=client)
     for pinned in spec.candidates:
         if pinned not in server.state.capabilities:
             raise _unknown_backend(server, pinned)
@@ -412,6 +415,7 @@ def lift_fault(server: BrokerView, params: Mapping[str, Any], client: bytes = b"
 
 
 OF_CLIENTS: dict[str, Callable[[BrokerView, Mapping[str, Any], bytes], Any]] = {
+    "explain": explain,
     "shadow": shadow,
     "lift": lift,
     "lift_ahead": lift_ahead,
@@ -446,4 +450,5 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "plan": plan,
     "plan_choice": plan_choice,
     "keep_plan_choice": keep_plan_choice,
+    **ROLLOUTS,
 }

@@ -115,12 +115,12 @@ class Lock:
 
 class PolicyForCall:
     """The policy for one call: what `Policy.judge` needs to look up once and not for every kernel. `pinned`: the
-    backend that the call names, if any."""
+    backend that the call names, if any; `rolled`: the versions that need no name, since a rollout wants them."""
 
-    __slots__ = ("_limits", "_lock", "_op", "_pinned", "_rules")
+    __slots__ = ("_limits", "_lock", "_op", "_pinned", "_rolled", "_rules")
 
-    def __init__(self, policy: Policy, context: SelectionContext, pinned: str = "") -> None:
-        self._pinned = pinned
+    def __init__(self, policy: Policy, context: SelectionContext, pinned: str = "", rolled: Sequence[str] = ()) -> None:
+        self._pinned, self._rolled = pinned, rolled
         names = op_names(context.op, is_causal=context.is_causal)
         self._op = context.op
         self._rules = tuple(rule for rule in policy.rules if rule.applies(context))
@@ -131,7 +131,7 @@ class PolicyForCall:
 
     def judge(self, kernel_id: str, backend: str) -> PolicyVerdict:
         """Reasons against this kernel, and its bonus."""
-        is_unnamed = VERSION_MARK in backend and not self._names(kernel_id, backend)
+        is_unnamed = VERSION_MARK in backend and backend not in self._rolled and not self.names(kernel_id, backend)
         if self._lock is None and not self._limits and not self._rules and not is_unnamed:
             return _NOTHING
         rejections = []
@@ -151,7 +151,7 @@ class PolicyForCall:
         why = tuple(f"prefer {', '.join(rule.prefer)}: {bonus:+g} ({rule.origin})" for rule, bonus in bonuses if bonus)
         return PolicyVerdict(tuple(rejections), sum(bonus for _, bonus in bonuses), why)
 
-    def _names(self, kernel_id: str, backend: str) -> bool:
+    def names(self, kernel_id: str, backend: str) -> bool:
         """Whether the call, or what the policy allows, prefers or locks, names a version: with its mark, which "*" and
         the name of its backend lack."""
         if backend == self._pinned:
@@ -207,9 +207,10 @@ class Policy:
         """Where it says so: of this very kernel, of its backend, or of all, `*`."""
         return next((name for name in (kernel_id, backend) if name in self.backend_isolation), "*")
 
-    def policy_for_call(self, context: SelectionContext, pinned: str = "") -> PolicyForCall:
-        """The policy's ruling on one call, which judges many kernels. `pinned`: the backend that it names."""
-        return PolicyForCall(self, context, pinned)
+    def policy_for_call(self, context: SelectionContext, pinned: str = "", rolled: Sequence[str] = ()) -> PolicyForCall:
+        """The policy's ruling on one call, which judges many kernels. `pinned`: the backend that it names; `rolled`:
+        versions that need no name."""
+        return PolicyForCall(self, context, pinned, rolled)
 
     def judge(self, context: SelectionContext, kernel_id: str, backend: str) -> PolicyVerdict:
         """What locks, lists and rules say of one kernel for one call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,3 +73,25 @@ def share(time_us: float, fastest_us: float, tie_us: float) -> float:
     win for ever.
     """
     return 1.0 if time_us - fastest_us <= tie_us else fastest_us / time_us
+
+
+def add_shares(
+    verdicts: Sequence[Verdict],
+    costs_us: Mapping[str, float],
+    weight: float,
+    *,
+    is_on_gpu: bool,
+    but_for: Collection[str] = (),
+) -> None:
+    """Give each kernel that may serve the call the term of its time. `costs_us`: of those that were measured; kernels
+    of `but_for` are not what others are measured by."""
+    measured = costs_us.keys() - but_for
+    times = (costs_us[v.kernel_id] for v in verdicts if v.is_accepted and v.kernel_id in measured)
+    fastest_us = min(times, default=None)
+    if fastest_us is None:
+        return
+    ties = (GPU_TIE_SHARE * fastest_us, GPU_TIE_US) if is_on_gpu else (TIE_SHARE * fastest_us, TIE_US)
+    for verdict in verdicts:
+        if verdict.is_accepted or verdict.uncompiled is not None:
+            part = share(costs_us.get(verdict.kernel_id, fastest_us), fastest_us, max(ties))
+            verdict.terms["perfdb"] = weight * part

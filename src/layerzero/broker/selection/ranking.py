@@ -23,16 +23,8 @@ from layerzero.broker.selection.catalogue import Catalogue
 from layerzero.broker.selection.certification import Certification, Subject
 from layerzero.broker.selection.compile_queue import Compilation
 from layerzero.broker.selection.policy import Policy, PolicyForCall
-from layerzero.broker.selection.prices import (
-    GPU_TIE_SHARE,
-    GPU_TIE_US,
-    TIE_SHARE,
-    TIE_US,
-    new_length_us,
-    price_of,
-    share,
-    with_price,
-)
+from layerzero.broker.selection.prices import add_shares, new_length_us, price_of, with_price
+from layerzero.broker.selection.rollouts import Rollouts, in_place_of
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.selection.timings import PerfRow, PerfTable
 from layerzero.capabilities.compile_unit import Unit, unit_of
@@ -115,6 +107,7 @@ class Engine:
         self.health = health or Health()
         self.certification = Certification({}, owners=self._catalogue.owners)
         self.compilation = Compilation()
+        self.rollouts = Rollouts()
         self.table: Table | None = None
         self.lifted: LiftedKernels | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
@@ -178,7 +171,10 @@ class Engine:
         and each time its samples have doubled."""
         count = cell.counts.get(kernel_id, 0) + 1
         cell.counts[kernel_id] = count
-        self.perf.note(kernel_id, cell.key, kernel_ns / 1e3, now_s, is_warmup=count == 1, is_clean=is_clean)
+        us, key = kernel_ns / 1e3, cell.key
+        if self.rollouts.is_watched and is_clean and count > 1 and us:
+            self.rollouts.note_time(kernel_id, key, us, self.perf)
+        self.perf.note(kernel_id, key, us, now_s, is_warmup=count == 1, is_clean=is_clean)
         if not count & (count - 1):
             cell.generation += 1
 
@@ -331,7 +327,7 @@ class Engine:
             shape_class(context.op, context.inputs, context.attrs, context.outputs),
         )
         chosen, miss = self._planned(context, policy)
-        policy_for_call = policy.policy_for_call(context, spec.pinned)
+        policy_for_call = policy.policy_for_call(context, spec.pinned, self.rollouts.standing(spec))
         verdicts: list[Verdict] = []
         for static in statics:
             verdict = self._judge(spec, context, policy, policy_for_call, static, unavailable, now_s, subject)
@@ -343,19 +339,18 @@ class Engine:
         switch_us = self.switches.get(spec.device)
         prices = {v.kernel_id: price_of(v, spec, context, policy, self._staying, switch_us) for v in verdicts}
         verdicts = [with_price(verdict, prices[verdict.kernel_id]) for verdict in verdicts]
+        stands_for: dict[str, str] = {}
+        if self.rollouts:
+            verdicts, stands_for = self.rollouts.place(verdicts, spec, policy_for_call.names, unavailable)
         costs_us = {v.kernel_id: v.measured_us + prices[v.kernel_id].us for v in verdicts if v.measured_us}
-        fastest_us = min((costs_us[v.kernel_id] for v in verdicts if v.is_accepted and v.measured_us), default=None)
-        if fastest_us is not None:
-            ties = (GPU_TIE_SHARE * fastest_us, GPU_TIE_US) if spec.device else (TIE_SHARE * fastest_us, TIE_US)
-            for verdict in filter(lambda v: v.is_accepted or v.uncompiled is not None, verdicts):
-                part = share(costs_us.get(verdict.kernel_id, fastest_us), fastest_us, max(ties))
-                verdict.terms["perfdb"] = policy.weights.perfdb * part
+        add_shares(verdicts, costs_us, policy.weights.perfdb, is_on_gpu=bool(spec.device), but_for=stands_for)
         for pinned in spec.candidates:
             if pinned in self.capabilities and spec.op not in self.capabilities[pinned].ops:
                 detail = f"{pinned} serves {', '.join(sorted(self.capabilities[pinned].ops))}"
                 unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
                 verdicts.append(Verdict(f"{pinned}.{spec.op}", pinned, (unserved,)))
-        return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, -v.score, v.kernel_id)))
+        scores = in_place_of(verdicts, stands_for)
+        return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, *scores[v.kernel_id])))
 
     def _static(self, context: SelectionContext) -> tuple[DescriptorMatch, ...]:
         """Each kernel of the op matched with the call, from the validity cache."""

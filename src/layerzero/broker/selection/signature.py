@@ -46,6 +46,7 @@ class CallSpec:
     policy: Mapping[str, Any] = field(default_factory=dict)  # what the caller asks for beyond the broker's policy
     next_ops: tuple[str, ...] = ()  # ops that take this one's result: a kernel that fuses them is worth more
     device: str = ""  # UUID of the GPU that all tensors are on; "" for the CPU
+    rolled: tuple[str, ...] = ()  # versions that stand in for their backends here: a rollout wants it
 
     @classmethod
     def parse(cls, body: bytes) -> CallSpec:
@@ -219,6 +220,11 @@ class Signature:
     neighbours: Neighbourhood | None = None  # calls that are ranked as this one is
     neighbours_seen: tuple[int, int] = (-1, -1)  # `seen` when they were looked for
     users: int = 0  # routes and open calls
+
+    @property
+    def place(self) -> tuple[bytes, tuple[str, ...]]:
+        """What tells it from others: its key, and which versions stand in for their backends."""
+        return self.key, self.spec.rolled
 
 
 def unknown_backend(backend: object, known: Iterable[str], refused: str = "") -> str:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli import options
+from layerzero.client.cli import rollout as cli_rollout
 from layerzero.client.cli.attach import attach
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
@@ -86,6 +87,7 @@ app.command()(replay)
 app.command()(attach)
 app.command()(ops)
 app.command()(compare)
+cli_rollout.add_to(app)
 app.command("bisect")(cli_bisect.bisect)
 
 

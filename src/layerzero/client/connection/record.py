@@ -35,6 +35,8 @@ class Told(messages.Decision):
         return cls(**vars(decision), told_ns=time.perf_counter_ns())
 
 
+ROLLOUT = "rollout: "  # what the broker's note on a version begins with that stands in for another
+
 # Of a call that ended well: plan, copies, start and end in ns, the kernel's ns, failed attempts as the broker tells
 # them, what served, attempts that failed before the broker was asked, a note or "". A tuple: every call makes one.
 # Copies of a call that was made again (client/session/_repeats.c) may be those of the first one, and of each by turns
@@ -71,7 +73,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         kernel_us=kernel_ns / 1e3,
         attempts=(*prior, *(_attempt(a) for a in attempts), good),
         candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
-        notes=(note,) if note else (),
+        notes=(*rolled_out(decision.kernel_id, decision.candidates), *((note,) if note else ())),
         verdicts_age_s=age_s,
     )
 
@@ -134,7 +136,14 @@ def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
         worker_pid=None,
         path=BROKER if best else None,
         candidates=candidates,
+        notes=rolled_out(best.kernel_id, answer["candidates"]) if best else (),
     )
+
+
+def rolled_out(kernel_id: str, candidates: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The rollout by which a kernel serves the call, if any: one of its notes among the verdicts."""
+    notes = (note for one in candidates if one["kernel_id"] == kernel_id for note in one["notes"])
+    return tuple(note for note in notes if note.startswith(ROLLOUT))
 
 
 def with_refusal(candidate: Candidate, refusals: Mapping[str, str]) -> Candidate:

@@ -171,7 +171,7 @@ class GpuCalls:
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):
                 asked_in, (route, specs) = overlay.process(), self._route(request, arrays, out, gpu)
-                if self._session.sampler.is_on and self._session.sampler.draw_on_gpu(route.overlay) is not None:
+                if self._session.sampler.is_on and self._session.sampler.draw_on_gpu(route) is not None:
                     self._session.sampler.count("captured")  # a copy would be one of each replay
                 if not route.is_armed:  # no worker has served it: was it lifted from the first?
                     before = context.driver.exchange_capture_mode(CAPTURE_RELAXED)

@@ -28,9 +28,9 @@ class Sampler(Protocol):
     def is_on(self) -> bool:
         """Whether any calls are sampled."""
 
-    def draw_on_gpu(self, overlay: str) -> bool | None:
+    def draw_on_gpu(self, route: Route) -> bool | None:
         """Whether this call is to be compared (True) or is for tuning and watchers alone (False); None: it is not
-        sampled. `overlay`: the caller's policy, as text."""
+        sampled."""
 
     def count(self, what: str) -> None:
         """Say what became of a sample."""
@@ -89,7 +89,7 @@ def sampled(
     """The call as a sample, if it is one, with copies of its inputs. Needs the GPU's context to be current."""
     if request.is_apart or not sampler.is_on:
         return None
-    is_checked = sampler.draw_on_gpu(route.overlay)
+    is_checked = sampler.draw_on_gpu(route)
     if is_checked is None:
         return None
     results = route.plan.results

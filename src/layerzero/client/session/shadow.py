@@ -31,8 +31,8 @@ from layerzero.client.connection.overlay import Scope, only
 from layerzero.client.connection.report import Copy, SelectionReport
 from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.gpu.samples import MAX_SAMPLE_BYTES, REASON, GpuSample
-from layerzero.client.session.watched import ONLY_UNNAMED, WatchedCall, Watcher
-from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
+from layerzero.client.session.watched import ONLY_UNNAMED, WatchedCall, Watcher, takes
+from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, from_wire
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import NO_ARENA, REF, Kind
 from layerzero.ipc.vocabulary.numerics import difference, gather, unpack
@@ -76,7 +76,8 @@ class Shadow:
         self._next_gpu_call = NEVER  # as next_seq, of calls on GPUs
         self._has_stream = False  # the thread has one on a GPU, and stays: streams are not given back
         self._of_overlays: dict[str, float] = {}  # what policy says with each on top, where it is more than 0
-        self._rate = self._tune_rate = self._watch_rate = 0.0  # the highest in force
+        self._rate = self._tune_rate = self._watch_rate = self._pair_rate = 0.0  # the highest in force
+        self._pairs: dict[str, tuple[str, float]] = {}  # by backend: what a rollout compares it with, and how often
         self._watchers: tuple[Watcher, ...] = ()
         self._unseen = 0  # samples that are queued, or being looked at
         self._seen = threading.Condition(self._lock)
@@ -105,6 +106,12 @@ class Shadow:
     def follow_decision(self, route: Route, decision: messages.Decision) -> None:
         """The broker tells with each decision of a route what policy says of its calls."""
         self.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
+        pairs = {}
+        for old, new, rate in decision.shadowed:
+            pairs[str(old)], pairs[str(new)] = (str(new), float(rate)), (str(old), float(rate))
+        if pairs != self._pairs:
+            self._pairs, self._pair_rate = pairs, max((rate for _, rate in pairs.values()), default=0.0)
+            self._restart()
 
     def follow(self, overlay: str, rate: float, *, tunes: bool) -> None:
         """What policy says of calls with this overlay; the broker tells it with each decision."""
@@ -129,12 +136,16 @@ class Shadow:
 
     def _set_watchers(self, watchers: tuple[Watcher, ...]) -> None:
         self._watchers, self._watch_rate = watchers, max((one.rate for one in watchers), default=0.0)
-        is_on = self._rate or self._tune_rate or watchers
+        self._restart()
+
+    def _restart(self) -> None:
+        """The highest rate may be another: count anew to the next sample, if there is to be one."""
+        is_on = self._rate or self._tune_rate or self._watchers or self._pairs
         self.next_seq = self._next_gpu_call = 0 if is_on else NEVER
 
     @property
     def _highest(self) -> float:
-        return max(self._rate, self._tune_rate, self._watch_rate)
+        return max(self._rate, self._tune_rate, self._watch_rate, self._pair_rate)
 
     def _settle(self, tune_rate: float) -> None:
         before = self._rate, self._tune_rate
@@ -142,23 +153,23 @@ class Shadow:
         self._rate = self.own_rate if self.own_rate is not None else max(rates, default=0.0)
         self._tune_rate = tune_rate
         if before != (self._rate, tune_rate):
-            self.next_seq = self._next_gpu_call = 0 if self._rate or tune_rate or self._watchers else NEVER
+            self._restart()
 
     @property
     def is_on(self) -> bool:
         """Whether any calls are sampled."""
         return self.next_seq != NEVER
 
-    def draw_on_gpu(self, overlay: str) -> bool | None:
+    def draw_on_gpu(self, route: Route) -> bool | None:
         """Whether a call on a GPU that comes now is to be compared (True) or is for tuning and watchers alone (False);
-        None: it is not sampled. `overlay`: the caller's policy, as text."""
+        None: it is not sampled."""
         self._gpu_calls += 1
         if self._gpu_calls < self._next_gpu_call:
             return None
         is_due, highest = self._next_gpu_call > 0 or bool(self._watchers), self._highest
         number = self._session.link.welcome.number
         self._next_gpu_call = self._gpu_calls + gap(number, self._gpu_calls, highest)
-        is_checked = random.random() * highest < self._rate_of(overlay)
+        is_checked = random.random() * highest < self._rate_of(route)
         if not is_due or not (is_checked or self.tunes or self._watchers):
             return None
         if self._queue.full():  # before anything is copied
@@ -174,8 +185,14 @@ class Shadow:
         """Look at a call on a GPU once it is done."""
         self._enqueue(sample)
 
-    def _rate_of(self, overlay: str) -> float:
-        return self.own_rate if self.own_rate is not None else self._of_overlays.get(overlay, 0.0)
+    def _rate_of(self, route: Route) -> float:
+        """Of checks: as a rollout says of the backend that served the route last, or else as policy does."""
+        latest = list(route.decisions.values())[-1:] if self._pairs else []  # other threads add to them
+        pair = self._pairs.get(latest[0].backend) if latest else None
+        return self._rate_by_policy(route) if pair is None else max(pair[1], self._rate_by_policy(route))
+
+    def _rate_by_policy(self, route: Route) -> float:
+        return self.own_rate if self.own_rate is not None else self._of_overlays.get(route.overlay, 0.0)
 
     def take(self, submitted: Submitted, seq: int) -> Sample | None:
         """Copy the inputs of a call that was just sent, and settle which call is next. The caller waits for this."""
@@ -183,7 +200,7 @@ class Shadow:
         # Whoever watches wants the first call, too.
         is_due, highest = self.next_seq > 0 or bool(self._watchers), self._highest
         self.next_seq = seq + gap(submitted.link.welcome.number, seq, highest)
-        is_checked = random.random() * highest < self._rate_of(submitted.route.overlay)
+        is_checked = random.random() * highest < self._rate_of(submitted.route)
         is_watched = random.random() * highest < self._watch_rate
         if not is_due or not (is_checked or is_watched or self.tunes):
             return None
@@ -251,7 +268,13 @@ class Shadow:
                 self._thread.start()
 
     def _reference(self, decision: messages.Decision) -> tuple[str, str] | None:
-        """Kernel and backend to compare with: it takes this call, and is trusted more than the one that served."""
+        """Kernel and backend to compare with: it takes this call, and is trusted more than the one that served, or is
+        the other version of a rollout."""
+        pair = self._pairs.get(decision.backend)
+        if pair is not None:
+            name = decision.kernel_id.removeprefix(decision.backend)
+            others = (one for one in decision.candidates if one["kernel_id"] == f"{pair[0]}{name}")
+            return next(((one["kernel_id"], pair[0]) for one in others if takes(one)), None)
         for backend in self.references:
             if backend == decision.backend:
                 return None
@@ -260,6 +283,11 @@ class Shadow:
                 if candidate["backend"] == backend and reasons <= ONLY_UNNAMED:
                     return candidate["kernel_id"], backend
         return None
+
+    def _is_new(self, backend: str) -> bool:
+        """The new version of a rollout."""
+        pair = self._pairs.get(backend)
+        return pair is not None and backend.startswith(f"{pair[0]}@")
 
     def _work(self) -> None:
         while True:
@@ -303,8 +331,14 @@ class Shadow:
 
     def _compare(self, submitted: Submitted, sample: Sample) -> None:
         spec = submitted.route.plan.outputs[0]
-        output, _ = self._run(submitted, sample, sample.backend, sample.reference)
-        error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
+        try:
+            output, _ = self._run(submitted, sample, sample.backend, sample.reference)
+        except BackendError:
+            if not self._is_new(sample.backend):
+                raise
+            error = math.inf  # it has no result where the other version has one
+        else:
+            error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
         self.counts["compared"] += 1
         answer = self._session.ask(
             "shadow", route=submitted.route.body, kernel_id=sample.kernel_id, reference=sample.reference, error=error
@@ -351,10 +385,16 @@ class Shadow:
 
     def _compare_on_gpu(self, sample: GpuSample, kernel_id: str, reference: str, backend: str) -> None:
         assert sample.output is not None
-        found, _ = self._run_on_gpu(sample, backend, reference)
-        rows = [memoryview(gather(memoryview(one.load()), one.spec)) for one in (sample.output, found)]
-        spec = TensorSpec.contiguous(found.spec.dtype, found.spec.shape)
-        error = compare(rows[0], rows[1], spec, self.counts["compared"])
+        try:
+            found, _ = self._run_on_gpu(sample, backend, reference)
+            rows = [memoryview(gather(memoryview(one.load()), one.spec)) for one in (sample.output, found)]
+        except BackendError:
+            if not self._is_new(backend):
+                raise
+            error = math.inf  # as in `_compare`
+        else:
+            spec = TensorSpec.contiguous(found.spec.dtype, found.spec.shape)
+            error = compare(rows[0], rows[1], spec, self.counts["compared"])
         self.counts["compared"] += 1
         answer = self._session.ask(
             "shadow", route=sample.route.body, kernel_id=kernel_id, reference=reference, error=error

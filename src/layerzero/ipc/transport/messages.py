@@ -441,6 +441,8 @@ class Decision(Message):
     shadow_rate: float = 0.0  # share of this route's calls that policy wants repeated on a reference
     offers_samples: bool = False  # policy gives time for tuning in the background: offer calls by `sample`
     slot: int = 0  # on a GPU: where the worker has left its sign (MapGpu)
+    # Versions that are to be compared in calls that either serves: lists of backend, version, share of such calls.
+    shadowed: list[Any] = field(default_factory=list)
 
 
 @named_record

@@ -28,6 +28,8 @@ def test_the_list_of_settings_is_that_of_the_broker() -> None:
     """A client does not load the broker's declarations, and must know their names."""
     assert list(variables.SETTINGS) == list(Settings.model_fields)
     assert set(variables.PATHS) <= set(variables.SETTINGS)
+    paths = {name for name, field in Settings.model_fields.items() if "Path" in str(field.annotation)}
+    assert paths - {"runtime_dir", "overlay"} <= set(variables.PATHS), "a broker runs in another folder"
 
 
 def test_every_variable_that_the_source_names_is_declared() -> None:

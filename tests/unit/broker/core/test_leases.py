@@ -56,7 +56,7 @@ def settled(*backends: str, is_open: bool = True, **limits: object) -> Driver:
 
 def poison(driver: Driver) -> list[act.Action]:
     """Inputs of route 1 are in quarantine, as if two workers had died of them."""
-    driver.state.clients[CLIENT].routes[1].poisons += 1
+    driver.state.clients[CLIENT].poisons[1] += 1
     return driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
 
 

@@ -77,6 +77,7 @@ REASONS = {
     Reason.DTYPE_UNSUPPORTED,
     Reason.NOT_COMPILED,
     Reason.NOT_INSTALLED,
+    Reason.VERSION_NOT_NAMED,
     Reason.ENV_CHANGED,
     Reason.NOT_JOINED,
     Reason.NOT_PINNED,
