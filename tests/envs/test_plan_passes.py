@@ -169,9 +169,7 @@ def test_projections_of_one_array_are_one_where_weights_are_fixed(weights: Array
 
 def test_read_only_weights_need_no_word(weights: Arrays) -> None:
     """Bias and no bias are two groups; results that are the caller's stay arrays of their own."""
-    fixed = [numbers(n, H * D, H * D) for n in range(4)]
-    for w in fixed:
-        w.flags.writeable = False
+    fixed = [np.frombuffer(numbers(n, H * D, H * D).tobytes(), np.float32).reshape(H * D, H * D) for n in range(4)]
     x = numbers(1, S, H * D)
 
     def gated(x: Any) -> Any:

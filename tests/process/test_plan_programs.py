@@ -84,8 +84,7 @@ def program(seed: int) -> tuple[Callable[..., Any], list[Any]]:
     """A function of two arrays and a list of constants, and those constants."""
     dice = random.Random(seed)
     numbers = np.random.default_rng(seed)
-    fixed = numbers.standard_normal((N, N)).astype(np.float32)
-    fixed.flags.writeable = False
+    fixed = np.frombuffer(numbers.standard_normal((N, N)).astype(np.float32).tobytes(), np.float32).reshape(N, N)
     constants = [fixed, numbers.standard_normal((N, N)).astype(np.float32)]
     constants.append(lz.share(numbers.standard_normal((N, N)).astype(np.float32)))
     steps: list[Step] = []

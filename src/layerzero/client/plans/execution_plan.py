@@ -18,7 +18,7 @@ from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.debugging import compared
 from layerzero.client.plans.diagnostics import Diagnostics, PlanEvent, to_json
-from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.frozen import FrozenPlan, apart
 from layerzero.client.plans.graph_library import LIBRARIES
 from layerzero.client.plans.graph_plan import GraphPlan
 from layerzero.client.plans.guards import arrays_of, is_captured, key_of, label_of, modes_of
@@ -276,6 +276,7 @@ class ExecutionPlan:
                 made.let_go({storage.number for storage in made.storages if storage.origin == CONSTANT})
         elif variant.recordings > self._warmup:
             self._freeze(session, variant, made, args, kwargs, value)
+            return value if variant.program is None else apart(variant.program, value)
         return value
 
     def _freeze(
@@ -461,7 +462,7 @@ def plan(
     say), are kept as they were when it was recorded; without it such a function is run as ever.
     fixed_weights: the caller's word that arrays which the function has of its own are not changed: they may be folded,
     and weights of several projections laid side by side; after changes call `reset`. Without it, only arrays that are
-    read-only down to their memory count as such.
+    read-only down to bytes of Python's count as such.
     keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
     process need not time it; False times it in this process.
     passes: names of the passes that may change the program, of "constants", "identities", "common", "attention",

@@ -266,6 +266,13 @@ def _assign(target: Any, result: Any) -> None:
         target[...] = result
 
 
+def apart(program: Program, value: Any) -> Any:
+    """The result of the run that was recorded, with copies of the arrays that the plan has baked."""
+    values = program.recording.values
+    baked = {id(one.obj) for one in values if one.storage.number in program.fresh_constants}
+    return map_leaves(value, lambda leaf: _copy(leaf) if id(leaf) in baked else leaf) if baked else value
+
+
 def _copy(array: Any) -> Any:
     return array.clone() if hasattr(array, "clone") else array.copy()
 

@@ -54,20 +54,6 @@ class Program:
         return found
 
 
-def is_immutable(obj: Any) -> bool:
-    """Whether nobody can change its numbers: read-only down to the memory that it is a view of."""
-    numpy = sys.modules.get("numpy")
-    while numpy is not None and isinstance(obj, numpy.ndarray):
-        if obj.flags.writeable:
-            return False
-        if obj.base is None:
-            return True
-        obj = obj.base
-    if isinstance(obj, memoryview):
-        return obj.readonly and isinstance(obj.obj, bytes)
-    return isinstance(obj, bytes)
-
-
 # --- which steps may cross in a chain
 
 
@@ -119,13 +105,16 @@ def _is_in_reach(program: Program, value: Value) -> bool:
 
 
 def fold_constants(program: Program) -> None:
-    """Steps on constants that cannot change are done: what they made when they were recorded is a constant, too."""
+    """Steps on constants that cannot change are done: what they made when they were recorded is a constant, too. Not
+    what the function gives: that is its caller's to write to, the recorded one and each later one."""
+    given = {value.storage.number for value in program.outputs()}
     folded = []
     for step in program.steps:
         homes = {value.storage for value in program.reads(step)}
         is_fixed = homes and all(h.number in program.immutable and not h.writers for h in homes)
         is_known = step.request is not None or is_view(step) or _is_pure(step)  # another one may draw random numbers
-        if is_fixed and is_known and not step.writes and all(not storage.writers for storage in step.fresh):
+        is_own = all(not storage.writers and storage.number not in given for storage in step.fresh)
+        if is_fixed and is_known and not step.writes and is_own:
             folded.append(step)
             for storage in step.fresh:
                 storage.origin = CONSTANT

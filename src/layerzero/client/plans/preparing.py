@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
+from layerzero.client.arrays.immutable import immutable_owner
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.plans.attention_fusion import fuse_attention
 from layerzero.client.plans.comparing import NEW, constant_kind
@@ -15,7 +16,6 @@ from layerzero.client.plans.passes import (
     choose_chained,
     drop_unused,
     fold_constants,
-    is_immutable,
     place,
     share_equal,
 )
@@ -74,7 +74,8 @@ def prepare(
         kind = constant_kind(first.values[number], value)
         if kind == NEW:
             program.fresh_constants.add(value.storage.number)
-        if kind == NEW or is_immutable(value.obj) or (has_fixed_weights and not value.storage.writers):
+        is_immutable = immutable_owner(value.obj) is not None
+        if kind == NEW or is_immutable or (has_fixed_weights and not value.storage.writers):
             program.immutable.add(value.storage.number)
     choose_chained(program)
     is_on_gpu = recording.device not in (None, CPU)
