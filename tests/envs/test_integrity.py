@@ -18,7 +18,8 @@ from tests.process import forks
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.envs.build.build import Env, drift, ensure, resolve
+from layerzero.envs.build.build import drift, ensure, resolve
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import find_uv
 from layerzero.envs.build.overlay import site_packages
 from layerzero.envs.build.wheelhouse import Wheelhouse

@@ -24,7 +24,8 @@ from tests.process.harness import Site, wait_until
 
 import layerzero as lz
 from layerzero.envs.build.base import inspect
-from layerzero.envs.build.build import Env, drift, ensure, find, hold, plan
+from layerzero.envs.build.build import drift, ensure, find, hold, plan
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import InstallerName, find_uv, pick
 from layerzero.envs.build.overlay import site_packages
 from layerzero.envs.build.wheelhouse import Wheelhouse

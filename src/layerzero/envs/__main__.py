@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from layerzero.envs import functions, signing
-from layerzero.envs.build.build import Env, command, find
+from layerzero.envs.build.build import command, find
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import pick
 from layerzero.envs.build.lock import is_in_a_package
 from layerzero.envs.build.lock import lock as write_lock

@@ -17,10 +17,12 @@ import platformdirs
 
 from layerzero.capabilities.descriptor import Capability
 from layerzero.envs import manifest as manifests
+from layerzero.envs.build import existing
 from layerzero.envs.build import store as locks
-from layerzero.envs.build.build import Env, ensure, find
+from layerzero.envs.build.build import base_drift, ensure, find
+from layerzero.envs.build.env import Env
+from layerzero.envs.build.lock import find_lock, read_lock
 from layerzero.envs.build.lock import lock as write_lock
-from layerzero.envs.build.lock import read_lock
 from layerzero.envs.build.progress import Progress
 from layerzero.envs.declared import Declared
 from layerzero.envs.manifest import EnvManifest
@@ -68,6 +70,18 @@ def declare(declared: Declared, store: Path) -> EnvManifest:
     return manifests.load(path)
 
 
+def found(declared: Declared, store: Path) -> str:
+    """The interpreter that is named, as it is now; empty where the environment has one of its own. Raises EnvError
+    where it cannot be used."""
+    return existing.look(declare(declared, store)).text if declared.interpreter else ""
+
+
+def changed(declared: Declared, store: Path) -> str:
+    """What has changed since the environment was built; empty for nothing."""
+    env = built(declared, store)
+    return "" if env is None else base_drift(env)
+
+
 def built(declared: Declared, store: Path) -> Env | None:
     """The environment where it is built."""
     path = manifest_path(declared, store)
@@ -81,7 +95,15 @@ def built(declared: Declared, store: Path) -> Env | None:
 
 
 def lock_where_missing(manifest: EnvManifest, progress: Progress) -> None:
-    """Resolve a declaration that has no lock yet. Raises EnvError with what the resolver says."""
+    """Resolve a declaration that has no lock yet; of an existing interpreter, where that lacks what a worker needs.
+    Raises EnvError with what the resolver says."""
+    if manifest.interpreter == "existing":
+        manifest = existing.look(manifest).beside
+        if not manifest.requirements("cpu"):
+            return
+        kept = find_lock(manifest, "cpu")
+        if kept is not None and len(kept.pins) > len(manifest.requirements("cpu")):  # it lacked more then
+            kept.path.unlink(missing_ok=True)
     for variant in manifest.variants:
         try:
             read_lock(manifest, variant)
@@ -133,12 +155,16 @@ def _write(path: Path, text: str) -> None:
 
 def _manifest(declared: Declared) -> str:
     asked = ", ".join(declared.requires) or "nothing but Python"
+    summary, where = f"functions: {asked}", [f"python = {_text(declared.python)}"]
+    if declared.interpreter:
+        summary = f"functions: {declared.interpreter}{', '.join(('', *declared.requires))}"
+        where = ['interpreter = "existing"', f"executable = {_text(declared.interpreter)}"]
     lines = [
         "# Written by lz.env; its name ends in a hash of what it asks for.",
-        f"summary = {_text(f'functions: {asked}'[:200])}",
+        f"summary = {_text(summary[:200])}",
         'provider = "functions"',
         f"descriptor = {_text(f'{declared.backend}.json')}",
-        f"python = {_text(declared.python)}",
+        *where,
         "",
         "[env]",
         f"{VARIABLE} = {_text(declared.backend)}",

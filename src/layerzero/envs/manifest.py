@@ -129,7 +129,8 @@ class EnvManifest(BaseModel):
     provider: str  # module of layerzero.workers.providers, or a .py path relative to the manifest
     descriptor: str  # capabilities/descriptors/NAME.json, or a .json path relative to the manifest
     version_of: str | None = None  # the backend beside which it is another version; then the name is BACKEND@VERSION
-    interpreter: Literal["venv", "host"] = "venv"
+    interpreter: Literal["venv", "host", "existing"] = "venv"
+    executable: str | None = None  # of an existing interpreter, or a folder that has bin/python
     own_python: Minor | None = None  # `python`, where with_python chose another
     python: Minor | None = None
     other_pythons: tuple[Minor, ...] = ()  # that it may be built with, too; each has a lock of its own
@@ -165,6 +166,14 @@ class EnvManifest(BaseModel):
             raise ValueError('interpreter "venv" needs `python` and at least one [variants.*] table')
         if self.interpreter == "host" and (self.python or self.variants or self.other_pythons):
             raise ValueError('interpreter "host" builds nothing: pythons and [variants.*] must be absent')
+        is_existing = self.interpreter == "existing"
+        is_named = self.executable is not None and Path(self.executable).is_absolute()
+        if is_existing != is_named or (self.executable and not is_existing):
+            raise ValueError('interpreter "existing" needs `executable`, an absolute path, and no other one has it')
+        if is_existing and (self.python or self.other_pythons or set(self.variants) != {"cpu"}):
+            raise ValueError('interpreter "existing" has the Python that it is, and [variants.cpu] alone')
+        if is_existing and (self.provider != "functions" or self.hub is not None):
+            raise ValueError('interpreter "existing" is for functions: provider = "functions", and no [hub]')
         if self.hub is not None and set(self.hub.build) != set(self.variants):
             raise ValueError("hub.build must name a folder of the repository's build/ for each of [variants.*]")
         return self
@@ -204,6 +213,10 @@ class EnvManifest(BaseModel):
             )
         return self.model_copy(update={"python": minor, "own_python": self.pythons[0]})
 
+    def beside(self, minor: str, lacks: Sequence[str]) -> EnvManifest:
+        """What is put beside an existing interpreter of this Python ("3.11"): the requirements that it lacks."""
+        return self.model_copy(update={"python": minor, "variants": {"cpu": Variant(requirements=tuple(lacks))}})
+
     @property
     def provider_target(self) -> str:
         """What the worker imports: a dotted module, or the absolute path of a .py file. Raises ConfigError for what
@@ -233,7 +246,8 @@ class EnvManifest(BaseModel):
     def lock_path(self, variant: str) -> Path:
         """Built-in locks have a folder of their own; anyone else's lie beside the manifest."""
         folder = self.path.parent.resolve()
-        tag = f".py{self.python.replace('.', '')}" if self.python and self.python != self.pythons[0] else ""
+        is_other = self.python != (None if self.interpreter == "existing" else next(iter(self.pythons), None))
+        tag = f".py{self.python.replace('.', '')}" if self.python and is_other else ""
         return (folder.parent / "locks" if folder == BUILTIN else folder) / f"{self.name}.{variant}{tag}.txt"
 
     def requirements(self, variant: VariantName) -> tuple[str, ...]:
@@ -246,7 +260,8 @@ class EnvManifest(BaseModel):
                 f"{self.path}: variants: {self.name} has no variant {variant!r}; allowed: {', '.join(self.variants)}"
                 + hint
             )
-        return (*self.variants[variant].requirements, *WORKER_REQUIREMENTS)
+        ours = () if self.interpreter == "existing" else WORKER_REQUIREMENTS  # of which it may have some
+        return (*self.variants[variant].requirements, *ours)
 
 
 @dataclass(frozen=True)

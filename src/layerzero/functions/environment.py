@@ -21,8 +21,15 @@ MAX_FILE_BYTES = 1 << 20
 class FunctionEnv:
     """An environment that functions run in: packages and a Python. Made by `lz.env`; nothing is built by that."""
 
-    def __init__(self, name: str, requires: Sequence[str], python: str, workers: int = 1) -> None:
-        self._declared = Declared.of(name, requires, python)
+    def __init__(
+        self,
+        name: str,
+        requires: Sequence[str],
+        python: str,
+        workers: int = 1,
+        from_interpreter: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._declared = Declared.of(name, requires, python, from_interpreter)
         pools.demand_workers(workers)
         self._workers = workers
 
@@ -42,7 +49,13 @@ class FunctionEnv:
 
     @property
     def python(self) -> str:
+        """Such as "3.11"; empty where `interpreter` is the one."""
         return self._declared.python
+
+    @property
+    def interpreter(self) -> str:
+        """The path of an existing interpreter, or of the folder of one, that it was declared with; else empty."""
+        return self._declared.interpreter
 
     @property
     def workers(self) -> int:
@@ -51,7 +64,7 @@ class FunctionEnv:
 
     def options(self, *, workers: int) -> FunctionEnv:
         """The same environment whose functions have so many workers. Raises InvalidArgument."""
-        return FunctionEnv(self.name, self.requires, self.python, workers)
+        return FunctionEnv(self.name, self.requires, self.python or HERE, workers, self.interpreter or None)
 
     @property
     def backend(self) -> str:
@@ -93,14 +106,9 @@ class FunctionEnv:
     def explain_failure(self, error: LayerZeroError, ask: Any) -> LayerZeroError:
         """Why a call did not come to this environment: not built, unknown to the broker, or `error`. `ask`: of the
         session."""
-        from layerzero.envs import functions
-
-        if not self.is_built:
-            functions.declare(self._declared, self._store)
-            text = (
-                f"run: {self.build_command}\nenvironment {self.name} is not built ({', '.join(self.requires) or HERE})"
-            )
-            return EnvError(text, env=self.backend, cause="not built", repair=self.build_command)
+        unready = self.unready()
+        if unready is not None:
+            return unready
         try:
             state = ask("health", backend=self.backend)
         except InvalidArgument:
@@ -120,9 +128,35 @@ class FunctionEnv:
             return EnvError(text, env=self.backend, cause=cause, repair=repair)
         return error
 
+    def unready(self) -> EnvError | None:
+        """Why it cannot be used as it is on disk: not built, or changed since."""
+        from layerzero.envs import functions
+
+        try:
+            asked = ", ".join(self.requires) or HERE
+            asked = functions.found(self._declared, self._store) or asked
+            cause = functions.changed(self._declared, self._store) if self.is_built else "not built"
+        except EnvError as exc:
+            exc.facts["env"] = self.backend
+            return exc
+        if not cause:
+            return None
+        functions.declare(self._declared, self._store)
+        told = f"is not built ({asked})" if cause == "not built" else f"has changed: {cause}"
+        text = f"run: {self.build_command}\nenvironment {self.name} {told}"
+        return EnvError(text, env=self.backend, cause=cause, repair=self.build_command)
+
+    def found(self) -> str:
+        """Its existing interpreter as it is now: path, Python, how many distributions, and a hash of what is installed;
+        empty where it has one of its own. Raises EnvError where that interpreter cannot be used."""
+        from layerzero.envs import functions
+
+        return functions.found(self._declared, self._store)
+
     def __repr__(self) -> str:
         asked = ", ".join(self.requires) or "no packages"
-        return f"<lz.env {self.backend}: Python {self.python}, {asked}>"
+        where = f"Python {self.python}" if self.python else self.interpreter
+        return f"<lz.env {self.backend}: {where}, {asked}>"
 
 
 class Environments:
@@ -136,15 +170,20 @@ class Environments:
         python: str | None = None,
         build: str | None = None,
         workers: int = 1,
+        from_interpreter: str | os.PathLike[str] | None = None,
     ) -> FunctionEnv:
         """An environment with these packages. Nothing is built, unless `build="now"`: a call into one that is not
         built is an error that says the command.
 
         name: for people, [a-z0-9_-]. requires: requirements such as "numpy<2"; wheels alone are installed. python: such
-        as "3.11"; this interpreter's when left out. workers: how many processes its functions have, so that calls run
+        as "3.11"; this interpreter's when left out. from_interpreter: the path of a Python, or of the folder of a venv
+        or conda environment, that is used as it is: nothing is installed there, and `requires` is what it must have.
+        workers: how many processes its functions have, so that calls run
         side by side; each is started when it is needed. Raises InvalidArgument, and with build="now" EnvError.
         """
-        found = FunctionEnv(name, requires, HERE if python is None else python, workers)
+        if from_interpreter is not None and python is not None:
+            raise InvalidArgument("lz.env: python and from_interpreter are both named; that interpreter has its Python")
+        found = FunctionEnv(name, requires, HERE if python is None else python, workers, from_interpreter)
         if build is None:
             return found
         if build != "now":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -28,7 +29,7 @@ from layerzero.functions.handle import Handle
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
 from layerzero.functions.streams import Stream
-from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.vocabulary import pools
@@ -45,7 +46,8 @@ _log = logging.getLogger("layerzero.functions")
 class FunctionExplanation:
     """Where a call would run, and what would be copied. `file`, `sha256`: empty for a name of lz.module. `state`: of
     the environment's worker, or why there is none. `command`: what to run first; empty for nothing. `candidates`: where
-    several workers may serve it, each with its score or every reason against it, the one that would be chosen first."""
+    several workers may serve it, each with its score or every reason against it, the one that would be chosen first.
+    `interpreter`: an existing one that the environment is, as it is now, or why it cannot be used; empty for others."""
 
     function: str
     env: str
@@ -57,10 +59,12 @@ class FunctionExplanation:
     copies: tuple[Copy, ...]
     uncopied_bytes: int
     candidates: tuple[Verdict, ...] = ()
+    interpreter: str = ""
 
     def __str__(self) -> str:
         of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
         lines = [f"{self.function}{of} in {self.backend}: {self.state}"]
+        lines += [f"  interpreter: {self.interpreter}"] if self.interpreter else []
         lines += [f"  run: {self.command}"] if self.command else []
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
         for one in self.candidates:
@@ -234,9 +238,13 @@ class Isolated(Generic[P, R]):
             state = "the broker learns of it by the first call"
         except LayerZeroError as exc:
             state = exc.message.partition("\n")[0]
-        if not self._env.is_built:
-            state, command = "its environment is not built", self._env.build_command
         where, code = self._env, self._code
+        interpreter = ""
+        if unready := where.unready():
+            cause, command = str(unready.facts["cause"]), str(unready.facts["repair"])
+            state = "its environment is not built" if cause == "not built" else cause
+        with contextlib.suppress(EnvError):
+            interpreter = where.found()
         return FunctionExplanation(
             self._label,
             where.name,
@@ -248,6 +256,7 @@ class Isolated(Generic[P, R]):
             tuple(given.copies),
             given.uncopied_bytes,
             self._verdicts(given),
+            interpreter,
         )
 
     def _verdicts(self, given: Arguments) -> tuple[Verdict, ...]:

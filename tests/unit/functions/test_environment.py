@@ -34,7 +34,7 @@ def test_a_declaration_is_named_by_what_it_asks_for() -> None:
         ({"requires": ["a @ https://example.org/a.whl"]}, "names a URL"),
         ({"requires": [3]}, "no requirement"),
         ({"python": "2.7"}, "a version such as '3.11'"),
-        ({"python": "/usr/bin/python3"}, "an interpreter of yours cannot be used yet"),
+        ({"python": "/usr/bin/python3"}, "an interpreter of yours is from_interpreter='/usr/bin/python3'"),
         ({"build": "later"}, 'allowed: "now"'),
     ],
 )

@@ -45,6 +45,7 @@ class FunctionWorkers:
         self._reserved: dict[str, Reservation] = {}  # by backend
         self._tokens = itertools.count(1)
         self._freed: set[str] = set()  # whose objects are gone, and that were not seen free since
+        self._renewed: dict[str, int] = {}  # generations whose interpreters were built in another state since
         self._rest_s = settings.functions_rest_s or math.inf
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # and since when they are the same
         self.due_s = math.inf  # when to look next
@@ -53,15 +54,18 @@ class FunctionWorkers:
         """End what was not called for long. A worker that keeps something for a client, an object for one, stays."""
         self.due_s = math.inf
         self._free_abandoned()
-        if self._rest_s == math.inf and not self._freed:
+        if self._rest_s == math.inf and not self._freed and not self._renewed:
             return
         self._poll_lanes()
         for backend, worker in self._state.workers.items():
             if worker.state is not WorkerState.READY or worker.is_joined or FUNCTION not in self._ops(backend):
                 self._uses.pop(backend, None)
                 continue
-            if backend in self._freed and self._is_free(backend, worker.generation):
+            is_renewed = self._renewed.get(backend) == worker.generation
+            if (backend in self._freed or is_renewed) and self._is_free(backend, worker.generation):
                 self._rest(backend)
+                if is_renewed:  # it may have been in a call
+                    self.due_s = min(self.due_s, now_s + FREED_S)
                 continue
             uses = (worker.generation, worker.answered, worker.failed)
             before, since_s = self._uses.get(backend, (None, now_s))
@@ -70,7 +74,7 @@ class FunctionWorkers:
                 self._uses[backend] = (uses, now_s)
             elif now_s - since_s >= self._rest_s:
                 self._handle(ev.WorkerSpared(backend))
-            rest_s = FREED_S if backend in self._freed else max(since_s + self._rest_s - now_s, 1.0)
+            rest_s = FREED_S if backend in self._freed or is_renewed else max(since_s + self._rest_s - now_s, 1.0)
             self.due_s = min(self.due_s, now_s + rest_s)
 
     def reserve(self, environment: str, identity: bytes) -> tuple[str, int]:
@@ -86,6 +90,14 @@ class FunctionWorkers:
                 return backend, token
         text = f"{MAX_RESERVED} objects have processes of their own in {environment}, the most that it may have"
         raise InvalidArgument(f'{text}; close() some, or let them share: process="pool"')
+
+    def renew(self, backend: str) -> None:
+        """What its worker has imported is no more what it would import: it ends as soon as it has nothing to do and
+        keeps nothing for anybody. The next call starts another."""
+        worker = self._state.workers[backend]
+        if worker.state is WorkerState.READY:
+            self._renewed[backend] = worker.generation
+            self.due_s = 0.0
 
     def free(self, backend: str, token: int) -> None:
         """Its object is gone: the worker ends. Nothing where another object has it by now."""

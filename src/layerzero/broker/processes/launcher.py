@@ -24,6 +24,7 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.envs import descriptors, functions
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.lifted.imports import Imports
 from layerzero.envs.manifest import NAME_PATTERN, EnvManifest, Problem, Source, load
@@ -53,8 +54,9 @@ class Launcher:
         self._settings = settings
         self._gpus = gpus
         self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
+        self._started: dict[str, str] = {}  # ids of the environments that workers were started in last
         self._held: dict[str, ExitStack] = {}
-        self._plans: dict[str, build.Env] = {}
+        self._plans: dict[str, Env] = {}
         self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
         self._joined_envs: dict[str, str] = {}
         self.imported: dict[str, ImportedBackend] = {}
@@ -151,6 +153,17 @@ class Launcher:
             return None if self._plan(backend).is_built else found
         return found
 
+    def is_renewed(self, backend: str) -> bool:
+        """Whether it runs in an interpreter of the user's that was built in another state since its worker has
+        started."""
+        if self.manifests[backend].interpreter != "existing":
+            return False
+        self._plans.pop(backend, None)
+        with suppress(EnvError, ConfigError):
+            env = self._plan(backend)
+            return env.is_built and self._started.get(backend, env.id) != env.id
+        return False
+
     def _read_allowed(self) -> None:
         with suppress(ConfigError):  # a broken policy file leaves the policy as it was, and lets no broker start
             self._allowed = kernel_sources.allowed(self._settings)
@@ -189,7 +202,7 @@ class Launcher:
         if refused is not None:
             raise EnvError(refused.refusal, env=backend, cause=refused.refusal, repair=refused.repair)
 
-    def _plan(self, backend: str) -> build.Env:
+    def _plan(self, backend: str) -> Env:
         """What the manifest and its lock describe; read again by `missing`, so after every reset."""
         env = self._plans.get(backend)
         if env is None:
@@ -336,6 +349,7 @@ class Launcher:
         self._checked.discard(backend)
         self._held[backend] = build.hold(env, checks=not is_checked)
         caches.make_folder(env)
+        self._started[backend] = env.id
         manifest = self.manifests[backend]
         environ = dict(env.environ)
         if functions.is_ours(manifest):  # several workers have one environment
@@ -388,6 +402,7 @@ class Launcher:
                 "built": env.is_built,
                 "on_host": env.on_host,
                 "overlay": str(env.base) if env.base else None,
+                "interpreter": str(env.python) if env.existing else None,
             }
         except LayerZeroError as exc:
             return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}

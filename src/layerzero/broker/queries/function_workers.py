@@ -41,12 +41,20 @@ def _learn(server: BrokerView, name: str) -> bool:
         policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
         server.handle(ev.PolicyChanged(policy))
         return missing is None
+    renew(server, name)
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     is_late = reason is not None and reason.code is Reason.NOT_INSTALLED and name not in server.joined.names
     if is_late and server.launcher.missing(name) is None:
         server.handle(ev.BackendReset(name, None))
         return True
     return reason is None
+
+
+def renew(server: BrokerView, name: str) -> None:
+    """Where the interpreter of this environment was built in another state since its worker has started, end that."""
+    if server.launcher.is_renewed(name):
+        server.state.engine.note_env(name, server.launcher.env_ids().get(name, ""))
+        server.function_workers.renew(name)
 
 
 def reserve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:

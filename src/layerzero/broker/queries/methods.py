@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
-from layerzero.broker.queries.function_workers import free, learn, reserve
+from layerzero.broker.queries.function_workers import free, learn, renew, reserve
 from layerzero.broker.queries.joint_plans import plan
 from layerzero.broker.queries.metrics import metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
@@ -280,6 +280,7 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
             server.handle(ev.BackendReset(backend, None))
             server.joined.offer(backend)
         else:
+            renew(server, backend)
             server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
     return {"reset": names}
 

@@ -87,7 +87,8 @@ def _environment(server: BrokerView, backend: str, record: ProbeRecord | None) -
         return Check(name, False, "built, and not probed yet", f"lz env probe {backend}")
     if not record.ok:
         return Check(name, False, record.cause, record.repair)
-    return Check(name, True, f"built and probed; {_certified(record)}")
+    where = server.launcher.facts(backend).get("interpreter")
+    return Check(name, True, f"{f'{where}, as it is; ' if where else 'built and '}probed; {_certified(record)}")
 
 
 def _joined(server: BrokerView, backend: str) -> Check:

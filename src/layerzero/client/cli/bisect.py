@@ -165,7 +165,8 @@ def _declared(aim: Target, wanted: Range, python: str | None) -> tuple[list[str]
         note(f"{aim.module} cannot be imported here ({type(exc).__name__}: {exc}); --with says what it requires")
         return [], python
     where = getattr(function, "env", None)
-    return without(wanted.name, getattr(where, "requires", ())), python or getattr(where, "python", None)
+    of_its = python or getattr(where, "python", None) or None  # one that has no Python of ours has an interpreter
+    return without(wanted.name, getattr(where, "requires", ())), of_its
 
 
 def _of_target(

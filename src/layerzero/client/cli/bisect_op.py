@@ -25,7 +25,8 @@ from layerzero.client.tools.compare_report import Compared
 from layerzero.envs import functions
 from layerzero.envs.build import interpreters
 from layerzero.envs.build import store as locks
-from layerzero.envs.build.build import Env, ensure
+from layerzero.envs.build.build import ensure
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import Uv
 from layerzero.envs.build.progress import Lines
 from layerzero.envs.manifest import EnvManifest, discover

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,6 +20,11 @@ from layerzero.envs.build.environ import tool_environ
 from layerzero.envs.build.interpreters import Python
 from layerzero.ipc.errors import EnvError
 
+OVERLAY, EXISTING = "overlay interpreter", "interpreter"  # what one is wanted for
+_REPAIRS = {
+    OVERLAY: "lz env build --overlay PYTHON, or the variable LAYERZERO_OVERLAY, with another PYTHON",
+    EXISTING: "name another one: lz.env(NAME, from_interpreter=PYTHON)",
+}
 _OLDEST = (3, 10)  # what the worker code runs on
 _TIMEOUT_S = 60.0
 # Folders are looked at before their contents are listed: what changes meanwhile is seen as a change later.
@@ -99,23 +105,24 @@ class Base:
         }
 
 
-def inspect(python: Path) -> Base:
-    """Ask an interpreter what it is and has. Runs it, unless that is known and nothing changed. Raises EnvError."""
+def inspect(python: Path, role: str = OVERLAY) -> Base:
+    """Ask an interpreter what it is and has. Runs it, unless that is known and nothing changed. `role`: what it is
+    wanted for, and what an error calls it. Raises EnvError."""
     found = shutil.which(str(python))
     if found is None:
         what = "is a folder" if python.is_dir() else "is no program that can be run"
-        raise _unusable(python, f"{what}; name an interpreter, such as /opt/venv/bin/python")
+        raise _unusable(python, f"{what}; name an interpreter, such as /opt/venv/bin/python", role)
     path = os.path.abspath(found)  # not resolved: a venv's python is a link, and the link is what makes it the venv's
     known = _known.get(path)
     if known is None or not known.is_current:
-        known = _known[path] = _ask(Path(path))
+        known = _known[path] = _ask(Path(path), role)
     return known
 
 
-def _ask(path: Path) -> Base:
+def _ask(path: Path, role: str) -> Base:
     try:
         answer = subprocess.run(
-            [path, "-I", "-c", _ASK],
+            [path, "-I", "-B", "-c", _ASK],
             env=tool_environ(os.environ, {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -124,11 +131,15 @@ def _ask(path: Path) -> Base:
             check=False,
             timeout=_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        raise _unusable(path, f"cannot be asked what it has: {exc}") from exc
+    except OSError as exc:
+        is_foreign = exc.errno == errno.ENOEXEC
+        why = "is no program for this machine" if is_foreign else f"cannot be run: {exc.strerror or exc}"
+        raise _unusable(path, why, role) from exc
+    except subprocess.TimeoutExpired as exc:
+        raise _unusable(path, f"did not say within {_TIMEOUT_S:g} s what it has", role) from exc
     if answer.returncode != 0:
         last = answer.stderr.strip().rpartition("\n")[2]
-        raise _unusable(path, f"ended with {answer.returncode} when asked what it has: {last[-200:]}")
+        raise _unusable(path, f"ended with {answer.returncode} when asked what it has: {last[-200:]}", role)
     try:
         said = json.loads(answer.stdout.rstrip().rpartition("\n")[2])
         executable, *facts = map(str, said["python"])
@@ -144,18 +155,14 @@ def _ask(path: Path) -> Base:
             seen=tuple((str(name), int(mtime)) for name, mtime in said["seen"]),
         )
     except (ValueError, KeyError, TypeError) as exc:
-        raise _unusable(path, f"is no Python interpreter: it answered {answer.stdout[-80:]!r}") from exc
+        raise _unusable(path, f"is no Python interpreter: it answered {answer.stdout[-80:]!r}", role) from exc
     version = tuple(int(part) for part in base.python.minor.split("."))
     if base.python.implementation != "CPython" or version < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
-        raise _unusable(path, f"is {base.python.implementation} {base.python.version}; needs CPython {oldest} or newer")
+        here = f"is {base.python.implementation} {base.python.version}"
+        raise _unusable(path, f"{here}; needs CPython {oldest} or newer", role)
     return base
 
 
-def _unusable(python: Path, why: str) -> EnvError:
-    return EnvError(
-        f"overlay interpreter {python} {why}",
-        env="",
-        cause=f"{python} {why}",
-        repair="lz env build --overlay PYTHON, or the variable LAYERZERO_OVERLAY, with another PYTHON",
-    )
+def _unusable(python: Path, why: str, role: str) -> EnvError:
+    return EnvError(f"{role} {python} {why}", env="", cause=f"{python} {why}", repair=_REPAIRS[role])

@@ -13,16 +13,17 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from layerzero.envs.build import downloads, indexes, integrity, interpreters, overlay, stage, store
 from layerzero.envs.build.base import Base, inspect
+from layerzero.envs.build.env import RECORD, Env, cache_folder
+from layerzero.envs.build.existing import Existing, changes, look
 from layerzero.envs.build.installers import Installer, Runner, ToolFailed, pick
 from layerzero.envs.build.interpreters import Python
 from layerzero.envs.build.lock import Lock, find_lock, read_lock
@@ -38,58 +39,6 @@ from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
 from layerzero.ipc.names import unknown_name
 
 BUILDER = 1  # part of every id; raise it when the way of building changes what is built
-RECORD = "lz-env.json"
-
-
-@dataclass(frozen=True)
-class Env:
-    """A place to run one backend. `environ` is to be merged over environ.worker_environ's passed variables."""
-
-    name: str
-    variant: VariantName
-    id: str  # of what is installed
-    python: Path
-    prefix: Path
-    environ: Mapping[str, str]
-    lock_hash: str  # of the lock, or of what an overlay was asked for; empty for the broker's own interpreter
-    source_hash: str  # of the staged worker code
-    store: Path
-    base: Path | None = None  # the interpreter that it is an overlay of
-    wheelhouse: Path | None = None  # where its wheels come from; None: the user's indexes
-    other_python: str = ""  # "3.12", where that is not the manifest's first choice
-    folder: Path | None = None  # of the manifest, where it is no built-in one
-
-    @property
-    def on_host(self) -> bool:
-        """Runs in the interpreter of the broker; nothing is built."""
-        return not self.lock_hash
-
-    @property
-    def lock_target(self) -> Path:
-        """What store.py's locks call this environment."""
-        return self.store / "envs" / f"{self.name}-{self.id}"
-
-    @property
-    def cache(self) -> Path:
-        """Where its compilers keep what they make. Named by what is installed: another environment compiles anew."""
-        return cache_folder(self.store, self.name, self.id)
-
-    @property
-    def is_built(self) -> bool:
-        # Not the record alone: bin/python dangles when the interpreter below the venv was removed.
-        return self.on_host or ((self.prefix / RECORD).is_file() and self.python.exists())
-
-    def record(self) -> dict[str, Any]:
-        """What lz-env.json says: id, versions, sizes, times. Empty for host environments."""
-        if self.on_host or not self.is_built:
-            return {}
-        found: dict[str, Any] = json.loads((self.prefix / RECORD).read_text(encoding="utf-8"))
-        return found
-
-
-def cache_folder(store: Path, name: str, env_id: str) -> Path:
-    """The folder of an environment's compiler caches."""
-    return store / "caches" / f"{name}-{env_id}"
 
 
 def resolve(name: str, folders: Sequence[Path] = ()) -> EnvManifest:
@@ -105,10 +54,17 @@ def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, ba
     """The Env that a manifest and its lock describe, built or not; over the interpreter `base`, when given. Writes
     nothing. Raises EnvError, ConfigError.
 
-    While no overlay is built its `id` is of what is asked for: what is installed is decided when it is built.
+    While no overlay is built its `id` is of what is asked for: what is installed is decided when it is built. An
+    existing interpreter that has changed since it was built last is that environment still, with drift.
     """
-    if base is not None and manifest.interpreter != "host":
+    if base is not None and manifest.interpreter == "venv":
         return _plan_overlay(manifest, variant, store.absolute(), inspect(base))[0]
+    if manifest.interpreter == "existing":
+        env = _plan_existing(manifest, store.absolute())[0]
+        last = None if env.is_built else next(overlay.records(env.store, env.name, RECORD, "interpreter"), None)
+        if last is not None:
+            env = replace(env, id=last["id"], prefix=env.prefix.with_name(f"{env.name}-{last['id']}"))
+        return env
     return _plan(manifest, variant, store.absolute())[0]
 
 
@@ -124,7 +80,7 @@ def find(
     is, with the first of the manifest's Pythons for which it is. When neither is, what `plan` says; its repair names
     `wheelhouse`. A manifest with builds for no accelerator serves with its cpu one."""
     variant = manifest.variant_for(variant)
-    if base is None or manifest.interpreter == "host":
+    if base is None or manifest.interpreter != "venv":
         return _find_own(manifest, variant, store)
     with suppress(EnvError, ConfigError):
         env = plan(manifest, variant=variant, store=store, base=base)
@@ -208,6 +164,19 @@ def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base:
     return replace(env, base=base.python.path, wheelhouse=Path(known) if known else None), asked, lock
 
 
+def _plan_existing(manifest: EnvManifest, root: Path) -> tuple[Env, Existing, Lock | None]:
+    """An interpreter as it is now, and the lock of what it lacks for workers, where it does and there is one."""
+    found = look(manifest)
+    lock = find_lock(found.beside, "cpu") if found.lacks else None
+    facts = [BUILDER, manifest.name, found.identity, lock.sha256 if lock else ""]
+    env_id = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    env = _env(found.beside, "cpu", root, env_id, found.base.python, found.digest)
+    code = env.environ["PYTHONPATH"]
+    site = overlay.site_packages(env.prefix, found.base.python.minor)
+    environ = {**env.environ, **found.environ(), "PYTHONPATH": f"{code}{os.pathsep}{site}" if found.lacks else code}
+    return replace(env, python=found.path, environ=environ, existing=manifest), found, lock
+
+
 def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, python: Python, lock_hash: str) -> Env:
     prefix = root / "envs" / f"{manifest.name}-{env_id}" if lock_hash else python.path.parent.parent
     site = str(overlay.site_packages(prefix, python.minor))
@@ -257,8 +226,13 @@ def ensure(
     Raises EnvError (facts: env, cause, repair) and ConfigError.
     """
     found = resolve(manifest, folders) if isinstance(manifest, str) else manifest
-    root, below, asked = store.absolute(), None, ""
-    if base is not None and found.interpreter != "host":
+    root, below, asked, there = store.absolute(), None, "", None
+    if found.interpreter == "existing":
+        env, there, lock = _plan_existing(found, root)
+        python = there.base.python
+        if there.lacks:
+            lock = read_lock(there.beside, variant)
+    elif base is not None and found.interpreter != "host":
         below = inspect(base)
         env, asked, lock = _plan_overlay(found, variant, root, below)
         python = below.python
@@ -287,7 +261,7 @@ def ensure(
             )
         elif wheelhouse is not None and lock is not None:
             wheels = select(env.name, lock, inspect(python.path), Wheelhouse(wheelhouse))
-        work = _Work(env, python, lock, wheels, below, asked, installer or pick(), progress, kernels)
+        work = _Work(env, python, lock, wheels, below, asked, installer or pick(), progress, kernels, there)
         nbytes = _build_locked(work, force)
     except EnvError as exc:
         progress.failed(env.name, time.monotonic() - start, str(exc.facts["cause"]))
@@ -297,8 +271,10 @@ def ensure(
 
 
 def base_drift(env: Env) -> str:
-    """What has changed below an overlay since its build; empty for none, and for all other environments. Raises
-    EnvError when the interpreter below cannot be run."""
+    """What has changed below an overlay, or of an existing interpreter, since its build; empty for none, and for all
+    other environments. Raises EnvError when that interpreter cannot be run, or used any more."""
+    if env.existing is not None and env.is_built:
+        return changes(env.record(), look(env.existing))
     record = env.record() if env.base is not None else {}
     return overlay.drift(record, inspect(Path(record["overlay"]["python"]))) if record else ""
 
@@ -372,6 +348,7 @@ class _Work:
     installer: Installer
     progress: Progress
     kernels: Kernels | None  # of the hub
+    existing: Existing | None = None
 
     def say(self, text: str) -> None:
         self.progress.phase(self.env.name, text)
@@ -409,18 +386,22 @@ def _build(work: _Work, lock_fd: int) -> None:
     env, wheels = work.env, work.wheels
     with store.built_aside(env.prefix) as folder:
         run = Runner(env.prefix.parent, lock_fd, work.say)
-        work.say(f"creating a Python {work.python.version} environment with {work.installer.name}")
-        work.installer.create(folder, work.python.path, run)
+        if work.existing is not None:
+            work.say(f"as it is: {work.existing.text}")
+            for asked, why in work.existing.lacks:
+                work.say(f"workers need {asked}: {why}; it is put into the store, not there")
+        if work.existing is None or work.lock is not None:
+            work.say(f"creating a Python {work.python.version} environment with {work.installer.name}")
+            work.installer.create(folder, work.python.path, run)
         if work.kernels is not None:
             work.say(work.kernels.told)
             work.kernels.place(folder)
-        if wheels is None:
-            assert work.lock is not None
+        if wheels is None and work.lock is not None:
             planned = downloads.of_lock(work.lock, work.python, work.installer)
             work.say(str(planned).partition("\n")[0])  # why it is not known, the installer will say
             metered = replace(run, report=downloads.metered(planned, work.say))
             work.installer.install(folder, work.lock.path, metered)
-        elif wheels.wheels:
+        elif wheels is not None and wheels.wheels:
             work.say(f"installing {len(wheels.wheels)} wheels of {env.wheelhouse}")
             for name in wheels.unlocked:
                 work.say(f"no lock has {name}: its hash is recorded, not verified")
@@ -448,6 +429,8 @@ def _build(work: _Work, lock_fd: int) -> None:
             work.say(f"{len(wheels.taken)} packages come from {env.base}")
             overlay.link(folder, work.base)
             record["overlay"] = overlay.facts(work.asked, work.base, env.wheelhouse, wheels)
+        if work.existing is not None:
+            record["interpreter"] = work.existing.record()
         _verify(work, folder, run)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for verdict in (env.store / "probes").glob(f"{env.name}-*.json"):

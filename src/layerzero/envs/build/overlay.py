@@ -52,13 +52,14 @@ def site_packages(prefix: Path, minor: str) -> Path:
     return prefix / "lib" / f"python{minor}" / "site-packages"
 
 
-def records(root: Path, name: str, record_name: str) -> Iterator[dict[str, Any]]:
-    """The records of all overlays of that environment, newest first."""
+def records(root: Path, name: str, record_name: str, kind: str = "overlay") -> Iterator[dict[str, Any]]:
+    """The records of all overlays of that environment, newest first; with the kind "interpreter", of all states of its
+    existing one."""
     found = []
     for path in (root / "envs").glob(f"{name}-*/{record_name}"):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record["name"] == name and record["overlay"]:
+            if record["name"] == name and record[kind]:
                 found.append((str(record["built_at"]), record))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # no overlay, or removed at this moment

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from layerzero.envs.build.build import Env, ensure
+from layerzero.envs.build.build import ensure
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import Installer
 from layerzero.envs.build.progress import Progress
 from layerzero.envs.hub.placing import HubAccess

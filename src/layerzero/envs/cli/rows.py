@@ -20,8 +20,10 @@ from rich.table import Table
 
 from layerzero.capabilities.descriptor import DescriptorError
 from layerzero.envs.build.base import inspect
-from layerzero.envs.build.build import Env, base_drift, command, drift, find
+from layerzero.envs.build.build import base_drift, command, drift, find
 from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
+from layerzero.envs.build.env import Env
+from layerzero.envs.build.existing import look
 from layerzero.envs.build.installers import Installer
 from layerzero.envs.build.interpreters import find as find_python
 from layerzero.envs.build.lock import find_lock, read_lock
@@ -151,6 +153,10 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
     if env.base is not None:
         state, python = ("overlay" if env.is_built else state), inspect(env.base).python.minor
         row["base"] = str(env.base)
+    if env.existing is not None:
+        found = look(env.existing)
+        state, python = ("existing" if env.is_built else state), found.base.python.minor
+        row["interpreter"] = str(found.path)
     if record is not None and not record.ok:
         row |= {"cause": record.cause, "repair": record.repair}
     if changed:
@@ -198,6 +204,10 @@ def show_plans(
             env = find(manifest, variant=own, store=store, base=overlay, wheelhouse=wheelhouse)
             if env.on_host or (env.is_built and not drift(env)):
                 return {"name": manifest.name, "state": "host" if env.on_host else "built", "text": "nothing to do"}
+            if env.existing is not None:
+                lacks = ", ".join(asked for asked, _ in look(env.existing).lacks)
+                text = f"used as it is; put beside it: {lacks}" if lacks else "used as it is, nothing is downloaded"
+                return {"name": manifest.name, "state": "to build", "text": text}
             planned = _downloads(manifest, own, installer, overlay, wheelhouse)
             kernels = read_hub_lock(manifest, own)
         except (EnvError, ConfigError) as exc:

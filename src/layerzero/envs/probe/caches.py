@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from layerzero.envs.build.build import Env
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.store import locked
 
 MAX_UNITS = 8192  # of one environment; the oldest go

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerzero.envs.build.build import Env
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.build.stage import stage
 from layerzero.envs.probe.caches import make_folder

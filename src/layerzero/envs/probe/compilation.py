@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from layerzero.envs.build.build import Env
+from layerzero.envs.build.env import Env
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe import caches
 from layerzero.envs.probe.child import Ended, run

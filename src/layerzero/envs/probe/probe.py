@@ -19,7 +19,8 @@ from typing import Any
 
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.envs.build import integrity
-from layerzero.envs.build.build import Env, command, drift
+from layerzero.envs.build.build import command, drift
+from layerzero.envs.build.env import Env
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe.child import Ended, run
 

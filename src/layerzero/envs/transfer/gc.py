@@ -10,7 +10,8 @@ from pathlib import Path
 
 from layerzero.envs import functions
 from layerzero.envs.build import overlay, stage, store
-from layerzero.envs.build.build import RECORD, built_with, plan
+from layerzero.envs.build.build import built_with, plan
+from layerzero.envs.build.env import RECORD
 from layerzero.envs.manifest import EnvManifest, discover
 from layerzero.envs.matrix import kept
 from layerzero.envs.probe.probe import record_path
@@ -83,7 +84,7 @@ def collect(
 
 def _current(manifest: EnvManifest, root: Path) -> Iterator[str]:
     """The names of a manifest's folders in envs/ and files in probes/."""
-    if manifest.interpreter == "host":
+    if manifest.interpreter != "venv":
         env = plan(manifest, store=root)
         yield from (env.lock_target.name, record_path(env, manifest).name)
     built = built_with(root, manifest.name)

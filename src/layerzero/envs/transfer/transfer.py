@@ -18,7 +18,8 @@ from pathlib import Path
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.envs.build import interpreters
 from layerzero.envs.build.base import inspect
-from layerzero.envs.build.build import Env, ensure, plan
+from layerzero.envs.build.build import ensure, plan
+from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import Pip, Runner, ToolFailed
 from layerzero.envs.build.lock import Lock, read_lock
 from layerzero.envs.build.progress import Progress, Quiet
@@ -68,6 +69,8 @@ def export(
     """
     if manifest.interpreter == "host":
         raise _refused(manifest.name, "runs in the broker's own interpreter: there is nothing to export", "lz env list")
+    if manifest.interpreter == "existing":
+        raise _refused(manifest.name, "runs in an interpreter that this machine has: carry that", "lz env list")
     if manifest.hub is not None:
         what = (
             "has kernels of the hub, which an export does not carry; carry the manifest, its locks and the repository's"

@@ -49,6 +49,7 @@ def _imported(name: str) -> ModuleType:
         if exc.name is None or not (name == exc.name or name.startswith(f"{exc.name}.")):
             raise  # what it imports is missing
         text = f"this environment has no module {name:.200}; add the package that has it to its requires"
+        text += ", or install it into the interpreter that it is from"
         raise InvalidArgument(text) from None
     _demand_installed(module)
     return module

@@ -45,7 +45,8 @@ class _Arrays:
             return _to_torch(spec, memory) if library == "torch" else _to_numpy(spec, memory)
         except ImportError as exc:
             kind = "a torch tensor" if library == "torch" else "a NumPy array"
-            hint = f"add {library} to its requires" if exc.name == library else str(exc)
+            hint = f"add {library} to its requires, or install it into the interpreter that it is from"
+            hint = hint if exc.name == library else str(exc)
             raise InvalidArgument(f"{kind}, and this environment cannot open one: {hint}") from exc
 
     def put(self, value: Any, payload: Payload) -> list[Any] | None:

@@ -130,7 +130,7 @@ def test_status_tells_of_an_environment_that_is_built_meanwhile(
     monkeypatch.setattr("layerzero.broker.processes.launcher.time", clock)
     now_s = 100.0
     assert one.facts("first")["built"] is True
-    monkeypatch.setattr("layerzero.envs.build.build.Env.is_built", False)
+    monkeypatch.setattr("layerzero.envs.build.env.Env.is_built", False)
     now_s += 0.9 * FACTS_S
     assert one.facts("first")["built"] is True
     now_s += 0.2 * FACTS_S

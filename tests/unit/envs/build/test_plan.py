@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from layerzero.envs.build import build, interpreters
-from layerzero.envs.build.build import Env, ensure, hold, plan
+from layerzero.envs.build.build import ensure, hold, plan
+from layerzero.envs.build.env import Env
 from layerzero.envs.manifest import EnvManifest, discover, load
 from layerzero.ipc.errors import ConfigError, EnvError
 

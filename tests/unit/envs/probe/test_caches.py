@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerzero.envs.build.build import Env, plan, resolve
+from layerzero.envs.build.build import plan, resolve
+from layerzero.envs.build.env import Env
 from layerzero.envs.probe.caches import MAX_UNITS, compiled, make_folder, note_compiled
 
 ONE, TWO = ("k", "row=1"), ("k", "row=2")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.envs.build.build import Env
+from layerzero.envs.build.env import Env
 from layerzero.envs.manifest import EnvManifest, Source, load
 from layerzero.envs.probe import probe as envs_probe
 from layerzero.envs.probe.child import Ended
