@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.facade import default_session
@@ -41,9 +41,22 @@ from layerzero.ipc.vocabulary.ops import FUNCTION
 
 _log = logging.getLogger("layerzero.functions")
 PROCESSES = ("pool", "own")
+PLACEMENTS = ("worker", "auto", "in_process")
 MAX_REBUILDS = 3  # in one call
 UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
+
+class Placement(NamedTuple):
+    """Whether calls are made in this process, and why, or why not. `cause`: what keeps them out; empty for nothing.
+    `repair`: what would let them in."""
+
+    is_here: bool
+    reason: str
+    cause: str = ""
+    repair: str = ""
+
+
+IN_WORKER = Placement(False, "")
 # What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
 _FINAL = (RemoteError, InvalidArgument, NotConnected)
 
@@ -59,6 +72,7 @@ class Options:
     shadow: float = 0.0
     tolerance: float = 1e-5
     process: str = "pool"
+    placement: str = "worker"
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,8 @@ class FunctionReport:
     wrong before, as "where: code: message". `copies`: bytes that were copied, where and why; `uncopied_bytes`: of
     arrays that crossed as they lay, results included. `selection`: the broker's report of the last attempt there; None
     where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
-    check of it; empty where there was none."""
+    check of it; empty where there was none. `placement`: "in_process" where this process made the call, else "worker";
+    `placement_reason`: why, where the function's option left a choice."""
 
     function: str
     env: str
@@ -81,6 +96,8 @@ class FunctionReport:
     selection: SelectionReport | None = None
     is_rebuilt: bool = False
     shadow: str = ""
+    placement: str = "worker"
+    placement_reason: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -92,6 +109,7 @@ class FunctionReport:
         lines += [f"  failed: {text}" for text in self.failures]
         lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
         lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
+        lines += [f"  {self.placement_reason}"] if self.placement_reason else []
         return "\n".join(lines)
 
 
@@ -119,7 +137,7 @@ class Call:
     def __init__(
         self,
         owner: Owner,
-        given: Arguments,
+        given: Arguments | None,
         args: Any,
         kwargs: Any,
         options: Options,
@@ -129,7 +147,8 @@ class Call:
     ) -> None:
         self.label = label or owner._label
         self.owner, self.args, self.kwargs, self.options = owner, args, kwargs, options
-        self.given: Arguments | None = given  # until it has ended
+        self.given = given  # until it has ended; None where this process makes the call
+        self.placed = IN_WORKER
         self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
@@ -156,8 +175,9 @@ class Call:
         self._sent = Sent(self._session, FUNCTION, self._session.submit(request))
 
     @property
-    def sent(self) -> Sent | None:
-        return self._sent
+    def is_sent(self) -> bool:
+        """Whether it is under way."""
+        return self._sent is not None and not self._sent.done()
 
     def finish(self, timeout: float | None = None) -> Any:
         """The function's result. Raises TimeoutError where it is not there after `timeout` seconds, and a warning of
@@ -372,6 +392,8 @@ class Call:
             selection,
             self._rebuilds > 0,
             self._shadow,
+            "in_process" if self.placed.is_here else "worker",
+            self.placed.reason,
         )
 
     def _failed(self, attempts: Sequence[Attempt]) -> list[str]:
@@ -416,8 +438,7 @@ class FunctionFuture:
 
     def done(self) -> bool:
         """True when `result()` would not wait for the environment. A retry or a fallback runs in `result()`."""
-        sent = self._call.sent
-        return self._is_done or sent is None or sent.done()
+        return self._is_done or not self._call.is_sent
 
     def result(self, timeout: float | None = None) -> Any:
         """The function's result. Raises as a call does, and TimeoutError when it is not there after `timeout` seconds:
@@ -458,6 +479,8 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
         raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
     if made.process not in PROCESSES:
         raise InvalidArgument(f"lz.isolated: process is {made.process!r:.80}; allowed: {', '.join(PROCESSES)}")
+    if made.placement not in PLACEMENTS:
+        raise InvalidArgument(f"lz.isolated: placement is {made.placement!r:.80}; allowed: {', '.join(PLACEMENTS)}")
     if inspect.iscoroutinefunction(made.fallback):
         name = getattr(made.fallback, "__qualname__", repr(made.fallback))
         raise InvalidArgument(f"lz.isolated: fallback {name} is asynchronous; define it without async")

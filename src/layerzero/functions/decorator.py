@@ -31,6 +31,7 @@ def isolated(
     shadow: float = 0.0,
     tolerance: float = 1e-5,
     process: str = "pool",
+    placement: str = "worker",
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
     process that the broker keeps.
@@ -46,18 +47,24 @@ def isolated(
     processes of the environment serve it, so that calls run side by side; as the environment says when left out.
     shadow, of functions: this share of the calls runs in a second environment, too; results whose numbers differ by
     more than tolerance, absolute and relative, are reported. process, of classes: "pool": objects share the
-    environment's workers; "own": each has a process of its own, which ends with it. A class becomes an IsolatedClass,
+    environment's workers; "own": each has a process of its own, which ends with it. placement, of functions of one
+    environment: "worker"; "auto": in this process where Python and requirements of the environment hold in it and
+    policy allows it, else in a worker; "in_process": there or not at all. There a call has no deadline, and what ends
+    it hard ends this process. A class becomes an IsolatedClass,
     whose objects are proxies.
 
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
     given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
-    more = {"shapes": shapes, "shadow": shadow, "tolerance": tolerance, "process": process}
+    more = {"shapes": shapes, "shadow": shadow, "tolerance": tolerance, "process": process, "placement": placement}
     options = options_of(Options, **given, **more)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):
             code = reference(function)
+            if placement != "worker":
+                text = f"lz.isolated: {code.label} is a class, whose objects live in its environment"
+                raise InvalidArgument(f"{text}; placement is for functions")
             if _several(where):
                 raise InvalidArgument(f"lz.isolated: {code.label} is a class, whose objects live in one environment")
             made = IsolatedClass(

@@ -14,18 +14,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from layerzero.client.connection.report import Candidate as Verdict
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Wrap, options_of, warm_up
+from layerzero.functions.calls import (
+    IN_WORKER,
+    Call,
+    FunctionFuture,
+    FunctionReport,
+    Options,
+    Wrap,
+    options_of,
+    warm_up,
+)
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.handle import Handle
+from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
 from layerzero.functions.streams import Stream
@@ -47,7 +58,8 @@ class FunctionExplanation:
     """Where a call would run, and what would be copied. `file`, `sha256`: empty for a name of lz.module. `state`: of
     the environment's worker, or why there is none. `command`: what to run first; empty for nothing. `candidates`: where
     several workers may serve it, each with its score or every reason against it, the one that would be chosen first.
-    `interpreter`: an existing one that the environment is, as it is now, or why it cannot be used; empty for others."""
+    `interpreter`: an existing one that the environment is, as it is now; empty for others. `placement`,
+    `placement_reason`: as of a report."""
 
     function: str
     env: str
@@ -60,10 +72,13 @@ class FunctionExplanation:
     uncopied_bytes: int
     candidates: tuple[Verdict, ...] = ()
     interpreter: str = ""
+    placement: str = "worker"
+    placement_reason: str = ""
 
     def __str__(self) -> str:
         of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
         lines = [f"{self.function}{of} in {self.backend}: {self.state}"]
+        lines += [f"  {self.placement_reason}"] if self.placement_reason else []
         lines += [f"  interpreter: {self.interpreter}"] if self.interpreter else []
         lines += [f"  run: {self.command}"] if self.command else []
         lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
@@ -107,12 +122,26 @@ class Isolated(Generic[P, R]):
         if options.shadow and (self._is_stream or options.keep):
             text = "shadow compares results that come here; allowed: 0 for generators and with keep=True"
             raise InvalidArgument(f"{code.label}: {text}")
+        self._placing = self._place()
+        self._threads = Threads(self._places.count_of(where))
         self._count = -1 if self._signature is None else _plain_count(self._signature)
         self._room = MIN_ROOM
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
             functools.update_wrapper(self, function)
+
+    def _place(self) -> Placing | None:
+        """Who says where calls are made; None where all are made in workers."""
+        asked = self._options.placement
+        if asked == "worker":
+            return None
+        if self._is_stream or self._is_coroutine or self._options.keep or len(self._places.candidates) > 1:
+            text = f"{self._label}: placement is {asked!r}; allowed: worker, for generators, coroutine functions"
+            raise InvalidArgument(f"{text}, with keep=True, and in several environments")
+        if self._function is None:
+            raise InvalidArgument(f"{self._label} is of its environment alone; allowed as placement: worker")
+        return Placing(self._env, asked, self._label)
 
     @property
     def env(self) -> FunctionEnv:
@@ -151,7 +180,8 @@ class Isolated(Generic[P, R]):
         is_plain = not self._is_stream and not self._is_coroutine
         size = demand_size(chunksize, self._label, self._options, is_plain=is_plain)
         calls = zip(*iterables)  # noqa: B905  # as map() of Python does
-        return self._mapped(calls) if size == 1 else self._mapped_by(size, calls)
+        is_each = size == 1 or not self._is_elsewhere
+        return self._mapped(calls) if is_each else self._mapped_by(size, calls)
 
     def _mapped(self, calls: Iterator[Any]) -> Iterator[R]:
         submit: Callable[..., FunctionFuture] = self.submit
@@ -188,7 +218,7 @@ class Isolated(Generic[P, R]):
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers, shadow,
-        tolerance. Raises InvalidArgument."""
+        tolerance, placement. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         return self._changed(options, self._places.candidates[1:])
 
@@ -223,12 +253,18 @@ class Isolated(Generic[P, R]):
             text = f"{self._label}: an op of torch has tensors as results"
             raise InvalidArgument(f"{text}; not of generators, coroutines, keep=True or out=")
         is_remote = isinstance(backward, Isolated)
-        return define(self, self._label, name, schema, fake, backward, is_remote, arrays)
+        served = self if self._placing is None else self.options(placement="worker")  # its memory is torch's there
+        return define(served, self._label, name, schema, fake, backward, is_remote, arrays)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> FunctionExplanation:
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
         cannot go there."""
         self._bind(args, kwargs)
+        placed = IN_WORKER if self._placing is None else self._placing.of(args, kwargs)
+        if placed.is_here:
+            where, code, here = self._env, self._code, "in_process"
+            nothing: tuple[Any, ...] = (THIS_PROCESS, "", (), 0, (), "", here, placed.reason)
+            return FunctionExplanation(self._label, where.name, where.backend, code.file, code.sha256, *nothing)
         given = Arguments(args, kwargs, self._places.backends)
         state, command = "", ""
         try:
@@ -257,6 +293,8 @@ class Isolated(Generic[P, R]):
             given.uncopied_bytes,
             self._verdicts(given),
             interpreter,
+            "worker",
+            placed.reason,
         )
 
     def _verdicts(self, given: Arguments) -> tuple[Verdict, ...]:
@@ -281,6 +319,9 @@ class Isolated(Generic[P, R]):
         where: as of lz.isolated. What it gives is the other function, isolated in its environment. Raises
         InvalidArgument.
         """
+
+        if self._placing is not None:
+            raise InvalidArgument(f"{self._label}: placement is for functions of one environment; allowed here: worker")
 
         def decorate(function: Callable[..., Any]) -> Isolated[..., Any]:
             code = reference(function)
@@ -332,8 +373,16 @@ class Isolated(Generic[P, R]):
         return statistics.median(times_us)
 
     def warmup(self) -> float:
-        """Start its workers and import its module there. Returns seconds. Raises as a call does."""
-        return warm_up(self)
+        """Start its workers and import its module there; nothing where its calls are made in this process. Returns
+        seconds. Raises as a call does."""
+        if self._is_elsewhere:
+            return warm_up(self)
+        assert self._placing is not None
+        found = self._placing.now()
+        refusal = None if found.is_here else self._placing.refusal(found)
+        if refusal is not None:
+            raise refusal
+        return 0.0
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of this function. Raises InvalidArgument before the first one."""
@@ -354,7 +403,25 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
+        if self._placing is None:
+            return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
+        return self._placed(self._placing, args, kwargs)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether calls are made in a worker, as policy is now."""
+        placing = self._placing
+        return placing is None or (not (found := placing.now()).is_here and placing.refusal(found) is None)
+
+    def _placed(self, placing: Placing, args: Any, kwargs: Any) -> Call:
+        found = placing.of(args, kwargs)
+        refusal = None if found.is_here else placing.refusal(found)
+        if found.is_here or refusal is not None:
+            function = cast("MethodType", self.local)
+            return CallHere(self, function, args, kwargs, self._options, found, refusal, self._threads)
+        call = self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
+        call.placed = found
+        return call
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
         if options.shapes is not None:

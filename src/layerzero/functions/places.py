@@ -54,6 +54,10 @@ class Places:
         step = -(-max(nbytes - 1, 0).bit_length() // 4)  # powers of 16
         return f"{self.candidates[0].code.label[:MAX_OF]} up to {16**step} bytes"
 
+    def count_of(self, where: FunctionEnv) -> int:
+        """How many workers one of the environments has."""
+        return self._counts[where.backend]
+
     def backends_of(self, where: FunctionEnv) -> tuple[str, ...]:
         """The workers of one of the environments."""
         return tuple(one for one in self.backends if pools.environment_of(one) == where.backend)

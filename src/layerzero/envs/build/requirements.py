@@ -34,7 +34,8 @@ def unmet(
             continue
         name = canonicalize_name(requirement.name)
         found = find(name)
-        asked = f"{requirement.name}{requirement.specifier}"
+        extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        asked = f"{requirement.name}{extras}{requirement.specifier}"
         if found is None:
             told[asked, f"{whose} needs it, and it is not installed" if whose else "it is not installed"] = None
             continue
