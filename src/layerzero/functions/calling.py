@@ -114,7 +114,8 @@ class Arguments:
         self.backends, self.library = backends, library
         self._payload, self._lent = Payload(), _Lent()
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
-        self._trees = [self._tree(list(args), "args"), named, _root_logger.level]
+        given = self._tree(list(args), "args") if args else [values.LIST]
+        self._trees = [given, named, _root_logger.level]
         self.lent = self._lent.close()
         self.nbytes = self._payload.nbytes + self.uncopied_bytes
 
@@ -340,7 +341,7 @@ class Exchange:
     def _show(self, output: list[Any]) -> None:
         """What the function printed and logged, with a label, and note what it warned of. Others say what they like:
         nothing of it is trusted."""
-        for item in _joined(output):
+        for item in _joined(output) if output else ():
             match item:
                 case [0 | 1 as kind, str(text)]:
                     stream = sys.stdout if kind == 0 else sys.stderr

@@ -62,9 +62,6 @@ def isolated(
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):
             code = reference(function)
-            if placement != "worker":
-                text = f"lz.isolated: {code.label} is a class, whose objects live in its environment"
-                raise InvalidArgument(f"{text}; placement is for functions")
             if _several(where):
                 raise InvalidArgument(f"lz.isolated: {code.label} is a class, whose objects live in one environment")
             made = IsolatedClass(

@@ -284,6 +284,8 @@ def _demand_of_objects(options: Options) -> None:
         raise InvalidArgument("lz.isolated: shapes is for functions; results of methods are copied once")
     if options.fallback is not None:
         raise InvalidArgument("lz.isolated: fallback is for functions; an object has its state there alone")
+    if options.placement != "worker":
+        raise InvalidArgument("lz.isolated: placement is for functions; an object lives in its environment")
     if options.shadow:
         raise InvalidArgument("lz.isolated: shadow is for functions; a class has one environment")
 

@@ -39,6 +39,7 @@ class Places:
             text = f"lz.isolated: {len(self.backends)} workers of {len(seen)} environments"
             raise InvalidArgument(f"{text}; allowed: {pools.MAX_PINNED}")
         self._is_looked_at = len(self.backends) > 1 or any(one.env.interpreter for one in candidates)
+        self._envs: dict[str, FunctionEnv] = {}  # by worker
         self._trees: dict[tuple[str, ...], list[Any]] = {}  # by backends
         self._known_to: Callable[[], Any] = lambda: None
 
@@ -64,8 +65,13 @@ class Places:
 
     def env_of(self, backend: str) -> FunctionEnv:
         """The environment that a worker is of."""
-        name = pools.environment_of(backend)
-        return next((one.env for one in self.candidates if one.env.backend == name), self.env)
+        found = self._envs.get(backend)
+        if found is None:
+            name = pools.environment_of(backend)
+            found = next((one.env for one in self.candidates if one.env.backend == name), self.env)
+            if backend in self.backends:
+                self._envs[backend] = found
+        return found
 
     def tree(self, backends: Sequence[str]) -> list[Any]:
         """What stands in a call for what these workers are to call: a reference, or one by environment."""

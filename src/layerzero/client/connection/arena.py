@@ -13,6 +13,7 @@ import atexit
 import bisect
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -129,6 +130,7 @@ class _Lease(weakref.ref[memoryview]):
     size: int
 
 
+@functools.lru_cache(maxsize=4096)
 def slot_bytes(nbytes: int) -> int:
     """Size class of a slot: the next multiple of an eighth of a power of two, at least the alignment. At most an
     eighth is wasted, and slots of near sizes are interchangeable."""

@@ -127,7 +127,7 @@ class Repeats:
 
     def remember(self, submitted: Submitted, lane: Lane, lease: Lease) -> None:
         """A call that ran on a lane, for the next one that is the same."""
-        if self._compiled is None:
+        if self._compiled is None or submitted.request.places is not None:  # nobody but its maker calls that again
             return
         told = self._site(submitted, lane, lease)
         if told is None:

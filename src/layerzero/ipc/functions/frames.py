@@ -8,6 +8,7 @@ The head refers to the payload by offsets, and to memory that was lent beside th
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from layerzero.ipc.transport.plain import pack_tree, unpack_tree
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAGIC = 0x31464C5A  # "ZLF1"
-HEAD_AT = 8
+_PREFIX = struct.Struct("<II")  # the magic, and the bytes of the head
+HEAD_AT = _PREFIX.size
 ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
 PLACED_AT = 1024  # where results that are made in an answer's memory begin in it; its head lies before
@@ -150,7 +152,7 @@ class Frame:
         """Into at least `nbytes` bytes."""
         head = self._head
         end = HEAD_AT + len(head)
-        target[:end] = MAGIC.to_bytes(4, "little") + len(head).to_bytes(4, "little") + head
+        target[:end] = _PREFIX.pack(MAGIC, len(head)) + head
         if self._payload is not None:
             for offset, nbytes, write in self._payload.parts:
                 start = self._start + offset
@@ -173,9 +175,9 @@ def pong() -> Frame:
 def read(memory: memoryview) -> tuple[list[Any], memoryview]:
     """Head and payload of a frame that another process wrote. The head is a copy: a list that begins with a number.
     Raises ProtocolError."""
-    if len(memory) < HEAD_AT or int.from_bytes(memory[:4], "little") != MAGIC:
+    magic, size = _PREFIX.unpack_from(memory) if len(memory) >= HEAD_AT else (0, 0)
+    if magic != MAGIC:
         raise ProtocolError("no frame of a function call")
-    size = int.from_bytes(memory[4:HEAD_AT], "little")
     if size > min(len(memory) - HEAD_AT, MAX_HEAD_BYTES):
         raise ProtocolError(f"a head of {size} bytes in a frame of {len(memory)}")
     head = unpack_tree(bytes(memory[HEAD_AT : HEAD_AT + size]))

@@ -57,6 +57,8 @@ class _At(Exception):
 def encode(value: Any, put: Put, root: str, refer: Refer | None = None) -> Any:
     """The tree of a value. `root`: what to call it in errors. Raises InvalidArgument with the place of what cannot
     go."""
+    if type(value) in _PLAIN:
+        return value
     try:
         return _Encoder(put, refer).tree(value, 0)
     except _At as exc:
@@ -66,6 +68,8 @@ def encode(value: Any, put: Put, root: str, refer: Refer | None = None) -> Any:
 def decode(tree: Any, get: Get, resolve: Resolve, root: str, find: Find | None = None) -> Any:
     """The value of a tree that another process sent; without `find` no part of it is a reference. Raises ProtocolError,
     and InvalidArgument for what this process does not have."""
+    if type(tree) in _SCALARS:
+        return tree
     try:
         return _Decoder(get, resolve, find).value(tree, 0)
     except _At as exc:

@@ -148,15 +148,15 @@ class Functions:
         try:
             head, payload = frames.read(frame)
             match head:
+                case [frames.CALL | frames.USE, *_]:
+                    placing.begin(answer)
+                    return self._run(client, head, [payload, *lent])
                 case [frames.PING]:
                     return frames.pong()
                 case [frames.FETCH, int(token)]:
                     return self._fetch(client, token)
                 case [frames.LOAD, code]:
                     return self._load(Code.from_tree(self._own(code)))
-                case [frames.CALL | frames.USE, *_]:
-                    placing.begin(answer)
-                    return self._run(client, head, [payload, *lent])
                 case [frames.PLACE, list(call), list(specs)] if call[:1] == [frames.CALL]:
                     placing.begin(answer)
                     return self._run(client, call, [payload, *lent], specs=specs)
