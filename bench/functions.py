@@ -27,6 +27,7 @@ import numpy as np
 import layerzero as lz
 
 ENV = lz.env("bench", requires=["numpy==1.26.4"], python="3.11")
+ANY = lz.env("bench-any", requires=["numpy"])  # holds in this process
 NULL_US, MIB_RATIO = 40.0, 1.05
 FLOATS = 1 << 17  # float64: 1 MiB
 IN_FLIGHT = 64
@@ -34,6 +35,10 @@ IN_FLIGHT = 64
 
 @lz.isolated(ENV)
 def null() -> None: ...
+
+
+@lz.isolated(ANY, placement="in_process")
+def null_here() -> None: ...
 
 
 @lz.isolated(ENV)
@@ -111,6 +116,7 @@ def main() -> None:
         kept, stream = give.options(keep=True)(shared), items()
         calls: dict[str, Callable[[], Any]] = {
             "null": null,
+            "null, placed in this process": null_here,
             "64 bytes, shared": lambda: take(shared[:8]),
             "1 MiB, shared": lambda: take(shared),
             "1 MiB, in ordinary memory": lambda: take(plain),
@@ -147,6 +153,7 @@ def main() -> None:
     blank = [""] * (1 + len(others))
     for name, peer in (
         ("null", "null"),
+        ("null, placed in this process", "null"),
         ("64 bytes, shared", "null"),
         ("1 MiB, shared", "1 MiB"),
         ("1 MiB, in ordinary memory", "1 MiB"),
