@@ -145,6 +145,27 @@ def test_a_venv_is_used_as_it_is_until_it_changes(
         assert not (tmp_path / "store" / "envs" / f"{backend}-{first['env']}").exists()
 
 
+def test_one_that_is_gone_keeps_no_other_from_being_built(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worker_wheels: list[Path]
+) -> None:
+    """Its folder was removed since it was declared: told by name, with what to do."""
+    make(tmp_path / "own", *worker_wheels)
+    gone = lz.env("gone", from_interpreter=make(tmp_path / "gone", *worker_wheels))
+    with functions_of(monkeypatch, tmp_path / "own") as fn:
+        gone.build(quiet=True)
+        shutil.rmtree(tmp_path / "gone")
+        assert not fn.MINE.is_built
+        assert "not built" in str(fn.MINE.unready())  # which declares it
+        answer = command(site, "env", "build", gone.backend, fn.MINE.backend)
+        assert answer.returncode == 1
+        assert fn.MINE.is_built
+        assert f"{tmp_path / 'gone' / 'bin' / 'python'} does not exist" in answer.stdout
+        assert f"lz env remove {gone.backend}" in answer.stdout
+        assert "unavailable" in command(site, "env", "list").stdout
+        assert command(site, "env", "remove", gone.backend).returncode == 0
+        assert gone.backend not in command(site, "env", "list").stdout
+
+
 @needs_uv
 def test_what_workers_need_and_it_lacks_lies_beside_it(
     site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worker_wheels: list[Path]

@@ -98,7 +98,10 @@ def lock_where_missing(manifest: EnvManifest, progress: Progress) -> None:
     """Resolve a declaration that has no lock yet; of an existing interpreter, where that lacks what a worker needs.
     Raises EnvError with what the resolver says."""
     if manifest.interpreter == "existing":
-        manifest = existing.look(manifest).beside
+        try:
+            manifest = existing.look(manifest).beside
+        except EnvError:
+            return  # whoever builds it is told so, and others are built
         if not manifest.requirements("cpu"):
             return
         kept = find_lock(manifest, "cpu")

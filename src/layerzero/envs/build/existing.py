@@ -198,5 +198,5 @@ def _digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _error(env: str, text: str, cause: str, repair: str = "lz.env(NAME, from_interpreter=PYTHON)") -> EnvError:
-    return EnvError(text, env=env, cause=cause, repair=repair)
+def _error(env: str, text: str, cause: str, repair: str = "") -> EnvError:
+    return EnvError(text, env=env, cause=cause, repair=repair or f"name another interpreter, or: lz env remove {env}")
