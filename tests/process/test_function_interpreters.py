@@ -102,6 +102,8 @@ def test_a_venv_is_used_as_it_is_until_it_changes(
         assert fn.found.explain().command == f"lz env build {backend}"
         built = command(site, "env", "build", backend)
         assert built.returncode == 0, built.stderr
+        tag = f"{sys.implementation.cache_tag}.pyc"
+        assert [*(tmp_path / "store" / "stage").glob(f"*/layerzero/workers/__pycache__/loop.{tag}")]  # by `build`
         said = fn.found()
         assert (said["executable"], said["prefix"]) == (str(python), str(tmp_path / "own"))
         assert (said["heavy"], said["edited"]) == ("2.0", "edited")

@@ -21,8 +21,10 @@ from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.envs.build import integrity
 from layerzero.envs.build.build import command, drift
 from layerzero.envs.build.env import Env
+from layerzero.envs.build.environ import worker_environ
+from layerzero.envs.build.stage import stage
 from layerzero.envs.manifest import EnvManifest
-from layerzero.envs.probe.child import Ended, run
+from layerzero.envs.probe.child import Ended, run, run_process
 
 DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
 _STDERR_TAIL = 4000
@@ -74,12 +76,22 @@ def probe(
     when this returns. `verify` hashes every file; an environment of which one has changed since its build has failed,
     whatever it computes."""
     start = time.monotonic()
+    if env.existing is not None:
+        _compile_workers(env, timeout_s)
     targets = (manifest.provider_target, str(manifest.descriptor_path))
     ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
     seconds = round(time.monotonic() - start, 3)
     key = probe_key(env, manifest)
     record = judge(ended, env.name, key, seconds, timeout_s, lambda kind, at: _repair(env, manifest, kind, at))
     return record if env.on_host else _with_files(record, env, drift(env, verify=verify))
+
+
+def _compile_workers(env: Env, timeout_s: float) -> None:
+    """Bytecode of our worker code, for an interpreter whose workers write none: each start would compile it anew,
+    which takes some 60 ms. Where that fails, it does."""
+    folder = str(stage(env.store))
+    argv = [str(env.python), "-I", "-m", "compileall", "-q", folder]
+    run_process(argv, environ=worker_environ({}, os.environ), timeout_s=timeout_s)
 
 
 def _with_files(record: ProbeRecord, env: Env, changed: str) -> ProbeRecord:
