@@ -24,7 +24,7 @@ def found() -> dict[str, Any]:
         "edited": own_code.VERSION,
         "zmq": os.path.realpath(zmq.__file__),
         "pid": os.getpid(),
-        "path": os.environ["PATH"],
+        "conda": os.environ.get("CONDA_PREFIX"),
     }
 
 

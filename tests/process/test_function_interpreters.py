@@ -137,10 +137,14 @@ def test_a_venv_is_used_as_it_is_until_it_changes(
         assert len(list((tmp_path / "store" / "probes").glob(f"{backend}-*.json"))) == 1
 
         replace_heavy(python, "4.0")
+        (tmp_path / "own" / "conda-meta").mkdir()  # as conda leaves, whose packages may be no distributions
+        (tmp_path / "own" / "conda-meta" / "gdal-3.9-h1_0.json").write_text("{}")
+        assert "conda:gdal 3.9-h1_0 was added, heavy 3.0 is now 4.0" in fn.found.explain().state
         fn.MINE.build(quiet=True)  # as build="now" does; a session that begins then has a new worker
         lz.disconnect()
         site.connect()
         wait_until(lambda: fn.found()["heavy"] == "4.0")
+        assert (third["conda"], fn.found()["conda"]) == (None, str(tmp_path / "own"))
         assert not is_running(third["pid"])
         freed = command(site, "env", "gc")
         assert freed.returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,13 @@ def test_where_they_do_not_it_is_a_worker_or_an_error_with_the_command() -> None
     interpreter = lz.isolated(lz.env("x", from_interpreter="/nowhere/bin/python"), placement="in_process")(fn.ten)
     with pytest.raises(lz.EnvError, match="/nowhere/bin/python is another interpreter"):
         interpreter()
+
+
+@pytest.mark.parametrize("path", [sys.executable, sys.prefix])
+def test_an_interpreter_that_runs_this_program_is_here(path: str) -> None:
+    mine = lz.isolated(lz.env("mine", from_interpreter=path, requires=["numpy"]), placement="in_process")(fn.ten)
+    assert mine() == 10
+    assert mine.last_report().placement == "in_process"
 
 
 def test_policy_keeps_them_out(site: Site) -> None:
