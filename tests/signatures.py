@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.client.planning import activation_plans, attention_plans, norm_plans, plans, token_plans
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
-from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
@@ -126,7 +126,8 @@ def _matmul(rng: Random) -> Plan:
 def _linear(rng: Random) -> Plan:
     dtype, (rows, k, n) = _float(rng), _extents(rng, 3)
     bias = rng.choice((None, TensorSpec.contiguous(dtype, (n,))))
-    return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias)
+    activation = rng.choice((None, *LINEAR_ACTIVATIONS))
+    return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias, activation)
 
 
 def _softmax(rng: Random) -> Plan:

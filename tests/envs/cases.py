@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
@@ -361,6 +361,9 @@ def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, *tensors: reference.Array | None, activation: str = "", **where: Any) -> Case:
+        return Case(name, tensors, {"activation": activation}, **where)
+
     for shape, rows in (
         ((3, 4), 5),
         ((1, 1), 1),
@@ -372,19 +375,29 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
         ((64, 384), 1536),
     ):
         x, weight, bias = normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)
-        yield Case(f"{shape} to {rows}", (x, weight, bias))
-        yield Case(f"{shape} to {rows}, no bias", (x, weight, None))
+        yield case(f"{shape} to {rows}", x, weight, bias)
+        yield case(f"{shape} to {rows}, no bias", x, weight, None)
     x, weight, bias = normal(rng, 4, 6, 8), normal(rng, 5, 8), normal(rng, 5)
     for layout in LAYOUTS[1:]:
         for position in range(3):
             layouts = ("contiguous",) * position + (layout,)
-            yield Case(f"{layout} {('x', 'weight', 'bias')[position]}", (x, weight, bias), layouts=layouts)
+            yield case(f"{layout} {('x', 'weight', 'bias')[position]}", x, weight, bias, layouts=layouts)
     for layout in ("transposed", "gaps", "rows", "first last"):
-        yield Case(f"{layout} output", (x, weight, bias), out_layout=layout)
-        yield Case(f"{layout} output, no bias", (x, weight, None), out_layout=layout)
+        yield case(f"{layout} output", x, weight, bias, out_layout=layout)
+        yield case(f"{layout} output, no bias", x, weight, None, out_layout=layout)
     for shape, rows in (((0, 4), 5), ((3, 0), 5), ((3, 4), 0)):
-        yield Case(f"empty {shape} to {rows}", (normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)))
-        yield Case(f"empty {shape} to {rows}, no bias", (normal(rng, *shape), normal(rng, rows, shape[-1]), None))
+        yield case(f"empty {shape} to {rows}", normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows))
+        yield case(f"empty {shape} to {rows}, no bias", normal(rng, *shape), normal(rng, rows, shape[-1]), None)
+    for activation in LINEAR_ACTIVATIONS:
+        for shape, rows in (((3, 4), 5), ((7,), 3), ((2, 3, 8), 6), ((65, 130), 33), ((0, 4), 5)):
+            made = normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)
+            yield case(f"{activation} of {shape} to {rows}", *made, activation=activation)
+            yield case(f"{activation} of {shape} to {rows}, no bias", *made[:2], None, activation=activation)
+        far = x * 16, weight * 4, bias
+        yield case(f"{activation} far from 0", *far, activation=activation)
+        for layout in ("transposed", "gaps", "rows"):
+            yield case(f"{activation}, {layout} x", x, weight, bias, activation=activation, layouts=(layout,))
+            yield case(f"{activation}, {layout} output", x, weight, bias, activation=activation, out_layout=layout)
 
 
 def softmax_cases(rng: np.random.Generator, *, is_log: bool = False) -> Iterator[Case]:

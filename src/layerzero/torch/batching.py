@@ -196,13 +196,19 @@ def matmul(info: Any, dims: Dims, a: Tensor, b: Tensor, **options: Any) -> tuple
 
 
 def linear(
-    info: Any, dims: Dims, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
 ) -> tuple[Tensor, int]:
-    """Weights of each sample make it a matmul of batches."""
+    """Weights of each sample make it a matmul of batches, and an activation a call of its own."""
     dims = (*dims, None)
     x = _mapped(input, dims[0], info.batch_size)
     if dims[1] is None and dims[2] is None:
-        return ops.linear(x, weight, bias, **options), 0
+        return ops.linear(x, weight, bias, activation, **options), 0
     w = _mapped(weight, dims[1], info.batch_size)
     is_vector = w.dim() == 2
     w = w.unsqueeze(1) if is_vector else w
@@ -212,6 +218,9 @@ def linear(
         given = _mapped(bias, dims[2], info.batch_size)
         result = result + (given.unsqueeze(1) if is_vector else given).unsqueeze(1)
     result = result.reshape((*x.shape[:-1], w.shape[1]))
+    if activation is not None:
+        op, _, approximate = activation.partition("_")
+        result = getattr(ops, op)(result, *([approximate] if approximate else []), **options)
     return (result.squeeze(-1) if is_vector else result), 0
 
 

@@ -174,7 +174,9 @@ def matmul(a: Tensor, b: Tensor, **_: Any) -> Tensor:
     return a.new_empty((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *rows, *columns))
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
     """(..., in_features) -> (..., out_features)."""
     _same("linear", input=input, weight=weight, bias=bias)
     text = "(..., in_features) and (out_features, in_features)"

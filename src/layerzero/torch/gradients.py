@@ -111,9 +111,13 @@ def _rms_norm(grad: Tensor, x: Tensor, call: Call, needs: frozenset[str], backen
 
 
 def linear(grad: Tensor, call: Call) -> Gradients:
-    """g W, g^T x and the sum of g."""
+    """g W, g^T x and the sum of g. With an activation g is the gradient by what that is applied to, which is computed
+    anew: nobody has kept it."""
     x, weight, bias_shape = call["input"], call["weight"], call.shape.get("bias")
     is_vector = len(call.shape["weight"]) == 1
+    if call["activation"] is not None:
+        made = torch.matmul(x, weight) if is_vector else torch.nn.functional.linear(x, weight)
+        grad = _through(call["activation"], grad, made if bias_shape is None else made + call["bias"])
     g = grad.unsqueeze(-1) if is_vector else grad
     found: Gradients = {}
     if "input" in call.needs:
@@ -123,6 +127,17 @@ def linear(grad: Tensor, call: Call) -> Gradients:
     if "bias" in call.needs and bias_shape is not None:
         found["bias"] = _rows(g).sum(0).reshape(bias_shape)
     return found
+
+
+def _through(activation: str, grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient by what an activation of linear is applied to."""
+    if activation == "relu":
+        return grad * (x > 0.0)
+    if activation == "silu":
+        return _silu(grad, x)
+    approximate = activation.partition("_")[2] or "none"
+    made: Tensor = aten.gelu_backward(grad, x, approximate=approximate)
+    return made
 
 
 def matmul(grad: Tensor, call: Call) -> Gradients:

@@ -74,7 +74,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
     attrs: dict[str, Any] = {
         "is_causal": True, "scale": 0.125, "layout": "BHSD", "interleaved": False,
         "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
-        "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh",
+        "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh", "activation": "gelu",
         "dtype": {"quantize": "int8", "dequantize": "float16"}.get(op, ""),
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}

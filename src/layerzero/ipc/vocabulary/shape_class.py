@@ -129,10 +129,11 @@ def _matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return ("batched" if a.shape[:-2] == b.shape[:-2] else "broadcast"), extents
 
 
-def _linear(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+def _linear(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """With an activation x of any rank is one class: what that does is done to the result."""
     x, weight, bias = inputs
     rows = x.numel // max(x.shape[-1], 1)
-    variant = "matrix" if x.ndim <= 2 else "batched"
+    variant = attrs["activation"] or ("matrix" if x.ndim <= 2 else "batched")
     return variant + ("+bias" if bias is not None else ""), (rows, *weight.shape)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
     Inputs,
@@ -220,6 +220,9 @@ def _linear(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
         refuse(op, f"x has shape {list(x.shape)} and weight {list(weight.shape)}", "equal last extents")
     if bias is not None and bias.shape != weight.shape[:1]:
         refuse(op, f"bias has shape {list(bias.shape)}", f"{list(weight.shape[:1])}, weight's first extent")
+    if attrs["activation"] != "":
+        choice(op, attrs, "activation", LINEAR_ACTIVATIONS)
+        float_dtype(op, (x,), ("x",))
     return ((dtype, (*x.shape[:-1], weight.shape[0])),)
 
 

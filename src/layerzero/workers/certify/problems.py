@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import attention_problems, norm_problems
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
@@ -39,8 +39,18 @@ def _linear(_: Claims) -> Iterator[Problem]:
     for shape, rows in (*matrices, *batches, *empties):
         for has_bias in (True, False):
             name = f"{list(shape)} to {rows}{'' if has_bias else ', no bias'}"
-            bias = numbers(rows) if has_bias else None
-            yield Problem("linear", name, {}, (numbers(*shape), numbers(rows, shape[-1]), bias))
+            yield _projected(numbers, name, shape, rows, has_bias, "")
+    for activation in LINEAR_ACTIVATIONS:
+        for shape, rows in (((3, 8), 5), ((2, 8, 32), 16), ((17, 33), 7), ((2, 2, 300), 5)):
+            for has_bias in (True, False):
+                name = f"{activation} of {list(shape)} to {rows}{'' if has_bias else ', no bias'}"
+                yield _projected(numbers, name, shape, rows, has_bias, activation)
+
+
+def _projected(numbers: Numbers, name: str, shape: Shape, rows: int, has_bias: bool, activation: str) -> Problem:
+    bias = numbers(rows) if has_bias else None
+    inputs = numbers(*shape), numbers(rows, shape[-1]), bias
+    return Problem("linear", name, {"activation": activation}, inputs, is_of_floats=bool(activation))
 
 
 def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
