@@ -232,6 +232,11 @@ def matmul(a: Array, b: Array) -> Array:
     return np.asarray(np.matmul(wide(a), wide(b)))
 
 
+def addmm(x: Array, a: Array, b: Array, *, beta: float, alpha: float) -> Array:
+    product = np.asarray(alpha * matmul(a, b))
+    return product + beta * wide(x) if beta else product
+
+
 def linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str = "") -> Array:
     product = matmul(x, weight.T) if x.ndim > 1 else matmul(x[None], weight.T)[0]
     made = product if bias is None else np.asarray(product + wide(bias))
@@ -439,6 +444,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "append_kv": append_kv,
     "rope": rope,
     "matmul": matmul,
+    "addmm": addmm,
     "linear": linear,
     "softmax": softmax,
     "log_softmax": log_softmax,

@@ -360,6 +360,30 @@ def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"empty {left} @ {right}", (normal(rng, *left), normal(rng, *right)))
 
 
+def addmm_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, *tensors: reference.Array, beta: float = 1.0, alpha: float = 1.0, **where: Any) -> Case:
+        return Case(name, tensors, {"beta": beta, "alpha": alpha}, **where)
+
+    for m, k, n in ((3, 4, 5), (1, 1, 1), (1, 7, 1), (33, 65, 17), (1, 200, 70), (130, 200, 70)):
+        a, b = normal(rng, m, k), normal(rng, k, n)
+        for shape in ((m, n), (1, n), (m, 1), (1, 1)):
+            yield case(f"{m}, {k}, {n} and {shape}", normal(rng, *shape), a, b)
+            yield case(f"{m}, {k}, {n} and {shape}, scaled", normal(rng, *shape), a, b, beta=-0.5, alpha=1.5)
+    row, a, b = normal(rng, 1, 5), normal(rng, 6, 4), normal(rng, 4, 5)
+    for layout in LAYOUTS[1:]:
+        yield case(f"{layout} a", row, a, b, layouts=("contiguous", layout))
+        yield case(f"{layout} b", row, a, b, beta=2.0, layouts=("contiguous", "contiguous", layout))
+        yield case(f"{layout} x", normal(rng, 6, 5), a, b, alpha=2.0, layouts=(layout,))
+    for layout in ("transposed", "gaps", "rows"):
+        yield case(f"{layout} output", row, a, b, out_layout=layout)
+    yield case("a beta of 0", np.full((6, 5), np.nan), a, b, beta=0.0)
+    yield case("a beta of 0, a row", np.full((1, 5), np.inf), a, b, beta=0.0, alpha=2.0)
+    yield case("an alpha of 0", row, a, b, alpha=0.0)
+    yield case("values of 1e2", row * 1e2, a * 1e2, b)
+    for m, k, n in ((0, 4, 5), (3, 0, 5), (3, 4, 0)):
+        yield case(f"empty {m}, {k}, {n}", normal(rng, 1, n), normal(rng, m, k), normal(rng, k, n), beta=0.5)
+
+
 def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
     def case(name: str, *tensors: reference.Array | None, activation: str = "", **where: Any) -> Case:
         return Case(name, tensors, {"activation": activation}, **where)
@@ -595,6 +619,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "reglu": swiglu_cases,
     **dict.fromkeys(ACTIVATIONS, functools.partial(activation_cases, attrs=[{}])),
     "matmul": matmul_cases,
+    "addmm": addmm_cases,
     "linear": linear_cases,
     "softmax": softmax_cases,
     "log_softmax": functools.partial(softmax_cases, is_log=True),

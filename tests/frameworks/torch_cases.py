@@ -103,6 +103,13 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 4), t(4, seed=1)), {}),
             ((t(4), t(4, seed=1)), {}),
         ],
+        "addmm": [
+            ((t(5, seed=2), t(3, 4), t(4, 5, seed=1)), {}),
+            ((t(3, 1, seed=2), t(3, 4), t(4, 5, seed=1)), {"beta": 0.5, "alpha": -2.0}),
+            ((t(seed=2), t(3, 4), t(4, 5, seed=1)), {"alpha": 2.0}),
+            ((t(3, 5, seed=2), t(4, 3).t(), t(4, 5, seed=1)), {"beta": 0.0}),
+            ((t(5, seed=2), t(0, 4), t(4, 5, seed=1)), {}),
+        ],
         "rope": [
             ((t(2, 3, 2, 6), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
             ((t(3, 2, 4), t(3, 2, seed=1), t(3, 2, seed=2)), {"interleaved": True}),
@@ -276,6 +283,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
     "linear": _linear,
+    "addmm": torch.addmm,
     "matmul": torch.matmul,
     "embedding": F.embedding,
     "rope": _rope,

@@ -98,6 +98,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
         yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16
         yield "(33, 70, 5), odd", (of(33, 70), of(70, 5)), (of(33, 5),), {}, 8
+    elif op == "addmm":
+        inputs = (of(1, 1000), of(1000, 512), of(512, 1000))
+        yield "1000 x 512 x 1000 and a row", inputs, (of(1000, 1000),), {"beta": 0.5, "alpha": 2.0}, _WELL
     elif op == "linear":
         weight, attrs = of(4096, 4096), {"activation": ""}
         yield "4 rows, 4096", (of(4, 4096), weight, None), (of(4, 4096),), attrs, _WELL

@@ -216,6 +216,10 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         elif op == "matmul":
             m, k, n = extent(), extent(), extent()
             inputs = [numbers(2, m, k), numbers(2, k, n)]
+        elif op == "addmm":
+            m, k, n = extent(), extent(), extent()
+            attrs = {"beta": (1.0, 0.5, 0.0)[number % 3], "alpha": (1.0, -2.0)[number % 2]}
+            inputs = [numbers(rng.choice((1, m)), rng.choice((1, n))), numbers(m, k), numbers(k, n)]
         elif op == "linear":
             k, n, known = extent(), extent(), kernel["attrs"]["activation"]
             attrs = {"activation": known[number % len(known)]}

@@ -195,6 +195,27 @@ def matmul(info: Any, dims: Dims, a: Tensor, b: Tensor, **options: Any) -> tuple
     return result, 0
 
 
+def addmm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """A matmul of batches, and what is added after it."""
+    made = alpha * ops.matmul(_mapped(a, dims[1], info.batch_size), _front(b, dims[2]), **options)
+    if not beta:
+        return made, 0
+    x = input if dims[0] is None else input.movedim(dims[0], 0)
+    while dims[0] is not None and x.dim() < 3:
+        x = x.unsqueeze(1)
+    return made + beta * x, 0
+
+
 def linear(
     info: Any,
     dims: Dims,

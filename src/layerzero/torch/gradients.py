@@ -110,6 +110,19 @@ def _rms_norm(grad: Tensor, x: Tensor, call: Call, needs: frozenset[str], backen
     return dict(zip(norms.RMS_NORM, torch.ops.layerzero.rms_norm_backward(*args, **pinned), strict=True))
 
 
+def addmm(grad: Tensor, call: Call) -> Gradients:
+    """beta g, summed where it was broadcast, alpha g b^T and alpha a^T g."""
+    found: Gradients = {}
+    if "input" in call.needs:
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        found["input"] = (call["beta"] * wide.sum_to_size(call.shape["input"])).to(grad.dtype)
+    if "a" in call.needs:
+        found["a"] = call["alpha"] * torch.matmul(grad, call["b"].mT)
+    if "b" in call.needs:
+        found["b"] = call["alpha"] * torch.matmul(call["a"].mT, grad)
+    return found
+
+
 def linear(grad: Tensor, call: Call) -> Gradients:
     """g W, g^T x and the sum of g. With an activation g is the gradient by what that is applied to, which is computed
     anew: nobody has kept it."""

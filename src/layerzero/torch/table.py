@@ -165,6 +165,15 @@ TABLE: dict[str, OpEntry] = {
             batching.matmul,
         ),
         OpEntry(
+            "addmm",
+            "Tensor input, Tensor a, Tensor b, *, float beta=1.0, float alpha=1.0",
+            fakes.addmm,
+            gradients.addmm,
+            {"a": frozenset({"b"}), "b": frozenset({"a"})},
+            autocasting.lower,
+            batching.addmm,
+        ),
+        OpEntry(
             "linear",
             "Tensor input, Tensor weight, Tensor? bias=None, str? activation=None",
             fakes.linear,

@@ -134,6 +134,8 @@ OPS: dict[str, Op] = {
         Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
         # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
         Op("matmul", ("a", "b")),
+        # x (1|M,1|N), a (M,K), b (K,N) -> (M,N): beta x + alpha a b, floats; with a beta of 0 nothing of x counts
+        Op("addmm", ("x", "a", "b"), attrs=("beta", "alpha")),
         # x (...,K), weight (N,K), bias (N) -> (...,N), through the activation; "" for none
         Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"}), attrs=("activation",)),
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own

@@ -185,6 +185,15 @@ def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values((*lead, m, inner), out)
 
 
+def addmm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """beta * x + alpha * a @ b."""
+    x, a, b = given(inputs)
+    made, beta = matmul([a, b], {}), attrs["beta"]
+    columns = made.shape[1]
+    added = [beta * _broadcast(x, divmod(n, columns)) if beta else 0.0 for n in range(len(made.flat))]
+    return Values(made.shape, [attrs["alpha"] * v + more for v, more in zip(made.flat, added, strict=True)])
+
+
 def linear(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """x @ weight^T + bias, and the activation of that."""
     x, weight = given(inputs[:2])
@@ -326,6 +335,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "append_kv": append_kv,
     "rope": rope,
     "matmul": matmul,
+    "addmm": addmm,
     "linear": linear,
     "softmax": softmax,
     "log_softmax": log_softmax,

@@ -79,6 +79,7 @@ class TorchOps:
             "attention_varlen": self.attention_varlen,
             "rope": self.rope,
             "matmul": self.matmul,
+            "addmm": self.addmm,
             "linear": self.linear,
             "softmax": self.softmax,
             "log_softmax": self.log_softmax,
@@ -146,6 +147,10 @@ class TorchOps:
     def matmul(self, views: Sequence[Any], call: Call) -> Run:
         a, b = views
         return lambda out: self.torch.matmul(a, b, out=out)
+
+    def addmm(self, views: Sequence[Any], call: Call) -> Run:
+        (x, a, b), beta, alpha = views, call.attrs["beta"], call.attrs["alpha"]
+        return lambda out: self.torch.addmm(x, a, b, beta=beta, alpha=alpha, out=out)
 
     def linear(self, views: Sequence[Any], call: Call) -> Run:
         """With an activation two kernels of torch, the second in place on what the first has made."""

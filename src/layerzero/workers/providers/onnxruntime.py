@@ -31,6 +31,7 @@ def load() -> Loaded:
         "layer_norm": library.layer_norm,
         "linear": library.linear,
         "matmul": library.matmul,
+        "addmm": library.addmm,
         "softmax": library.softmax,
         "log_softmax": library.softmax,
         **dict.fromkeys(_onnx_activations.OPS, library.activation),
@@ -172,6 +173,10 @@ class _Runtime:
 
     def matmul(self, call: Call) -> tuple[_Nodes, _Shapes]:
         return [self.onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], _shapes(call)
+
+    def addmm(self, call: Call) -> tuple[_Nodes, _Shapes]:
+        attrs = {name: call.attrs[name] for name in ("beta", "alpha")}
+        return [self.onnx.helper.make_node("Gemm", ["w", "b", "x"], ["y"], **attrs)], _shapes(call)
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
         name = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[call.op]

@@ -190,6 +190,12 @@ def calls(
             draw(tensors(dtype, out)),
             {},
         )
+    if op == "addmm":
+        m, k, n = (draw(extent) for _ in range(3))
+        rows, columns = draw(st.sampled_from([1, m])), draw(st.sampled_from([1, n]))
+        inputs = [draw(tensors(dtype, shape)) for shape in ((rows, columns), (m, k), (k, n))]
+        attrs = {"beta": draw(st.sampled_from([0.0, 1.0, 0.5])), "alpha": draw(st.sampled_from([1.0, 2.0]))}
+        return inputs, draw(tensors(dtype, (m, n))), attrs
     if op == "linear":
         rows, k, n = [*draw(lead), draw(extent)], draw(extent), draw(extent)
         bias = draw(tensors(dtype, (n,))) if draw(st.booleans()) else None
