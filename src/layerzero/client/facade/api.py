@@ -114,4 +114,7 @@ def _no_op(op: object) -> InvalidArgument:
     return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(PUBLIC_OPS)}; pass the name, or lz.NAME")
 
 
-_ELSEWHERE = {"scaled_dot_product_attention": "attention", "bmm": "matmul", "mm": "matmul", "mv": "matmul", "dot": "matmul"}
+_ELSEWHERE = {
+    "scaled_dot_product_attention": "attention",
+    **dict.fromkeys(("bmm", "mm", "mv", "dot"), "matmul"),
+}
