@@ -39,6 +39,14 @@ if TYPE_CHECKING:
         attention_backward as attention_backward,
         attention_forward as attention_forward,
     )
+    from layerzero.client.facade.elementwise_ops import (
+        add as add,
+        cast as cast,
+        cat as cat,
+        clamp as clamp,
+        mul as mul,
+        where as where,
+    )
     from layerzero.client.facade.norm_ops import (
         add_rms_norm as add_rms_norm,
         batch_norm as batch_norm,
@@ -144,6 +152,7 @@ _HOME = {
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
+    "layerzero.client.facade.elementwise_ops": "add cast cat clamp mul where",
     "layerzero.client.facade.norm_ops": (
         "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"
     ),

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tests import reference
+from tests.envs import elementwise_cases
+from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
-
-
-@dataclass(frozen=True)
-class Case:
-    """Values of each tensor argument (None: left out; floating-point ones take the dtype under test), how each lies in
-    memory, and how the output does. See `lay_out`."""
-
-    name: str
-    tensors: tuple[reference.Array | None, ...]
-    attrs: dict[str, Any] = field(default_factory=dict)
-    layouts: tuple[str, ...] = ()  # per tensor; contiguous where there are fewer
-    out_layout: str = "contiguous"
-
-
-SWAPS = {"transposed": (-1, -2), "heads": (1, 2), "first last": (0, -1)}
-LAYOUTS = ("contiguous", "transposed", "gaps", "rows", "broadcast")
 
 
 def lay_out(values: reference.Array, dtype: str, layout: str) -> tuple[TensorSpec, reference.Array]:
@@ -90,7 +75,7 @@ def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]
 
 def refilled(name: str, values: reference.Array) -> reference.Array:
     """Other values of the same kind for the same memory. Sequences are the same in the opposite order."""
-    if name == "running_var":
+    if values.dtype.kind == "f" and values.size and np.all(values >= 0):  # variances, and what has to have no sign
         return np.asarray(values * 0.5)
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
@@ -99,10 +84,6 @@ def refilled(name: str, values: reference.Array) -> reference.Array:
     if name == "block_tables":
         return np.flip(values, axis=0)
     return np.flip(values) if values.dtype.kind == "i" else values
-
-
-def normal(rng: np.random.Generator, *shape: int) -> reference.F64:
-    return rng.standard_normal(shape)
 
 
 def forward_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -631,6 +612,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "rms_norm_backward": norm_backward_cases,
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
+    **elementwise_cases.CASES,
     "quantize": quantize_cases,
     "dequantize": dequantize_cases,
     "embedding": embedding_cases,

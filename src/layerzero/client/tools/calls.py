@@ -190,6 +190,19 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),
     **{op: (Call(op, {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),) for op in GATED},
     **{op: (Call(op, {"input": _f32(256, 2048)}),) for op in ACTIVATIONS},
+    **{op: (Call(op, {"input": _f32(256, 2048), "other": _f32(256, 2048)}),) for op in ("add", "mul")},
+    "clamp": (Call("clamp", {"input": _f32(256, 2048)}, {"min": -1.0, "max": 1.0}),),
+    "where": (
+        Call(
+            "where",
+            {
+                "condition": TensorSpec.contiguous("bool", (256, 2048)),
+                **dict.fromkeys(("input", "other"), _f32(256, 2048)),
+            },
+        ),
+    ),
+    "cat": (Call("cat", {"t0": _f32(256, 512), "t1": _f32(256, 512)}, {"dim": -1}),),
+    "cast": (Call("cast", {"input": _f32(256, 2048)}, {"dtype": "float16"}),),
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
     "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
     "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),

@@ -17,7 +17,8 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 @dataclass(frozen=True)
 class Op:
     """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
-    `indices` hold integers that say where to look, and those in `singles` float32, whatever the dtype of the data.
+    `indices` hold integers or bools that say where to look, and those in `singles` float32, whatever the dtype of the
+    data.
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
@@ -56,6 +57,13 @@ ACTIVATIONS = ("relu", "sigmoid", "tanh", "quick_gelu", "hardswish", "mish")
 GATED = ("geglu", "reglu")
 # What linear may apply to its result: "gelu" is that of erf.
 LINEAR_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+# What cast converts to and from; all but bool are numbers.
+CAST_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+CAT_INPUTS = tuple(f"t{n}" for n in range(8))
 
 # Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
 TOKENIZER_ATTRS = (
@@ -195,6 +203,19 @@ OPS: dict[str, Op] = {
         # relu(gate) * up
         Op("reglu", ("gate", "up")),
         *(Op(name, ("x",)) for name in ACTIVATIONS),
+        # shapes that broadcast, one dtype, numbers; integers wrap
+        Op("add", ("x", "other")),
+        Op("mul", ("x", "other")),
+        # min, max: None, or a number: a float for floats, else an integer of the dtype; one of them at least. NaN
+        # stays, and where min is above max all are max.
+        Op("clamp", ("x",), attrs=("min", "max")),
+        # condition bool; x and other of one dtype, any; shapes that broadcast
+        Op("where", ("condition", "x", "other"), indices=frozenset({"condition"})),
+        # of one dtype, any, and shapes that are equal but for `dim`; those that are given come first
+        Op("cat", CAT_INPUTS, optional=frozenset(CAT_INPUTS[1:]), attrs=("dim",)),
+        # dtype: one of CAST_DTYPES, as x's is. Floats are rounded to nearest, ties to even; to integers cut
+        # towards 0, and what the dtype does not have may become anything. Integers wrap; bool is what is not 0.
+        Op("cast", ("x",), attrs=("dtype",)),
         # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
         # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
         # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).

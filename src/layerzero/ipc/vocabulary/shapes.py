@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.shape_checks import (
@@ -361,6 +362,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "geglu": _geglu,
     "reglu": _swiglu,
     **dict.fromkeys(ACTIVATIONS, _silu),
+    **ELEMENTWISE,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

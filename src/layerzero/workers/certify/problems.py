@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
-from layerzero.workers.certify import attention_problems, norm_problems
+from layerzero.workers.certify import attention_problems, elementwise_problems, norm_problems
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
@@ -63,7 +63,7 @@ def _linear(_: Claims) -> Iterator[Problem]:
 def _projected(numbers: Numbers, name: str, shape: Shape, rows: int, has_bias: bool, activation: str) -> Problem:
     bias = numbers(rows) if has_bias else None
     inputs = numbers(*shape), numbers(rows, shape[-1]), bias
-    return Problem("linear", name, {"activation": activation}, inputs, is_of_floats=bool(activation))
+    return Problem("linear", name, {"activation": activation}, inputs, families=("float",) if activation else ())
 
 
 def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
@@ -129,6 +129,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
+    **elementwise_problems.PROBLEMS,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,

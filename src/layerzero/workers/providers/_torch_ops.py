@@ -16,7 +16,10 @@ Run = Callable[[Any], Any]  # fills the tensor, or of ops with several outputs e
 Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
 
 # Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
-_WRITES_STRIDED = frozenset({"attention", "attention_varlen", "paged_attention", "rope", "softmax"})
+_WRITES_STRIDED = frozenset(
+    {"attention", "attention_varlen", "paged_attention", "rope", "softmax"}
+    | {"add", "mul", "clamp", "where", "cat", "cast"}
+)
 
 
 def host_view(torch: Any) -> Callable[[Block], Any]:

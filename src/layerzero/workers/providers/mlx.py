@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _mlx_activations
+from layerzero.workers.providers import _mlx_activations, _mlx_elementwise
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
@@ -34,6 +34,7 @@ def load() -> Loaded:
         "log_softmax": library.log_softmax,
         **ChannelNorms(mx).builders(),
         **_mlx_activations.builders(mx),
+        **_mlx_elementwise.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
