@@ -248,6 +248,12 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, activation: st
     return {"relu": relu, "silu": silu}[activation](made)
 
 
+def gated_mlp(x: Array, gate_up: Array, down: Array, *, activation: str) -> Array:
+    half = down.shape[1]
+    gate = linear(x, gate_up[:half], activation=activation)
+    return linear(gate * linear(x, gate_up[half:]), down)
+
+
 def softmax(x: Array, *, dim: int, dtype: str = "") -> F64:
     x = (from_bits(to_bits(x, dtype), dtype) if dtype else x).astype(np.float64)
     if x.size == 0:
@@ -476,6 +482,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,
+    "gated_mlp": gated_mlp,
     "softmax": softmax,
     "log_softmax": log_softmax,
     "layer_norm": layer_norm,

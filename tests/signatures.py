@@ -177,6 +177,14 @@ def _linear(rng: Random) -> Plan:
     return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias, activation)
 
 
+def _gated_mlp(rng: Random) -> Plan:
+    dtype, (rows, k, hidden, n) = _float(rng), _extents(rng, 4)
+    shapes = ((rows, k), (2 * hidden, k), (n, hidden))
+    return product_plans.plan_gated_mlp(
+        *(_tensor(rng, dtype, *shape) for shape in shapes), rng.choice(LINEAR_ACTIVATIONS)
+    )
+
+
 def _softmax(rng: Random) -> Plan:
     shape = _extents(rng, rng.randint(1, 3))
     dtype = rng.choice((None, *sorted(FLOAT_DTYPES)))
@@ -279,6 +287,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "layer_norm": _layer_norm,

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
-    from layerzero.client.facade.product_ops import addmm as addmm
+    from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.default_session import (
         connect as connect,
         disconnect as disconnect,
@@ -160,7 +160,7 @@ _HOME = {
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
-    "layerzero.client.facade.product_ops": "addmm",
+    "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",

@@ -405,6 +405,31 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
             yield case(f"{activation}, {layout} output", x, weight, bias, activation=activation, out_layout=layout)
 
 
+def gated_mlp_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Weights as wide as models have them: of variance 1 over what is summed."""
+
+    def made(shape: tuple[int, ...], hidden: int, features: int) -> tuple[reference.Array, ...]:
+        gate_up, down = normal(rng, 2 * hidden, shape[-1]), normal(rng, features, hidden)
+        return normal(rng, *shape), gate_up / shape[-1] ** 0.5, down / hidden**0.5
+
+    for activation in LINEAR_ACTIVATIONS:
+        attrs = {"activation": activation}
+        for shape, hidden, features in (
+            ((3, 4), 5, 4),
+            ((1, 1), 1, 1),
+            ((7,), 3, 7),
+            ((2, 3, 8), 6, 8),
+            ((65, 130), 33, 70),
+            ((1, 200), 600, 200),
+            ((64, 128), 352, 128),
+        ):
+            yield Case(f"{activation} of {shape} by {hidden}", made(shape, hidden, features), attrs)
+        for layout in ("transposed", "gaps", "rows"):
+            yield Case(f"{activation}, {layout}", made((4, 6, 8), 5, 7), attrs, layouts=(layout,) * 3)
+            yield Case(f"{activation}, {layout} output", made((4, 6, 8), 5, 7), attrs, out_layout=layout)
+        yield Case(f"{activation}, empty", (normal(rng, 0, 4), normal(rng, 6, 4), normal(rng, 5, 3)), attrs)
+
+
 def softmax_cases(rng: np.random.Generator, *, is_log: bool = False) -> Iterator[Case]:
     for shape in ((5,), (1,), (3, 7), (2, 3, 5), (2, 3, 4, 5), (4, 1000), (3, 1)):
         for dim in range(len(shape)):
@@ -602,6 +627,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "matmul": matmul_cases,
     "addmm": addmm_cases,
     "linear": linear_cases,
+    "gated_mlp": gated_mlp_cases,
     "softmax": softmax_cases,
     "log_softmax": functools.partial(softmax_cases, is_log=True),
     "add_rms_norm": add_rms_norm_cases,

@@ -103,6 +103,12 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 4), t(4, seed=1)), {}),
             ((t(4), t(4, seed=1)), {}),
         ],
+        "gated_mlp": [
+            *(((t(2, 3, 4), t(10, 4, seed=1), t(6, 5, seed=2), name), {}) for name in LINEAR_ACTIVATIONS),
+            ((t(4), t(10, 4, seed=1), t(4, 5, seed=2)), {}),
+            ((t(4, 3).t(), t(10, 4, seed=1), t(5, 6, seed=2).t()), {}),
+            ((t(0, 4), t(10, 4, seed=1), t(4, 5, seed=2)), {}),
+        ],
         "addmm": [
             ((t(5, seed=2), t(3, 4), t(4, 5, seed=1)), {}),
             ((t(3, 1, seed=2), t(3, 4), t(4, 5, seed=1)), {"beta": 0.5, "alpha": -2.0}),
@@ -235,6 +241,11 @@ def _linear(
     return after[activation](made) if activation else made
 
 
+def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    gate, up = gate_up.chunk(2)
+    return F.linear(_linear(x, gate, None, activation) * F.linear(x, up), down)
+
+
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """As complex numbers, of which the pairs are rotated."""
     pairs = cos.shape[-1]
@@ -298,6 +309,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "addmm": torch.addmm,
     "add": torch.add,
     "mul": torch.mul,

@@ -98,6 +98,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
         yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16
         yield "(33, 70, 5), odd", (of(33, 70), of(70, 5)), (of(33, 5),), {}, 8
+    elif op == "gated_mlp":
+        inputs = (of(64, 1024), of(5632, 1024), of(1024, 2816))
+        yield "64 rows, 1024 by 2816", inputs, (of(64, 1024),), {"activation": "silu"}, _WELL
     elif op in ("add", "mul"):
         yield "512 x 2048", (of(512, 2048), of(512, 2048)), (of(512, 2048),), {}, _WELL
         yield "512 x 2048 and a row", (of(512, 2048), of(2048)), (of(512, 2048),), {}, _WELL

@@ -222,6 +222,12 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             m, k, n = extent(), extent(), extent()
             attrs = {"beta": (1.0, 0.5, 0.0)[number % 3], "alpha": (1.0, -2.0)[number % 2]}
             inputs = [numbers(rng.choice((1, m)), rng.choice((1, n))), numbers(m, k), numbers(k, n)]
+        elif op == "gated_mlp":
+            rows, k, hidden, n = (extent() for _ in range(4))
+            known = kernel["attrs"]["activation"]
+            attrs = {"activation": known[number % len(known)]}
+            shapes = ((rows, k), (2 * hidden, k), (n, hidden))
+            inputs = [numbers(*shape, scale=1 / 16) for shape in shapes]
         elif op == "linear":
             k, n, known = extent(), extent(), kernel["attrs"]["activation"]
             attrs = {"activation": known[number % len(known)]}

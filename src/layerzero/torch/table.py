@@ -196,6 +196,15 @@ TABLE: dict[str, OpEntry] = {
             autocasting.lower,
             batching.linear,
         ),
+        OpEntry(
+            "gated_mlp",
+            'Tensor input, Tensor gate_up, Tensor down, str activation="silu"',
+            fakes.gated_mlp,
+            gradients.gated_mlp,
+            {"input": ANY, "gate_up": ANY, "down": frozenset({"input", "gate_up"})},
+            autocasting.lower,
+            batching.gated_mlp,
+        ),
         *(
             OpEntry(
                 name,

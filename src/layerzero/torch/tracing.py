@@ -33,8 +33,8 @@ def traced(request: Request) -> Any:
         args = (*request.args, *(options.pop(name) for name in ("training", "momentum", "eps")))
     elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))
-    elif request.op in ("linear", "clamp", "cast"):
-        named = {"linear": ("activation",), "clamp": ("min", "max"), "cast": ("dtype",)}[request.op]
+    elif request.op in ("linear", "gated_mlp", "clamp", "cast"):
+        named = {"clamp": ("min", "max"), "cast": ("dtype",)}.get(request.op, ("activation",))
         args = (*request.args, *(options.pop(name) for name in named))
     elif request.op in ("gelu", "geglu"):
         args = (*request.args, options.pop("approximate"))

@@ -49,6 +49,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         ),
         "matmul": (dense(64, 128), dense(128, 64)),
         "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
+        "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),
         "linear": (dense(64, 128), dense(256, 128), None),
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),

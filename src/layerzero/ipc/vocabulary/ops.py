@@ -146,6 +146,9 @@ OPS: dict[str, Op] = {
         Op("addmm", ("x", "a", "b"), attrs=("beta", "alpha")),
         # x (...,K), weight (N,K), bias (N) -> (...,N), through the activation; "" for none
         Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"}), attrs=("activation",)),
+        # x (...,K), gate_up (2 I,K), down (N,I) -> (...,N): the rows of gate_up are I gates, then I others; floats.
+        # activation: one of LINEAR_ACTIVATIONS
+        Op("gated_mlp", ("x", "gate_up", "down"), attrs=("activation",)),
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),

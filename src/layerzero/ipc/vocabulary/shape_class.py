@@ -144,6 +144,11 @@ def _linear(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return variant + ("+bias" if bias is not None else ""), (rows, *weight.shape)
 
 
+def _gated_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, gate_up, down = inputs
+    return str(attrs["activation"]), (x.numel // max(x.shape[-1], 1), gate_up.shape[1], *down.shape)
+
+
 def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     (x,) = inputs
     dim = attrs["dim"]
@@ -249,6 +254,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _norm,

@@ -242,6 +242,20 @@ def _linear(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return ((dtype, (*x.shape[:-1], weight.shape[0])),)
 
 
+def _gated_mlp(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, gate_up, down = required(inputs, 3)
+    dtype = float_dtype(op, (x, gate_up, down), ("x", "gate_up", "down"))
+    least_ndim(op, "x", x, 2)
+    of_ndim(op, "gate_up", gate_up, 2)
+    of_ndim(op, "down", down, 2)
+    if x.shape[-1] != gate_up.shape[1]:
+        refuse(op, f"x has shape {list(x.shape)} and gate_up {list(gate_up.shape)}", "equal last extents")
+    if gate_up.shape[0] != 2 * down.shape[1]:
+        refuse(op, f"gate_up has shape {list(gate_up.shape)} and down {list(down.shape)}", "twice down's last extent")
+    choice(op, attrs, "activation", LINEAR_ACTIVATIONS)
+    return ((dtype, (*x.shape[:-1], down.shape[0])),)
+
+
 def _softmax(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     (x,) = required(inputs, 1)
     dtype = float_dtype(op, inputs, ("x",))
@@ -353,6 +367,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _softmax,
     **NORMS,

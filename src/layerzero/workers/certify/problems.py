@@ -66,6 +66,18 @@ def _projected(numbers: Numbers, name: str, shape: Shape, rows: int, has_bias: b
     return Problem("linear", name, {"activation": activation}, inputs, families=("float",) if activation else ())
 
 
+def _gated_mlp(_: Claims) -> Iterator[Problem]:
+    """Of small numbers: products of three have to stay within float16's range."""
+    numbers = Numbers(27)
+    shapes: list[tuple[Shape, int, int]] = [((3, 8), 5, 7), ((2, 8, 32), 16, 16), ((17, 33), 7, 33), ((1, 300), 5, 5)]
+    shapes += [((2, 8), 272, 5), ((3, 8), 5, 272), ((0, 4), 3, 5)]
+    for activation in LINEAR_ACTIVATIONS:
+        for shape, hidden, features in shapes:
+            inputs = tuple(numbers(*one, scale=1 / 16) for one in (shape, (2 * hidden, shape[-1]), (features, hidden)))
+            title = f"{activation} of {list(shape)} by {hidden} to {features}"
+            yield Problem("gated_mlp", title, {"activation": activation}, inputs)
+
+
 def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
     return partial(_softmax_problems, op)
 
@@ -133,6 +145,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),
     "gelu": _elementwise("gelu", [{"approximate": "none"}, {"approximate": "tanh"}]),

@@ -220,6 +220,19 @@ def linear(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return _one(OPS[op]([made], {"approximate": approximate or "none"}))
 
 
+def gated_mlp(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """Gates are the first half of what gate_up makes of each row."""
+    x, gate_up, down = given(inputs)
+    made, half = linear([x, gate_up, None], {"activation": ""}), down.shape[1]
+    rows = rows_of(made.flat, 2 * half, 0, math.prod(x.shape[:-1]))
+    gates = Values((len(rows), half), [v for row in rows for v in row[:half]])
+    others = [v for row in rows for v in row[half:]]
+    op, _, approximate = attrs["activation"].partition("_")
+    opened = _one(OPS[op]([gates], {"approximate": approximate or "none"}))
+    hidden = Values((*x.shape[:-1], half), list(map(mul, opened.flat, others)))
+    return linear([hidden, down, None], {"activation": ""})
+
+
 def _one(made: Values | tuple[Values, ...]) -> Values:
     assert isinstance(made, Values)
     return made
@@ -346,6 +359,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,
+    "gated_mlp": gated_mlp,
     "softmax": softmax,
     "log_softmax": log_softmax,
     **norm_reference.OPS,

@@ -32,6 +32,7 @@ def load() -> Loaded:
         "linear": library.linear,
         "matmul": library.matmul,
         "addmm": library.addmm,
+        "gated_mlp": library.gated_mlp,
         "softmax": library.softmax,
         "log_softmax": library.softmax,
         **dict.fromkeys(_onnx_activations.OPS, library.activation),
@@ -178,6 +179,21 @@ class _Runtime:
     def addmm(self, call: Call) -> tuple[_Nodes, _Shapes]:
         attrs = {name: call.attrs[name] for name in ("beta", "alpha")}
         return [self.onnx.helper.make_node("Gemm", ["w", "b", "x"], ["y"], **attrs)], _shapes(call)
+
+    def gated_mlp(self, call: Call) -> tuple[_Nodes, _Shapes]:
+        x, gate_up, down = call.inputs
+        assert x is not None
+        assert gate_up is not None
+        assert down is not None
+        rows, helper = math.prod(x.shape[:-1]), self.onnx.helper
+        nodes = [
+            helper.make_node("Gemm", ["x", "w"], ["product"], transB=1),
+            helper.make_node("Split", ["product"], ["gate", "up"], axis=-1),
+            *_onnx_activations.after(helper, call.attrs["activation"], "gate", "opened"),
+            helper.make_node("Mul", ["opened", "up"], ["hidden"]),
+            helper.make_node("Gemm", ["hidden", "b"], ["y"], transB=1),
+        ]
+        return nodes, ((rows, x.shape[-1]), gate_up.shape, down.shape, (rows, down.shape[0]))
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
         name = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[call.op]

@@ -86,6 +86,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"activation": "silu"},
         ("float32 4 6 2 5",),
     ),
+    "gated_mlp": (
+        {"x": "float32 4 2 3", "gate_up": "float32 14 3", "down": "float32 5 7"},
+        {"activation": "silu"},
+        ("float32 4 2 5",),
+    ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (

@@ -47,6 +47,7 @@ X = dense(2, 3, 32)
         ("matmul", (TensorSpec("float32", (3, 8), (9, 1)), dense(8, 5)), {}, "matrix/small/rows"),
         ("addmm", (dense(1, 8), dense(1, 4), dense(4, 8)), {"beta": 1.0, "alpha": 1.0}, "matrix/small/dense"),
         ("add", (X, X), {}, "equal/small/dense"),
+        ("gated_mlp", (X, dense(32, 32), dense(32, 16)), {"activation": "relu"}, "relu/aligned/dense"),
         ("mul", (dense(20, 1), dense(1, 20)), {}, "broadcast/long/dense"),
         ("clamp", (X,), {"min": None, "max": 1.0}, "max/small/dense"),
         ("cat", (X, X, *[None] * 6), {"dim": 2}, "inner/long/dense"),

@@ -205,6 +205,10 @@ def calls(
         activations = ["", *LINEAR_ACTIVATIONS] if dtype in FLOAT_DTYPES else [""]
         attrs = {"activation": draw(st.sampled_from(activations))}
         return [x, weight, bias], draw(tensors(dtype, (*rows, n))), attrs
+    if op == "gated_mlp":
+        rows, k, hidden, n = [*draw(lead), draw(extent)], draw(extent), draw(extent), draw(extent)
+        inputs = [draw(tensors(dtype, shape)) for shape in ((*rows, k), (2 * hidden, k), (n, hidden))]
+        return inputs, draw(tensors(dtype, (*rows, n))), {"activation": draw(st.sampled_from(LINEAR_ACTIVATIONS))}
     if op == "embedding":
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
