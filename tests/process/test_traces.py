@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from tests.process import placed_functions as fn
 from tests.process.harness import Site, wait_until
 from tests.process.planned import W, block, settled
 from tests.process.planned import X as MATRIX
+from tests.process.test_cli import USAGE, data
+from tests.process.test_cli import lz as lz_command
 
 import layerzero as lz
 from layerzero.client.connection import observing
@@ -281,3 +285,59 @@ def test_what_is_recorded_keeps_no_memory_of_the_callers(connected: Site) -> Non
     gc.collect()
     assert pool.stats()["slots"] == slots
     assert len(trace.calls) == 2
+
+
+def test_a_saved_trace_is_the_same_when_it_is_loaded(connected: Site, tmp_path: Path) -> None:
+    """Everything of it, with the bytes that were kept; it replaces what is there, and is its owner's alone."""
+    deadly = X.copy()
+    deadly[0] = fault(KILL, "alpha")
+    with lz.trace(tensors=True) as trace, lz.trace_scope("outer"):
+        y = lz.matmul(MATRIX[:, ::2].copy(), W[::2], backend="beta")
+        lz.silu(lz.silu(y[1:]))
+        lz.silu(deadly)
+        fn.pid()
+        with pytest.raises(lz.InvalidArgument):
+            lz.matmul(MATRIX, X)
+    path = tmp_path / "of a program.lztrace"
+    path.write_text("old")
+    trace.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    found, wanted = lz.load_trace(path), trace.contents
+    for name in ("calls", "scopes", "dropped", "clock", "threads", "facts"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    assert str(found) == str(trace)
+    kept = found.calls[0].kept
+    assert kept is not None
+    assert np.frombuffer(found.memory[kept.results[0][2]], np.float32).tolist() == np.ravel(y).tolist()
+    assert set(found.memory) == {digest for call in found.calls if call.kept for digest in call.kept.digests}
+
+
+def test_kept_bytes_stay_within_their_bound(connected: Site) -> None:
+    """Those of the newest calls; equal ones count once."""
+    with lz.trace(tensors=20 * X.nbytes) as trace:
+        for n in range(40):
+            lz.silu(X + n)
+            lz.silu(X + 39)
+    assert sum(map(len, trace.contents.memory.values())) <= 20 * X.nbytes
+    assert [call.kept is not None for call in trace.calls[-4:]] == [True] * 4
+    assert trace.calls[0].kept is None
+    assert trace.calls[0].why_not_kept == "newer calls have taken its room"
+    with pytest.raises(lz.InvalidArgument, match=r"tensors is 0\.5; allowed"):
+        lz.trace(tensors=0.5)  # type: ignore[arg-type]
+
+
+def test_the_command_shows_a_saved_trace(connected: Site, tmp_path: Path) -> None:
+    with lz.trace() as trace:
+        lz.silu(lz.silu(X))
+    trace.save(tmp_path / "a")
+    shown = lz_command(connected, "trace", "show", str(tmp_path / "a"))
+    assert shown.stdout.splitlines() == str(trace).splitlines()
+    each = lz_command(connected, "trace", "show", str(tmp_path / "a"), "--calls").stdout.splitlines()
+    assert each[0].startswith("0: silu(8:float32); alpha, ")
+    assert "x of 0" in each[1]
+    assert len(data(lz_command(connected, "trace", "show", str(tmp_path / "a"), "--json"))["calls"]) == 2
+    (tmp_path / "b").write_text("no")
+    refused = lz_command(connected, "trace", "show", str(tmp_path / "b"))
+    assert refused.returncode == USAGE
+    assert "is no trace, which is a zip file" in refused.stderr

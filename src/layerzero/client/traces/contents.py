@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from layerzero.client.connection.report import html_of, time_text
@@ -72,6 +74,13 @@ class TraceContents:
 
     def __repr__(self) -> str:
         return f"<lz trace of {counted(len(self.calls), 'call')}>"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file for lz.load_trace, in the place of one that is there; readable by its owner alone. Raises
+        OSError."""
+        from layerzero.client.traces.form import save  # which needs this module
+
+        save(self, Path(path))
 
     # --- as a graph
 
@@ -157,6 +166,8 @@ class TraceContents:
 
 
 def _cut(text: str, width: int) -> str:
+    """On one line, and without what a terminal would obey: it may be from a file of others."""
+    text = "".join(one if one.isprintable() else "?" for one in text)
     return text if len(text) <= width else f"{text[: width - 2]}.."
 
 

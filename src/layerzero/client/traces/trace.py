@@ -6,10 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from layerzero.client.traces.calls import RecordedCall, ScopeRecord
 from layerzero.client.traces.contents import MAX_ROWS, TraceContents
+from layerzero.client.traces.form import load
 from layerzero.client.traces.keeping import DEFAULT_BYTES, Keeper
 from layerzero.client.traces.recorder import Buffer, recorder
 from layerzero.client.traces.scopes import ModuleScopes, TraceScope, here
@@ -119,6 +121,10 @@ class Trace:
         """As TraceContents.mermaid."""
         return self.contents.mermaid()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As TraceContents.save."""
+        self.contents.save(path)
+
     def __len__(self) -> int:
         return len(self._buffer.calls)
 
@@ -153,6 +159,12 @@ def trace(model: Any = None, *, most: int = MOST_CALLS, tensors: bool | int = Fa
     copying and hashing them takes its time. Without, no byte of the caller's is kept. Raises InvalidArgument.
     """
     return Trace(model=model, most=most, tensors=tensors)
+
+
+def load_trace(path: str | os.PathLike[str]) -> TraceContents:
+    """What a trace's `save` wrote, here or elsewhere: everything in it is checked, and nothing of it is run. Raises
+    InvalidArgument for a file that is none, or that is damaged."""
+    return load(Path(path))
 
 
 trace_scope = TraceScope

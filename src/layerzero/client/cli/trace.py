@@ -1,0 +1,64 @@
+"""`lz trace`: traces that a program has saved (lz.trace), shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layerzero.client.cli.options import Json
+
+if TYPE_CHECKING:
+    from layerzero.client.traces.calls import RecordedCall
+
+trace_app = typer.Typer(help="Show and use traces that programs have saved (lz.trace).", no_args_is_help=True)
+File = Annotated[Path, typer.Argument(metavar="FILE", help="What a trace's save wrote.")]
+
+
+@trace_app.command()
+def show(
+    file: File,
+    by: Annotated[str, typer.Option("--by", help="Rows of the table: op, backend or scope.")] = "backend",
+    everything: Annotated[bool, typer.Option("--all", help="All rows.")] = False,
+    calls: Annotated[bool, typer.Option("--calls", help="Each call, and where its arguments come from.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="The calls as a Mermaid flow chart.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print a trace: a table of its calls, each call, or its graph."""
+    import time
+
+    from rich.text import Text
+
+    from layerzero.client.cli.output import note, out, print_json
+    from layerzero.client.traces.contents import MAX_ROWS
+    from layerzero.client.traces.form import call_to_dict, load
+
+    found = load(file)
+    if as_json:
+        rows = [call_to_dict(call) for call in found.calls]
+        print_json({"facts": dict(found.facts), "dropped": found.dropped, "clock": found.clock, "calls": rows})
+        return
+    if mermaid:
+        said = found.mermaid()
+    elif calls:
+        said = "\n".join(map(_line, found.calls))
+    else:
+        said = found.text(by, None if everything else MAX_ROWS).replace("trace.text(most=None)", "--all")
+    out().print(Text(said), soft_wrap=True)
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(found.clock[0] / 1e9))
+    where = ", ".join(f"{name} {value}" for name, value in found.facts.items())
+    note(f"of {when}; {where}")
+
+
+def _line(call: RecordedCall) -> str:
+    from layerzero.client.connection.report import time_text
+
+    sources = ", ".join(f"{one.input} of {one.call}" for one in call.sources)
+    kernel = f", kernel {time_text(call.kernel_ns / 1e3)}" if call.kernel_ns else ""
+    parts = [f"{call.number}: {call.label}", f"{call.backend or 'none'}, {time_text(call.elapsed_ns / 1e3)}{kernel}"]
+    parts += [sources] if sources else []
+    parts += [f"failed on {one.kernel_id}: {one.outcome}" for one in call.attempts]
+    parts += [call.error.partition("\n")[0]] if call.error else []
+    parts += ["/".join(call.scopes)] if call.scopes else []
+    return "; ".join(parts)
