@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import stat
 import threading
 import time
@@ -25,6 +26,7 @@ import layerzero as lz
 from layerzero.client.connection import observing
 from layerzero.client.connection.arena import pool
 from layerzero.client.session import repeats
+from layerzero.client.traces.perfetto import to_perfetto
 
 X = np.linspace(-3, 3, 8, dtype=np.float32)
 
@@ -166,7 +168,7 @@ def test_scopes_lie_in_each_other_by_thread_and_task(connected: Site) -> None:
         ("outer", "two"),
     ]
     others = [call for call in trace.calls if call.scopes == ("apart",)]
-    assert [trace.contents.threads[call.thread] for call in others] == ["another"]
+    assert [trace.contents.threads[call.thread].name for call in others] == ["another"]
     found = {one.name: one for one in trace.scopes}
     assert found["inner"].parent == found["outer"].number
     assert all(one.elapsed_ns is not None and one.elapsed_ns > 0 for one in trace.scopes)
@@ -337,6 +339,13 @@ def test_the_command_shows_a_saved_trace(connected: Site, tmp_path: Path) -> Non
     assert each[0].startswith("0: silu(8:float32); alpha, ")
     assert "x of 0" in each[1]
     assert len(data(lz_command(connected, "trace", "show", str(tmp_path / "a"), "--json"))["calls"]) == 2
+    assert lz_command(connected, "trace", "export", str(tmp_path / "a")).returncode == 0
+    assert to_perfetto(lz.load_trace(tmp_path / "a")) == (tmp_path / "a.pftrace").read_bytes()
+    (tmp_path / "torch.json").write_text('{"traceEvents": []}')
+    given = ("trace", "merge", str(tmp_path / "a"), str(tmp_path / "torch.json"), "-o", str(tmp_path / "both.json"))
+    assert lz_command(connected, *given).returncode == 0
+    named = [one["name"] for one in json.loads((tmp_path / "both.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    assert sorted(named) == ["alpha.silu", "alpha.silu", "silu (alpha)", "silu (alpha)"]
     (tmp_path / "b").write_text("no")
     refused = lz_command(connected, "trace", "show", str(tmp_path / "b"))
     assert refused.returncode == USAGE

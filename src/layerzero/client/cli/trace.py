@@ -62,3 +62,51 @@ def _line(call: RecordedCall) -> str:
     parts += [call.error.partition("\n")[0]] if call.error else []
     parts += ["/".join(call.scopes)] if call.scopes else []
     return "; ".join(parts)
+
+
+Target = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="To write; default: beside FILE, by its name.")
+]
+
+
+@trace_app.command()
+def export(
+    file: File,
+    to: Annotated[str, typer.Option("--to", help="perfetto, for ui.perfetto.dev, or chrome: JSON.")] = "perfetto",
+    output: Target = None,
+) -> None:
+    """Write a trace for a viewer: threads, workers and GPUs on one timeline, arrows from calls to their kernels."""
+    import json
+
+    from layerzero.client.cli.output import note
+    from layerzero.client.traces.chrome import to_chrome
+    from layerzero.client.traces.form import load
+    from layerzero.client.traces.perfetto import to_perfetto
+    from layerzero.ipc.errors import InvalidArgument
+
+    if to not in ("perfetto", "chrome"):
+        raise InvalidArgument(f"--to {to!r:.40}; allowed: perfetto, chrome")
+    found = load(file)
+    data = to_perfetto(found) if to == "perfetto" else json.dumps(to_chrome(found), separators=(",", ":")).encode()
+    target = output or file.with_name(f"{file.stem}{'.pftrace' if to == 'perfetto' else '.json'}")
+    target.write_bytes(data)
+    note(f"{target}: {len(data):,} bytes; open it at https://ui.perfetto.dev, which reads it in the browser")
+
+
+@trace_app.command()
+def merge(
+    file: File,
+    torch: Annotated[Path, typer.Argument(metavar="TORCH.json", help="Of torch.profiler's export_chrome_trace.")],
+    output: Target = None,
+) -> None:
+    """Write a trace and what torch.profiler recorded at the same time on one timeline, as Chrome's JSON."""
+    import json
+
+    from layerzero.client.cli.output import note
+    from layerzero.client.traces.chrome import merged
+    from layerzero.client.traces.form import load
+
+    data = json.dumps(merged(load(file), torch), separators=(",", ":")).encode()
+    target = output or file.with_name(f"{file.stem}.merged.json")
+    target.write_bytes(data)
+    note(f"{target}: {len(data):,} bytes; open it at https://ui.perfetto.dev, which reads it in the browser")

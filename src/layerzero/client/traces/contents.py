@@ -12,6 +12,7 @@ from typing import Any
 
 from layerzero.client.connection.report import html_of, time_text
 from layerzero.client.traces.calls import FUNCTION, RecordedCall, ScopeRecord
+from layerzero.client.traces.scopes import ThreadName
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.wording import counted
 
@@ -57,15 +58,17 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class TraceContents:
-    """A trace at one moment, or from a file. `clock`: nanoseconds of time.time_ns and of time.perf_counter_ns, which is
-    the clock of all calls, at the same moment. `threads`: names by number. `memory`: bytes that calls have kept, by
-    SHA-256. `facts`: of the process and the machine, for people. Printed it is a table by op and backend."""
+    """A trace at one moment, or from a file. Printed it is a table by op and backend.
+
+    `clock`: nanoseconds of time.time_ns and of time.perf_counter_ns, the clock of all calls, at the same moment.
+    `threads`: by the calls' numbers of them. `memory`: bytes that calls have kept, by SHA-256. `facts`: of the process
+    and the machine, for people."""
 
     calls: tuple[RecordedCall, ...]
     scopes: tuple[ScopeRecord, ...] = ()
     dropped: int = 0
     clock: tuple[int, int] = (0, 0)
-    threads: Mapping[int, str] = field(default_factory=dict)
+    threads: Mapping[int, ThreadName] = field(default_factory=dict)
     memory: Mapping[str, bytes] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -18,6 +18,7 @@ from layerzero.client.capsules.form import arguments_of, arguments_to_dict
 from layerzero.client.connection.report import Attempt
 from layerzero.client.traces.calls import KINDS, KeptTensors, RecordedCall, ScopeRecord, Source, Tensor
 from layerzero.client.traces.contents import TraceContents
+from layerzero.client.traces.scopes import ThreadName
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -146,7 +147,7 @@ def _read(packed: zipfile.ZipFile) -> TraceContents:
         scopes,
         _count(head["dropped"]),
         (_count(clock["unix_ns"]), _count(clock["clock_ns"])),
-        {int(number): _text(name) for number, name in threads.items()},
+        {int(number): ThreadName(_text(name), _count(tid)) for number, (name, tid) in threads.items()},
         _memory(packed, members, calls),
         {_text(name): _scalar(value) for name, value in head["facts"].items()},
     )

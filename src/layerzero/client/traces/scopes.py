@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.client.connection import observing
 
@@ -15,15 +15,22 @@ numbers = itertools.count()
 """Of scopes, calls, and what else traces tell apart: each later one has a higher one, in whatever thread."""
 
 
+class ThreadName(NamedTuple):
+    """`tid`: the system's number, which comes again when a thread has ended."""
+
+    name: str
+    tid: int
+
+
 class Threads(threading.local):
     """Each thread's own number: those of the system come again."""
 
-    names: dict[int, str] = {}  # by the number, of all threads
+    names: dict[int, ThreadName] = {}  # by the number, of all threads
     _count = itertools.count()
 
     def __init__(self) -> None:
         self.number = next(self._count)
-        self.names[self.number] = threading.current_thread().name
+        self.names[self.number] = ThreadName(threading.current_thread().name, threading.get_native_id())
 
 
 here = Threads()

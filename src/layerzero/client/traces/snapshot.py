@@ -56,6 +56,7 @@ class Snapshot:
                 self._add_function(entry)
         self.calls = tuple(self._linked(fresh))
         self.scopes = tuple(_scope_records(self._scopes.values()))
+        self.threads = sorted({call.thread for call in self.calls} | {scope.thread for scope in self.scopes})
 
     # --- each kind
 

@@ -91,8 +91,7 @@ class Trace:
         noted = self._buffer.noted
         if self._seen is None or self._seen[0] != noted or self._is_on:
             found = Snapshot(self._buffer)
-            threads = {one: here.names.get(one, "") for one in {call.thread for call in found.calls}}
-            threads.update({one.thread: here.names.get(one.thread, "") for one in found.scopes})
+            threads = {one: here.names[one] for one in found.threads}
             self._seen = (
                 noted,
                 TraceContents(found.calls, found.scopes, found.dropped, self._clock, threads, found.memory, _facts()),

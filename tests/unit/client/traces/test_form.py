@@ -19,6 +19,7 @@ from layerzero.client.connection.report import Attempt
 from layerzero.client.traces import form
 from layerzero.client.traces.calls import KeptTensors, RecordedCall, ScopeRecord, Source, Tensor
 from layerzero.client.traces.contents import TraceContents
+from layerzero.client.traces.scopes import ThreadName
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -38,7 +39,15 @@ def whole() -> TraceContents:
     )  # fmt: skip
     second = RecordedCall(1, "function", "f", 30, 1, sources=(Source("0", 0, "out"),), error="CODE: no")
     scopes = (ScopeRecord(5, "outer", None, 1, 1, 50), ScopeRecord(6, "open", 5, 1, 2, None))
-    return TraceContents((first, second), scopes, 3, (100, 1), {0: "Main", 1: "b"}, {DIGEST: BYTES}, {"pid": 1})
+    return TraceContents(
+        (first, second),
+        scopes,
+        3,
+        (100, 1),
+        {0: ThreadName("Main", 10), 1: ThreadName("b", 11)},
+        {DIGEST: BYTES},
+        {"pid": 1},
+    )
 
 
 def same(one: TraceContents, other: TraceContents) -> bool:
