@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -335,10 +336,6 @@ def test_the_command_shows_a_saved_trace(connected: Site, tmp_path: Path) -> Non
     trace.save(tmp_path / "a")
     shown = lz_command(connected, "trace", "show", str(tmp_path / "a"))
     assert shown.stdout.splitlines() == str(trace).splitlines()
-    each = lz_command(connected, "trace", "show", str(tmp_path / "a"), "--calls").stdout.splitlines()
-    assert each[0].startswith("0: silu(8:float32); alpha, ")
-    assert "x of 0" in each[1]
-    assert len(data(lz_command(connected, "trace", "show", str(tmp_path / "a"), "--json"))["calls"]) == 2
     assert lz_command(connected, "trace", "export", str(tmp_path / "a")).returncode == 0
     assert to_perfetto(lz.load_trace(tmp_path / "a")) == (tmp_path / "a.pftrace").read_bytes()
     (tmp_path / "torch.json").write_text('{"traceEvents": []}')
@@ -350,3 +347,107 @@ def test_the_command_shows_a_saved_trace(connected: Site, tmp_path: Path) -> Non
     refused = lz_command(connected, "trace", "show", str(tmp_path / "b"))
     assert refused.returncode == USAGE
     assert "is no trace, which is a zip file" in refused.stderr
+
+
+# --- again
+
+
+def test_calls_are_made_again_with_the_bytes_that_were_kept(connected: Site) -> None:
+    """On the backend of then, on others, on all; a result that is not the recorded one is seen."""
+    cache_k, cache_v = lz.empty((2, 4, 1, 8)), lz.empty((2, 4, 1, 8))
+    cache_k[...] = cache_v[...] = 0
+    token = np.arange(8, dtype=np.float32).reshape(1, 1, 8)
+    with lz.trace(tensors=True) as trace, lz.trace() as other:
+        y = lz.matmul(MATRIX, W)
+        lz.silu(lz.share(y)[:, ::2])
+        lz.append_kv(token, token, cache_k, cache_v, np.full(1, 2))
+        fn.pid()
+        lz.null()
+        before = len(other.calls)
+        found = trace.run()
+        assert len(other.calls) == before  # what is made again is not recorded
+    assert [(one.number, one.backend, one.arguments, one.outcome) for one in found.calls] == [
+        (0, "alpha", "kept", "ok"),
+        (1, "alpha", "kept", "ok"),
+        (2, "alpha", "kept", "ok"),
+    ]
+    assert {(one.difference, one.reference, one.is_wrong) for one in found.calls} == {(0.0, "recorded", False)}
+    assert str(found).splitlines()[:3] == [
+        "3 calls made again: 3 with the same numbers",
+        "left out: 1, functions: their code and their objects are not in a trace",
+        "left out: 1, calls without arguments",
+    ]
+    everywhere = trace.run(env="all", times=2)
+    assert [one.backend for one in everywhere.calls] == ["alpha", "beta", "gamma"] * 2 + ["alpha", "beta"]
+    assert everywhere.is_right
+    contents = trace.contents
+    kept = contents.calls[0].kept
+    assert kept is not None
+    bent = np.frombuffer(contents.memory[kept.results[0][2]], np.float32) * 1.01
+    memory = {**contents.memory, kept.results[0][2]: bent.tobytes()}
+    wrong = replace(contents, memory=memory).run(["beta", "gamma"])
+    assert [(one.number, one.is_wrong) for one in wrong.calls] == [(0, True), (0, True), (1, False), (1, False),
+                                                                   (2, False), (2, False)]  # fmt: skip
+    assert "WRONG" in str(wrong).splitlines()[4]
+    assert all(len(line) <= 80 for line in str(wrong).splitlines())
+    with pytest.raises(lz.InvalidArgument, match="no backend is called 'delta'; known: "):
+        trace.run("delta")
+    with pytest.raises(lz.InvalidArgument, match="env is 'some'; allowed: all"):
+        trace.run(env="some")
+
+
+def test_without_bytes_calls_are_made_again_with_what_the_run_gives(connected: Site) -> None:
+    """Parts of results are the same parts; what no call has made is random; another backend has the same arguments."""
+    with lz.trace() as trace:
+        y = lz.matmul(MATRIX, W)
+        lz.matmul(y.T[1:], y)
+        lz.silu(y[2:, 1:3])
+    given: dict[int, list[Any]] = {}
+    session = lz.session()
+    run = session.run
+
+    def note(request: Any, **options: Any) -> Any:
+        result = run(request, **options)
+        given.setdefault(len(given), [*(np.array(arg) for arg in request.args), np.array(result)])
+        return result
+
+    session.run = note  # type: ignore[method-assign]
+    try:
+        found = trace.run("beta", seed=3)
+    finally:
+        del session.run
+    assert [(one.arguments, one.backend, one.reference) for one in found.calls] == [
+        ("random", "beta", "alpha"),
+        ("flow", "beta", "alpha"),
+        ("flow", "beta", "alpha"),
+    ]
+    assert found.is_right
+    (a, b, y_again), _, (left, right, _), _, (part, _), _ = given.values()
+    np.testing.assert_allclose(y_again, a.astype(np.float64) @ b, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(left, y_again.T[1:])
+    np.testing.assert_array_equal(right, y_again)
+    np.testing.assert_array_equal(part, y_again[2:, 1:3])
+
+
+def test_what_a_worker_died_of_is_an_outcome(connected: Site) -> None:
+    deadly = X.copy()
+    deadly[0] = fault(KILL, "alpha")
+    with lz.trace(tensors=True) as trace:
+        lz.silu(deadly)
+    assert trace.calls[0].backend == "beta"
+    found = trace.run("alpha")
+    assert [(one.outcome, one.is_right) for one in found.calls] == [("signal 9", False)]
+    assert "1 failed" in str(found)
+    assert trace.run().is_right
+
+
+@pytest.mark.long
+def test_the_command_makes_calls_again_by_a_broker_of_its_own(connected: Site, tmp_path: Path) -> None:
+    with lz.trace(tensors=True) as trace:
+        lz.silu(lz.silu(X))
+    trace.save(tmp_path / "a")
+    found = lz_command(connected, "trace", "run", str(tmp_path / "a"), "-b", "beta", "--json")
+    assert [(one["backend"], one["difference"]) for one in data(found)["calls"]] == [("beta", 0.0)] * 2
+    connected.connect()
+    wrong = lz_command(connected, "trace", "run", str(tmp_path / "a"), "-b", "delta")
+    assert wrong.returncode == USAGE

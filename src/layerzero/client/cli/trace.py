@@ -110,3 +110,52 @@ def merge(
     target = output or file.with_name(f"{file.stem}.merged.json")
     target.write_bytes(data)
     note(f"{target}: {len(data):,} bytes; open it at https://ui.perfetto.dev, which reads it in the browser")
+
+
+@trace_app.command()
+def run(
+    file: File,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="On this one; may be repeated.")
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option("--env", metavar="all", help="all: on every backend that has the op.")
+    ] = None,
+    times: Annotated[int, typer.Option("--times", "-n", min=1, help="So often each call on each.")] = 1,
+    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random arguments, where a call's were not kept.")] = 0,
+    everything: Annotated[bool, typer.Option("--all", help="All rows.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace's calls again, by a broker of its own: on the backends that served them, on others, or on all.
+
+    Ends with 1 when a call gave no answer, or a wrong one."""
+    from rich.text import Text
+
+    from layerzero.client.cli.output import FAILED, err, out, print_json
+    from layerzero.client.tools.replay import own_broker
+    from layerzero.client.traces.form import load
+    from layerzero.client.traces.rerun import MAX_ROWS, run_again
+    from layerzero.ipc.errors import InvalidArgument
+
+    if env not in (None, "all"):
+        raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
+    contents = load(file)
+    with own_broker() as session, err().status("...") as status:
+        found = run_again(
+            session,
+            contents,
+            backends=backend,
+            everywhere=env == "all",
+            times=times,
+            timeout_s=timeout_s,
+            seed=seed,
+            begins=lambda call: status.update(f"{call.number} of {len(contents.calls)}: {call.name} ..."),
+        )
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        said = found.text(None if everything else MAX_ROWS).replace("text(most=None)", "--all")
+        out().print(Text(said), soft_wrap=True)
+    if not found.is_right:
+        raise typer.Exit(FAILED)

@@ -25,12 +25,13 @@ class Tensor(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An argument that lies in what an earlier call has made: the argument's name, that call's number, and the name of
-    its result."""
+    """An argument that lies in what an earlier call has made: the argument's name, that call's number, the name of its
+    result, and how many bytes behind that result's beginning the argument begins."""
 
     input: str
     call: int
     output: str
+    offset: int = 0
 
 
 @dataclass(frozen=True)

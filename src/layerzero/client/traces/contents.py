@@ -5,16 +5,19 @@ from __future__ import annotations
 import html
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.client.connection.report import html_of, time_text
 from layerzero.client.traces.calls import FUNCTION, RecordedCall, ScopeRecord
 from layerzero.client.traces.scopes import ThreadName
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.wording import counted
+
+if TYPE_CHECKING:
+    from layerzero.client.traces.rerun import TraceRun
 
 GROUPS = ("op", "backend", "scope")
 MAX_ROWS = 15  # of a table that is printed unasked
@@ -85,6 +88,34 @@ class TraceContents:
 
         save(self, Path(path))
 
+    def run(
+        self,
+        backend: str | Sequence[str] | None = None,
+        *,
+        env: str | None = None,
+        times: int = 1,
+        timeout_s: float | None = None,
+        seed: int = 0,
+    ) -> TraceRun:
+        """Make the calls again, in their order, by this process's connection; printed the result is a table of
+        differences and times.
+
+        backend: one, or several; without, each call goes to the backend that served it. env: "all" for every backend
+        that has the op. times: so often each. Arguments are the bytes that were kept; else what earlier calls of the
+        run gave, where those of the trace came from earlier calls; else random numbers of `seed`, of the same shapes.
+        Results are compared with the recorded ones, where they and their arguments were kept, else with those of
+        another backend on the same arguments, torch's if it is there. Functions and texts are left out, and said to be.
+        Calls that were on a GPU are made on the CPU. Raises InvalidArgument, EnvError without NumPy.
+        """
+        from layerzero.client.facade.default_session import ensure_connected
+        from layerzero.client.traces.rerun import run_again  # which needs this module
+
+        if env not in (None, "all"):
+            raise InvalidArgument(f"env is {env!r:.40}; allowed: all, or backend= for one")
+        named = [backend] if isinstance(backend, str) else backend
+        options: dict[str, Any] = {"times": times, "timeout_s": timeout_s, "seed": seed}
+        return run_again(ensure_connected(), self, backends=named, everywhere=env == "all", **options)
+
     # --- as a graph
 
     def users(self, number: int) -> tuple[RecordedCall, ...]:
@@ -148,7 +179,7 @@ class TraceContents:
         widths[1] = min(widths[1], max(room - widths[0], 12))
         lines = [self.headline()]
         for row in rows if groups else ():
-            cells = [_cut(cell, widths[n]) for n, cell in enumerate(row)]
+            cells = [cut(cell, widths[n]) for n, cell in enumerate(row)]
             cells = [c.rjust(widths[n]) if n in right else c.ljust(widths[n]) for n, c in enumerate(cells)]
             lines.append(("  ".join(cells)).rstrip())
         if len(shown) < len(groups):
@@ -168,7 +199,7 @@ class TraceContents:
         return html_of(self.headline(), _HEAD, [one.cells() for one in self.groups()[:MAX_ROWS]])
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
     """On one line, and without what a terminal would obey: it may be from a file of others."""
     text = "".join(one if one.isprintable() else "?" for one in text)
     return text if len(text) <= width else f"{text[: width - 2]}.."
@@ -176,4 +207,4 @@ def _cut(text: str, width: int) -> str:
 
 def _wrapped(lines: Iterator[str]) -> Iterator[str]:
     for line in lines:
-        yield _cut(line, WIDTH)
+        yield cut(line, WIDTH)

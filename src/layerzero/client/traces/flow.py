@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 
 class Written(NamedTuple):
+    """A part of what a call has written, which begins at `origin`."""
+
     start: int
     stop: int
     call: int
     name: str
+    origin: int
 
 
 class MemoryMap:
@@ -30,7 +33,7 @@ class MemoryMap:
         """From now on it is this result."""
         self.forget(start, nbytes)
         if nbytes:
-            self._insert(Written(start, start + nbytes, call, name))
+            self._insert(Written(start, start + nbytes, call, name, start))
 
     def forget(self, start: int, nbytes: int) -> None:
         """From now on it is nobody's. What lies only partly in it keeps its other part."""

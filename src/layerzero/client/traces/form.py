@@ -225,7 +225,7 @@ def call_of(value: Any) -> RecordedCall:
         _text(given["error"]),
         _count(given["copied_bytes"]),
         tuple(map(_text, _list(given["notes"]))),
-        tuple(Source(_text(a), _count(n), _text(b)) for a, n, b in _list(given["sources"])),
+        tuple(Source(_text(a), _count(n), _text(b), _count(at)) for a, n, b, at in _list(given["sources"])),
         None if value.get("kept") is None else _kept(given["name"], value["kept"]),
         _text(given["why_not_kept"]),
     )

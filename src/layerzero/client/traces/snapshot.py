@@ -181,8 +181,12 @@ class Snapshot:
             if isinstance(what, Fresh):
                 memory.forget(what.address, what.nbytes)
             elif what is None:
-                found = [(name, memory.find(address)) for name, address in self._reads[place][2]]
-                sources[place] = tuple(Source(name, one.call, one.name) for name, one in found if one is not None)
+                found = [(name, address, memory.find(address)) for name, address in self._reads[place][2]]
+                sources[place] = tuple(
+                    Source(name, one.call, one.name, address - one.origin)
+                    for name, address, one in found
+                    if one is not None
+                )
             else:
                 for name, address, nbytes in what:
                     memory.write(address, nbytes, place, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from layerzero.client.traces.contents import MAX_ROWS, TraceContents
 from layerzero.client.traces.form import load
 from layerzero.client.traces.keeping import DEFAULT_BYTES, Keeper
 from layerzero.client.traces.recorder import Buffer, recorder
+from layerzero.client.traces.rerun import TraceRun
 from layerzero.client.traces.scopes import ModuleScopes, TraceScope, here
 from layerzero.client.traces.snapshot import Snapshot
 from layerzero.ipc.errors import InvalidArgument
@@ -119,6 +120,10 @@ class Trace:
     def mermaid(self) -> str:
         """As TraceContents.mermaid."""
         return self.contents.mermaid()
+
+    def run(self, backend: str | Sequence[str] | None = None, **options: Any) -> TraceRun:
+        """As TraceContents.run."""
+        return self.contents.run(backend, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As TraceContents.save."""
