@@ -107,6 +107,14 @@ if TYPE_CHECKING:
     from layerzero.client.planning.tokenizer import TokenizerFile as TokenizerFile
     from layerzero.client.tools.tune import tune as tune
     from layerzero.client.tools.tune_report import TuneReport as TuneReport
+    from layerzero.client.traces.contents import TraceContents as TraceContents
+    from layerzero.client.traces.rerun import TraceRun as TraceRun
+    from layerzero.client.traces.trace import (
+        Trace as Trace,
+        load_trace as load_trace,
+        trace as trace,
+        trace_scope as trace_scope,
+    )
     from layerzero.client.tools.warmup import WarmupReport as WarmupReport, warmup as warmup
     from layerzero.ipc.errors import (
         BackendError as BackendError,
@@ -162,6 +170,9 @@ _HOME = {
     "layerzero.client.tools.solve": "SolveReport solve",
     "layerzero.client.tools.tune": "tune",
     "layerzero.client.tools.tune_report": "TuneReport",
+    "layerzero.client.traces.contents": "TraceContents",
+    "layerzero.client.traces.rerun": "TraceRun",
+    "layerzero.client.traces.trace": "Trace load_trace trace trace_scope",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",

@@ -130,7 +130,7 @@ class Capsules:
         names, specs = OPS[submitted.request.op].inputs, submitted.route.plan.inputs
         given = zip(names, submitted.arrays, specs, strict=True)
         own: dict[str, Any] = {}  # until the bytes are written
-        arguments, segments, blocks = _lay_out([x for x in given if x[1] is not None and x[2] is not None], own)
+        arguments, segments, blocks = lay_out([x for x in given if x[1] is not None and x[2] is not None], own)
         nbytes = sum(segment.nbytes for segment in segments)
         most = {SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
         if self._mode == SHAPES:
@@ -193,7 +193,7 @@ def _can_be_kept(submitted: Submitted) -> bool:
     )
 
 
-def _lay_out(
+def lay_out(
     given: Sequence[tuple[str, Any, Any]], own: dict[str, Any]
 ) -> tuple[tuple[Argument, ...], tuple[Segment, ...], list[Any]]:
     """Where kernels met the arguments, those in one piece that share memory, and the bytes of each piece. `given`:

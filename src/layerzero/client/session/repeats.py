@@ -72,6 +72,7 @@ class Repeats:
         self.run: Callable[[Request, int], Any] = _miss
         self.submit: Callable[[Request, int], Any] = _miss
         self.take: Callable[[Any, float], Any] = _take_nothing
+        self.addresses: Callable[[tuple[Any, ...]], bytes | None] = _know_none  # for traces
         self.make_line: Callable[[lane_page.Page, int, int], Line] | None = None
         self.wait: Wait | None = None  # for a call on such a line
         if library is None:
@@ -104,6 +105,7 @@ class Repeats:
         )
         self.run, self.submit, self.take = self._compiled.run, self._compiled.submit, self._compiled.take
         self.make_line, self.wait = self._make_line, self._compiled.wait
+        self.addresses = self._compiled.addresses
         registry.on_change = self._compiled.forget_arenas
 
     def clear(self) -> None:
@@ -226,6 +228,10 @@ def _miss(request: Request, start_ns: int) -> Any:
 
 def _take_nothing(receipt: Any, left_s: float) -> Any:
     return MISS
+
+
+def _know_none(arrays: tuple[Any, ...]) -> bytes | None:
+    return None
 
 
 def _never() -> bool:
