@@ -326,5 +326,16 @@ TABLE: dict[str, OpEntry] = {
             batch=batching.embedding,
             only_here=frozenset({"padding_idx", "scale_grad_by_freq", "sparse"}),
         ),
+        OpEntry(
+            "penalize_logits",
+            "Tensor logits, Tensor token_ids, Tensor? repetition_penalty=None, Tensor? presence_penalty=None, "
+            "Tensor? frequency_penalty=None",
+            fakes.like_logits("penalize_logits"),
+        ),
+        OpEntry(
+            "filter_logits",
+            "Tensor logits, Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None",
+            fakes.like_logits("filter_logits"),
+        ),
     )
 }

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS
-from layerzero.workers.certify import attention_problems, norm_problems
+from layerzero.workers.certify import attention_problems, norm_problems, sampling_problems
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
@@ -106,6 +106,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
+    **sampling_problems.PROBLEMS,
     "matmul": _matmul,
     "linear": _linear,
     "softmax": _softmax("softmax"),
