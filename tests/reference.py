@@ -461,6 +461,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "embedding": embedding,
     "penalize_logits": sampling_reference.penalize_logits,
     "filter_logits": sampling_reference.filter_logits,
+    "sample": sampling_reference.sample,
 }
 
 

@@ -50,6 +50,41 @@ def filter_logits(
     return out
 
 
+def sample(
+    logits: Array,
+    seed: Array,
+    offset: Array,
+    temperature: Array | None = None,
+    top_k: Array | None = None,
+    top_p: Array | None = None,
+    min_p: Array | None = None,
+) -> Array:
+    rows = len(logits)
+    steps = np.ones(rows) if temperature is None else np.broadcast_to(temperature, rows)
+    softened = np.where(steps > 0, steps, 1).astype(np.float64)
+    sums = np.cumsum(probabilities(logits, softened, top_k, top_p, min_p)[0], axis=1)
+    found = np.argmax(logits, axis=1)
+    for b, number in enumerate(uniforms(seed, offset, rows)):
+        if steps[b] > 0:
+            found[b] = np.searchsorted(sums[b], number * sums[b, -1], side="right")
+    return found.astype(np.int64)
+
+
+def uniforms(seed: Array, offset: Array, rows: int, draw: int = 0) -> F64:
+    """Of Philox4x32-10, written for all rows at once. A seed for each row: row 0 for each."""
+    keys, counts = (np.broadcast_to(one.astype(np.int64).view(np.uint64), rows) for one in (seed, offset))
+    word, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    place = np.arange(rows, dtype=np.uint64) * np.uint64(len(seed) == 1)
+    x = [counts & word, counts >> shift, place, np.full(rows, draw, np.uint64)]
+    key = [keys & word, keys >> shift]
+    for _ in range(10):
+        product = [np.uint64(0xD2511F53) * x[0], np.uint64(0xCD9E8D57) * x[2]]
+        high, low = [one >> shift for one in product], [one & word for one in product]
+        x = [high[1] ^ x[1] ^ key[0], low[1], high[0] ^ x[3] ^ key[1], low[0]]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & word, (key[1] + np.uint64(0xBB67AE85)) & word]
+    return ((x[1] << np.uint64(21)) | (x[0] >> np.uint64(11))).astype(np.float64) * 2.0**-53
+
+
 def probabilities(
     logits: Array,
     temperature: Array | None = None,

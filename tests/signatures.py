@@ -223,6 +223,12 @@ def _filter(rng: Random) -> Plan:
     return sampling_plans.plan_filter_logits(_tensor(rng, _float(rng), rows, size), *_filters(rng, rows))
 
 
+def _sample(rng: Random) -> Plan:
+    rows, size = _extents(rng, 2, least=1)
+    seeds = [TensorSpec.contiguous("int64", (rng.choice((1, rows)),)) for _ in range(2)]
+    return sampling_plans.plan_sample(_tensor(rng, _float(rng), rows, size), *seeds, *_filters(rng, rows))
+
+
 def _filters(rng: Random, rows: int) -> list[TensorSpec | None]:
     return [_setting(rng, dtype, rows) for dtype in ("float32", rng.choice(("int32", "int64")), "float32", "float32")]
 
@@ -269,6 +275,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "embedding": _embedding,
     "penalize_logits": _penalize,
     "filter_logits": _filter,
+    "sample": _sample,
     "tokenize": lambda rng: _sized(
         "tokenize",
         ("uint8", "uint8", "int64"),

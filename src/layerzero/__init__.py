@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from layerzero.client.facade.sampling_ops import (
         filter_logits as filter_logits,
         penalize_logits as penalize_logits,
+        sample as sample,
     )
     from layerzero.client.facade.default_session import (
         connect as connect,
@@ -154,7 +155,7 @@ _HOME = {
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
-    "layerzero.client.facade.sampling_ops": "filter_logits penalize_logits",
+    "layerzero.client.facade.sampling_ops": "filter_logits penalize_logits sample",
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",

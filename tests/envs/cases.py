@@ -10,7 +10,7 @@ import numpy as np
 from tests import reference
 from tests.envs.case import Case as Case
 from tests.envs.case import normal
-from tests.envs.sampling_cases import filter_cases, penalize_cases
+from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS
 from layerzero.ipc.vocabulary.sampling import LIMITS
@@ -584,4 +584,5 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "embedding": embedding_cases,
     "penalize_logits": penalize_cases,
     "filter_logits": filter_cases,
+    "sample": sample_cases,
 }

@@ -46,6 +46,18 @@ def filter_cases(rng: Rng) -> Iterator[Case]:
         yield Case(f"NaN and infinities {names}", (odd, *_chosen(names)))
 
 
+def sample_cases(rng: Rng) -> Iterator[Case]:
+    for n, (name, logits, settings, layouts, out_layout) in enumerate(_filtered(rng)):
+        if out_layout == "transposed":  # of one dimension there is no other
+            continue
+        rows = len(logits) if n % 2 else 1
+        seeds, offsets = (rng.integers(-(2**63), 2**63 - 1, rows) for _ in range(2))
+        yield Case(name, (logits, seeds, offsets, *settings), {}, (*layouts, *layouts[:2]), out_layout)
+    greedy = (_single(0.0, 1.0, 0.0), None, None, None)
+    yield Case("greedy", (normal(rng, 3, 50), np.array([1]), np.array([2]), *greedy))
+    yield Case("ties of the largest", (np.ones((3, 50)), np.array([1]), np.array([2]), *greedy))
+
+
 def _chosen(names: tuple[str, ...], rows: int = 1) -> tuple[Any, ...]:
     """The four settings, None for those that are not named: one number each, or one for each of 3 rows."""
     known = {

@@ -299,6 +299,13 @@ def like_logits(op: str) -> Callable[..., Tensor]:
     return fake
 
 
+def sample(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A token of each row."""
+    text = "(rows, vocabulary) or (vocabulary,)"
+    _need(logits.dim() in (1, 2), lambda: _shapes("sample", text, logits=logits))
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+
+
 # --- checks ------------------------------------------------------------------------------------------------------
 
 

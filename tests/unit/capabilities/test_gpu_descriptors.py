@@ -72,6 +72,10 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "dequantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
         "penalize_logits": (dense(4, 512), TensorSpec.contiguous("int64", (4, 32)), *[single] * 3),
         "filter_logits": (dense(4, 512), single, TensorSpec.contiguous("int64", (1,)), single, single),
+        "sample": (
+            *(dense(4, 512), *[TensorSpec.contiguous("int64", (4,))] * 2),
+            *(single, TensorSpec.contiguous("int64", (1,)), single, single),
+        ),
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {

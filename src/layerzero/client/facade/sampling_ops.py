@@ -1,4 +1,4 @@
-"""What is done to logits before a token is drawn (docs/ops.md).
+"""From logits to a token (docs/ops.md).
 
 A setting is one number, or an array with one for each row of logits: float32, of top_k int32 or int64. None leaves it
 out. The client looks at numbers, the kernel at arrays: a bad value is InvalidArgument on the CPU; on a GPU, where
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
     Setting = float | AnyArray | None  # tools take what is annotated as an array for data of the call
     Count = int | AnyArray | None
+    Seed = int | AnyArray | None
 
 
 def penalize_logits(
     logits: ArrayT,
     token_ids: AnyArray,
-    *,
     repetition_penalty: Setting = None,
     presence_penalty: Setting = None,
     frequency_penalty: Setting = None,
+    *,
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
@@ -56,11 +57,11 @@ def penalize_logits(
 
 def filter_logits(
     logits: ArrayT,
-    *,
     temperature: Setting = None,
     top_k: Count = None,
     top_p: Setting = None,
     min_p: Setting = None,
+    *,
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
@@ -79,6 +80,49 @@ def filter_logits(
     args = (logits, *_settings("filter_logits", logits, given))
     planner = sampling_plans.plan_filter_logits
     return perform(Request("filter_logits", args, {}, planner, out, backend, timeout_s))
+
+
+def sample(
+    logits: ArrayT,
+    temperature: Setting = None,
+    top_k: Count = None,
+    top_p: Setting = None,
+    min_p: Setting = None,
+    seed: Seed = None,
+    offset: Seed = None,
+    *,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT:
+    """A token of each row of logits, drawn from those that filter_logits keeps in proportion to their probability.
+
+    logits: (rows, vocabulary) or (vocabulary,), any float dtype. seed, offset: integers of 64 bits, or int64 arrays
+    with one for each row. The same logits, settings, seed and offset give the same tokens on every backend and machine,
+    so each call of a program wants another offset: count them. With one seed for all, rows draw independently; a row
+    with a seed of its own draws the same in every place of every batch. temperature 0 takes the first of the largest
+    logits, and where it is the number 0, seed and offset may be left out. top_k, top_p, min_p: as filter_logits.
+    A row with a NaN, with infinity, or without a finite logit is InvalidArgument on the CPU, and gives -1 on a GPU.
+    Returns: int64, (rows) or (). Source: Salmon et al. 2011 (Philox4x32-10); inverse transform sampling.
+    """
+    if seed is None or offset is None:
+        if not isinstance(temperature, Real) or temperature != 0:
+            name = "seed" if seed is None else "offset"
+            allowed = "an integer or an int64 array; pass one, and another offset for each call"
+            raise InvalidArgument(f"sample: {name} is None; allowed: {allowed}")
+        seed, offset = seed or 0, offset or 0
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    args = (logits, _bits(logits, "seed", seed), _bits(logits, "offset", offset), *_settings("sample", logits, given))
+    return perform(Request("sample", args, {}, sampling_plans.plan_sample, out, backend, timeout_s))
+
+
+def _bits(logits: Any, name: str, value: Any) -> Any:
+    """A number of 64 bits, signed or not, as an array."""
+    if not isinstance(value, Real):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral) or not -(2**63) <= int(value) < 2**64:
+        raise InvalidArgument(f"sample: {name} is {value!r}; allowed: an integer of 64 bits, or an int64 array")
+    return beside(logits, (int(value) + 2**63) % 2**64 - 2**63, "int64")
 
 
 def _settings(op: str, logits: Any, given: dict[str, Any]) -> list[Any]:

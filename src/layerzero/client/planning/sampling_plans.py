@@ -44,6 +44,29 @@ def plan_filter_logits(
     return _like_logits(op, logits, (rows, *_settings(op, logits, (temperature, top_k, top_p, min_p), 1)))
 
 
+@remember
+def plan_sample(
+    logits: TensorSpec,
+    seed: TensorSpec,
+    offset: TensorSpec,
+    temperature: TensorSpec | None = None,
+    top_k: TensorSpec | None = None,
+    top_p: TensorSpec | None = None,
+    min_p: TensorSpec | None = None,
+) -> Plan:
+    """A token of each row of logits."""
+    op = "sample"
+    rows = _rows(op, logits)
+    if not rows.shape[1]:
+        refuse(op, f"logits has shape {list(logits.shape)}", "a vocabulary of one token or more", "pass all logits")
+    for name, spec in (("seed", seed), ("offset", offset)):
+        if spec.dtype != "int64":
+            refuse(op, f"{name} is {spec.dtype}", "int64", "convert it")
+    settings = _settings(op, logits, (seed, offset, temperature, top_k, top_p, min_p), 1)
+    outputs = (TensorSpec.contiguous("int64", rows.shape[:1]),)
+    return Plan(op, (rows, *settings), {}, outputs, (fresh(op, "int64", logits.shape[:-1]),))
+
+
 def _like_logits(op: str, logits: TensorSpec, inputs: tuple[TensorSpec | None, ...]) -> Plan:
     rows = inputs[0]
     assert rows is not None

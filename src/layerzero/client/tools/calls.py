@@ -202,6 +202,7 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
         ),
     ),
     "filter_logits": (Call("filter_logits", {"logits": _f32(8, 32_768)}, _FILTERED),),
+    "sample": (Call("sample", {"logits": _f32(8, 32_768)}, {"seed": 0, "offset": 0, **_FILTERED}),),
     "null": (Call("null"),),
 }
 

@@ -60,6 +60,9 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _FILTERS_OF_FLOATS = frozenset(FILTERS) - {"top_k"}
 
+# Ops that draw random numbers of a seed and an offset of the caller's.
+DRAWING = frozenset({"sample"})
+
 # Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
 TOKENIZER_ATTRS = (
     "tokenizer_digest",
@@ -220,6 +223,16 @@ OPS: dict[str, Op] = {
             ("logits", *FILTERS),
             optional=frozenset(FILTERS),
             indices=frozenset({"top_k"}),
+            singles=_FILTERS_OF_FLOATS,
+        ),
+        # as filter_logits, and temperature 0 for the largest logit; seed and offset int64 (1|B) -> a token of each row,
+        # int64 (B), drawn by Philox4x32-10. A row without a finite largest logit (NaN, infinity, nothing but -inf) is
+        # InvalidArgument on the CPU and -1 on a GPU.
+        Op(
+            "sample",
+            ("logits", "seed", "offset", *FILTERS),
+            optional=frozenset(FILTERS),
+            indices=frozenset({"seed", "offset", "top_k"}),
             singles=_FILTERS_OF_FLOATS,
         ),
         # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits

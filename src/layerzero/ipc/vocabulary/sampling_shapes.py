@@ -36,6 +36,17 @@ def _filter(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return (out,)
 
 
+def _sample(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    logits, seed, offset = required(inputs, 3)
+    _logits(op, logits)
+    if not logits.shape[1]:
+        refuse(op, f"logits has shape {list(logits.shape)}", "a vocabulary of one token or more")
+    indices(op, "seed", seed, 1, ("int64",))
+    indices(op, "offset", offset, 1, ("int64",))
+    _settings(op, inputs, logits.shape[0], 1)
+    return (("int64", logits.shape[:1]),)
+
+
 def _logits(op: str, logits: TensorSpec) -> Output:
     of_ndim(op, "logits", logits, 2)
     return float_dtype(op, (logits,), ("logits",)), logits.shape
@@ -57,4 +68,5 @@ def _settings(op: str, inputs: Inputs, rows: int, first: int) -> None:
 SAMPLING: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "penalize_logits": _penalize,
     "filter_logits": _filter,
+    "sample": _sample,
 }

@@ -238,6 +238,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "embedding": _embedding,
     "penalize_logits": _penalties,
     "filter_logits": _filters,
+    "sample": _filters,
 }
 _TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tokenize": lambda attrs: f"{attrs['tokenizer_format']}{'+offsets' if attrs['return_offsets'] else ''}",

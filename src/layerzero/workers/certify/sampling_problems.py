@@ -42,6 +42,18 @@ def _filters(_: Claims) -> Iterator[Problem]:
         yield Problem("filter_logits", name, {}, (logits, *settings), ("", *_KINDS))
 
 
+def _samples(_: Claims) -> Iterator[Problem]:
+    """One seed for all rows, or one for each; where nothing is filtered, also the largest of a row."""
+    kinds = ("", "int64", "int64", *_KINDS)
+    for n, (name, logits, given) in enumerate(filtered(Numbers(33))):
+        seeds = Values((ROWS,), [7 + n, 2**40 + n, -1 - n]) if n % 2 else Values((1,), [-(2**62) - n])
+        offsets = Values((ROWS,), [n, 2**33, -5]) if n % 3 else Values((1,), [n])
+        settings = given if any(given[1:]) else (Values((ROWS,), (0.0, 0.75, 2.0)), *given[1:])
+        if not logits.shape[0]:
+            seeds = offsets = Values((1,), [0])
+        yield Problem("sample", name, {}, (logits, seeds, offsets, *settings), kinds)
+
+
 def filtered(numbers: Numbers) -> Iterator[tuple[str, Values, tuple[Values | None, ...]]]:
     """Logits with temperature, top_k, top_p and min_p, for each class of shapes: some settings of each row, others one
     for all, and many ties."""
@@ -62,4 +74,5 @@ def _setting(name: str, is_each: bool) -> Values:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "penalize_logits": _penalties,
     "filter_logits": _filters,
+    "sample": _samples,
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from layerzero.ipc.vocabulary.sampling import exponential, weight_bits
 from layerzero.workers.certify.values import Attrs, Values, rows_of
+from layerzero.workers.philox import uniforms
 
 
 def penalize_logits(inputs: Sequence[Values | None], _: Attrs) -> Values:
@@ -37,6 +40,25 @@ def filter_logits(inputs: Sequence[Values | None], _: Attrs) -> Values:
         weights = weights_of(row, temperature, *filters)
         out += [-math.inf if weight is None else x / temperature for x, weight in zip(row, weights, strict=True)]
     return Values(logits.shape, out)
+
+
+def sample(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    """The first token up to which weights sum to more than a share of all of them, or the first of the largest."""
+    logits, seed, offset, *settings = inputs
+    assert logits is not None
+    assert seed is not None
+    assert offset is not None
+    numbers = uniforms(seed.flat, offset.flat, logits.shape[0])
+    out = []
+    for b, row in enumerate(rows_of(logits.flat, logits.shape[1], 0, logits.shape[0])):
+        temperature, *filters = settings_of(settings, b)
+        if temperature:
+            weights = [weight or 0 for weight in weights_of(row, temperature, *filters)]
+            sums = list(itertools.accumulate(weights))
+            out.append(bisect.bisect_right(sums, numbers[b] * sums[-1]))
+        else:
+            out.append(row.index(max(row)))
+    return Values(logits.shape[:1], out)
 
 
 def settings_of(settings: Sequence[Values | None], row: int) -> list[float]:
@@ -72,4 +94,5 @@ def _of_row(setting: Values | None, row: int, neutral: float) -> float:
 OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
     "penalize_logits": penalize_logits,
     "filter_logits": filter_logits,
+    "sample": sample,
 }

@@ -8,8 +8,9 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.sampling import COEFFICIENTS, HALVINGS, LEAST, weight_bits
+from layerzero.workers.philox import uniforms
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._sampling import check_highest, check_settings
+from layerzero.workers.providers._sampling import check_highest, check_rows, check_settings
 
 
 class Sampling:
@@ -19,7 +20,7 @@ class Sampling:
         self.mx = mx
 
     def builders(self) -> Mapping[str, Callable[[Call], Callable[..., Any]]]:
-        return {"penalize_logits": self.penalize_logits, "filter_logits": self.filter_logits}
+        return {"penalize_logits": self.penalize_logits, "filter_logits": self.filter_logits, "sample": self.sample}
 
     def penalize_logits(self, call: Call) -> Callable[..., Any]:
         mx = self.mx
@@ -53,6 +54,26 @@ class Sampling:
             scaled = mx.where(top == -math.inf, top, scaled)
             is_odd = mx.any(mx.isnan(x) | (x == math.inf), axis=1, keepdims=True)
             return mx.where(is_odd, self._number(math.nan), scaled).astype(logits.dtype)
+
+        return compute
+
+    def sample(self, call: Call) -> Callable[..., Any]:
+        mx = self.mx
+
+        def compute(logits: Any, seed: Any, offset: Any, *given: Any) -> Any:
+            temperature, *filters = self._settings(call, given)
+            x = logits.astype(mx.float64)
+            top = mx.max(x, axis=1, keepdims=True)
+            check_rows(call.op, mx.isfinite(mx.sum(top, axis=1)).tolist())
+            steps = None if temperature is None else mx.where(temperature > 0, temperature, self._number(1.0))
+            weights, _ = self._weights(x, top, steps, *filters)
+            sums = mx.cumsum(weights, axis=1)
+            numbers = mx.array(uniforms(seed.tolist(), offset.tolist(), x.shape[0]), mx.float64)[:, None]
+            tokens = mx.sum(sums <= numbers * sums[:, -1:], axis=1).astype(mx.int64)
+            if temperature is None:
+                return tokens
+            largest = mx.argmax(x, axis=1).astype(mx.int64)
+            return mx.where(mx.broadcast_to(temperature, (x.shape[0], 1))[:, 0] > 0, tokens, largest)
 
         return compute
 

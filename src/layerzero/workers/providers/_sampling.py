@@ -21,3 +21,14 @@ def check_highest(op: str, token: int, vocabulary: int) -> None:
         raise InvalidArgument(
             f"{op}: token id {token} is not below {vocabulary}, the extent of logits; check token_ids", id=token
         )
+
+
+def check_rows(op: str, are_fit: Sequence[bool]) -> None:
+    """Raises InvalidArgument for a row that no token can be drawn from: its largest logit is not finite."""
+    for row, is_fit in enumerate(are_fit):
+        if not is_fit:
+            raise InvalidArgument(
+                f"{op}: row {row} of logits has a NaN, infinity, or nothing but -infinity; allowed: finite numbers, "
+                "and -infinity for what is never drawn",
+                row=row,
+            )

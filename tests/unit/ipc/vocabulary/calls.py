@@ -152,6 +152,19 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {},
         ("float16 5 7",),
     ),
+    "sample": (
+        {
+            "logits": "float16 5 7",
+            "seed": "int64 5",
+            "offset": "int64 1",
+            "temperature": "float32 1",
+            "top_k": None,
+            "top_p": "float32 5",
+            "min_p": "float32 5",
+        },
+        {},
+        ("int64 5",),
+    ),
     "tokenize": (
         {"tokenizer": "uint8 0", "text": "uint8 0", "text_splits": "int64 0"},
         {**TOKENIZER, "add_special_tokens": True, "max_length": None, "return_offsets": False},

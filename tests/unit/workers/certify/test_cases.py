@@ -209,16 +209,18 @@ def calls(
         attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
         assert inputs[0] is not None
         return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
-    if op in ("penalize_logits", "filter_logits"):
+    if op in ("penalize_logits", "filter_logits", "sample"):
         rows = draw(st.integers(1, 3))
         logits = draw(tensors(dtype, (rows, draw(extent))))
         inputs = [logits]
         for name in OPS[op].inputs[1:]:
             kind = draw(st.sampled_from(["int32", "int64"])) if name in OPS[op].indices else "float32"
+            kind = "int64" if name in ("seed", "offset") else kind
             given_shape = (rows, 5) if name == "token_ids" else (draw(st.sampled_from([1, rows])),)
             is_given = name not in OPS[op].optional or (name in kernel.optional_args and draw(st.booleans()))
             inputs.append(draw(tensors(kind, given_shape)) if is_given else None)
-        return inputs, draw(tensors(dtype, logits.shape)), {}
+        result = draw(tensors("int64", (rows,)) if op == "sample" else tensors(dtype, logits.shape))
+        return inputs, result, {}
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
     if op in ("softmax", "log_softmax"):
