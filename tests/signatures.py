@@ -7,7 +7,15 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from layerzero.client.planning import activation_plans, attention_plans, norm_plans, plans, product_plans, token_plans
+from layerzero.client.planning import (
+    activation_plans,
+    attention_plans,
+    norm_plans,
+    plans,
+    product_plans,
+    sampling_plans,
+    token_plans,
+)
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
 from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
@@ -215,6 +223,32 @@ def _embedding(rng: Random) -> Plan:
     return plans.plan_embedding(ids, _tensor(rng, _float(rng), *_extents(rng, 2, least=1)))
 
 
+def _setting(rng: Random, dtype: str, rows: int) -> TensorSpec | None:
+    return rng.choice((None, *(TensorSpec.contiguous(dtype, shape) for shape in ((), (1,), (rows,)))))
+
+
+def _penalize(rng: Random) -> Plan:
+    rows, size, length = _extents(rng, 3)
+    ids = _tensor(rng, rng.choice(("int32", "int64")), rows, length)
+    settings = [_setting(rng, "float32", rows) for _ in range(3)]
+    return sampling_plans.plan_penalize_logits(_tensor(rng, _float(rng), rows, size), ids, *settings)
+
+
+def _filter(rng: Random) -> Plan:
+    rows, size = _extents(rng, 2)
+    return sampling_plans.plan_filter_logits(_tensor(rng, _float(rng), rows, size), *_filters(rng, rows))
+
+
+def _sample(rng: Random) -> Plan:
+    rows, size = _extents(rng, 2, least=1)
+    seeds = [TensorSpec.contiguous("int64", (rng.choice((1, rows)),)) for _ in range(2)]
+    return sampling_plans.plan_sample(_tensor(rng, _float(rng), rows, size), *seeds, *_filters(rng, rows))
+
+
+def _filters(rng: Random, rows: int) -> list[TensorSpec | None]:
+    return [_setting(rng, dtype, rows) for dtype in ("float32", rng.choice(("int32", "int64")), "float32", "float32")]
+
+
 def _sized(
     op: str, inputs: tuple[str, ...], outputs: tuple[tuple[str, tuple[int, ...]], ...], **attrs: plans.Scalar
 ) -> Plan:
@@ -256,6 +290,9 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,
+    "penalize_logits": _penalize,
+    "filter_logits": _filter,
+    "sample": _sample,
     "tokenize": lambda rng: _sized(
         "tokenize",
         ("uint8", "uint8", "int64"),

@@ -68,6 +68,11 @@ if TYPE_CHECKING:
         swiglu as swiglu,
     )
     from layerzero.client.facade.product_ops import addmm as addmm
+    from layerzero.client.facade.sampling_ops import (
+        filter_logits as filter_logits,
+        penalize_logits as penalize_logits,
+        sample as sample,
+    )
     from layerzero.client.facade.default_session import (
         connect as connect,
         disconnect as disconnect,
@@ -160,6 +165,7 @@ _HOME = {
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.product_ops": "addmm",
+    "layerzero.client.facade.sampling_ops": "filter_logits penalize_logits sample",
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tests import reference
+from tests.envs.case import Case as Case
+from tests.envs.case import normal
+from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
+from layerzero.ipc.vocabulary.sampling import LIMITS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
-
-
-@dataclass(frozen=True)
-class Case:
-    """Values of each tensor argument (None: left out; floating-point ones take the dtype under test), how each lies in
-    memory, and how the output does. See `lay_out`."""
-
-    name: str
-    tensors: tuple[reference.Array | None, ...]
-    attrs: dict[str, Any] = field(default_factory=dict)
-    layouts: tuple[str, ...] = ()  # per tensor; contiguous where there are fewer
-    out_layout: str = "contiguous"
-
 
 SWAPS = {"transposed": (-1, -2), "heads": (1, 2), "first last": (0, -1)}
 LAYOUTS = ("contiguous", "transposed", "gaps", "rows", "broadcast")
@@ -90,7 +80,7 @@ def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]
 
 def refilled(name: str, values: reference.Array) -> reference.Array:
     """Other values of the same kind for the same memory. Sequences are the same in the opposite order."""
-    if name == "running_var":
+    if name == "running_var" or (name in LIMITS and name != "top_k"):
         return np.asarray(values * 0.5)
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
@@ -99,10 +89,6 @@ def refilled(name: str, values: reference.Array) -> reference.Array:
     if name == "block_tables":
         return np.flip(values, axis=0)
     return np.flip(values) if values.dtype.kind == "i" else values
-
-
-def normal(rng: np.random.Generator, *shape: int) -> reference.F64:
-    return rng.standard_normal(shape)
 
 
 def forward_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -634,4 +620,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "quantize": quantize_cases,
     "dequantize": dequantize_cases,
     "embedding": embedding_cases,
+    "penalize_logits": penalize_cases,
+    "filter_logits": filter_cases,
+    "sample": sample_cases,
 }

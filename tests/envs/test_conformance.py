@@ -25,6 +25,7 @@ from layerzero.envs.build.build import ensure, resolve
 from layerzero.envs.probe.probe import probe
 from layerzero.ipc.vocabulary.numerics import tolerance
 from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shapes import outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 FOLDER = Path(__file__).parents[2] / "src" / "layerzero" / "capabilities" / "descriptors"
@@ -81,10 +82,9 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
     expected = [result if isinstance(result, tuple) else (result,) for result in results]
     places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
-    data_dtype = case.attrs.get("dtype") or dtype
     outs = [spec for i in places if (spec := specs[i])] or [
-        lay_out(result, *(("float32", "contiguous") if name == "lse" else (data_dtype, case.out_layout)))[0]
-        for name, result in zip(OPS[op].outputs, expected[0], strict=True)
+        lay_out(result, made, "contiguous" if name == "lse" else case.out_layout)[0]
+        for name, result, (made, _) in zip(OPS[op].outputs, expected[0], outputs_of(op, specs, case.attrs), strict=True)
     ]
     if case.attrs.get("activation") and dtype not in FLOAT_DTYPES:  # no call: the op's own rule
         raise Refused

@@ -131,7 +131,7 @@ def test_worker_may_die_between_forward_and_backward() -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in (*DIFFERENTIABLE, "append_kv")])
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in (*DIFFERENTIABLE, "append_kv", "sample")])
 def test_ops_without_a_formula_say_so(name: str) -> None:
     """A gradient that is silently missing would be the worst."""
     args, options = case(name, needs_grad=True)

@@ -168,6 +168,18 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {},
             )
         ],
+        "penalize_logits": [
+            ((t(3, 5), torch.tensor([[0, 2, 2], [4, -1, 0], [1, 1, 1]]), torch.tensor([1.25])), {}),
+            ((t(5), torch.tensor([0, 2]), None, torch.tensor(0.5), torch.tensor([0.25])), {}),
+        ],
+        "filter_logits": [
+            ((t(3, 5), torch.tensor([0.5, 1.0, 2.0]), torch.tensor([2])), {}),
+            ((t(3, 5), None, None, torch.tensor(0.75), torch.tensor([0.1])), {}),
+        ],
+        "sample": [
+            ((t(3, 5), torch.tensor([1, 2, 3]), torch.tensor([0]), torch.tensor([0.5]), torch.tensor(3)), {}),
+            ((t(5), torch.tensor(7), torch.tensor(1)), {}),
+        ],
         "quantize": [((random(3, 4), torch.tensor(0.5)), {"dtype": "int8"}), ((random(3, 4), torch.ones(3, 1)), {})],
         "dequantize": [
             ((torch.arange(-6, 6, dtype=torch.int8).view(3, 4), torch.ones(3, 2)), {}),

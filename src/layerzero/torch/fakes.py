@@ -299,6 +299,23 @@ def dequantize(x: Tensor, scale: Tensor, *, dtype: str = "float32", **_: Any) ->
     return x.new_empty(shape, dtype=found)
 
 
+def like_logits(op: str) -> Callable[..., Tensor]:
+    """Of what changes logits: as `logits`."""
+
+    def fake(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        _need(logits.dim() in (1, 2), lambda: _shapes(op, "(rows, vocabulary) or (vocabulary,)", logits=logits))
+        return logits.new_empty(logits.shape)
+
+    return fake
+
+
+def sample(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A token of each row."""
+    text = "(rows, vocabulary) or (vocabulary,)"
+    _need(logits.dim() in (1, 2), lambda: _shapes("sample", text, logits=logits))
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+
+
 # --- checks ------------------------------------------------------------------------------------------------------
 
 

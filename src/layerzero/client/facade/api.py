@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.facade import activation_ops, attention_ops, norm_ops, ops, product_ops, text_ops
+from layerzero.client.facade import activation_ops, attention_ops, norm_ops, ops, product_ops, sampling_ops, text_ops
 from layerzero.client.facade.default_session import session
 from layerzero.client.facade.running import Future, handler, send
 from layerzero.ipc.errors import InvalidArgument
@@ -88,7 +88,7 @@ def function_of(op: str) -> Callable[..., Any]:
     return function
 
 
-_MODULES = (ops, activation_ops, attention_ops, norm_ops, product_ops, text_ops)
+_MODULES = (ops, activation_ops, attention_ops, norm_ops, product_ops, sampling_ops, text_ops)
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, GATED
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, FILTERS, GATED
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 EMPTY = "empty"
@@ -205,6 +205,18 @@ def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return ids.dtype, (ids.numel, weight.shape[1])
 
 
+def _penalties(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    logits, token_ids = inputs[:2]
+    return token_ids.dtype, (logits.shape[1],)
+
+
+def _filters(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """Which of the filters that remove tokens: none, one by its name, or several."""
+    logits = inputs[0]
+    names = [name for name, spec in zip(FILTERS[1:], inputs[-len(FILTERS) + 1 :], strict=True) if spec is not None]
+    return (names[0] if len(names) == 1 else "several" if names else "plain"), (logits.shape[1],)
+
+
 _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_forward": _attention,
@@ -233,6 +245,9 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "quantize": _quantization,
     "dequantize": _quantization,
     "embedding": _embedding,
+    "penalize_logits": _penalties,
+    "filter_logits": _filters,
+    "sample": _filters,
 }
 _TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tokenize": lambda attrs: f"{attrs['tokenizer_format']}{'+offsets' if attrs['return_offsets'] else ''}",

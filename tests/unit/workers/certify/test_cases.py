@@ -21,7 +21,7 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, LINEAR_ACTIVATIONS, OPS, TAKE_OUTS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FILTERS, GATED, LINEAR_ACTIVATIONS, OPS, PENALTIES, TAKE_OUTS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -54,7 +54,7 @@ WIDEST: dict[str, Any] = {
     "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
     "index_dtypes": ["int32", "int64"],
     "supports_empty": True,
-    "optional_args": ["weight", "bias"],
+    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS],
     "requires_layouts": ["BHSD", "BSHD"],
     "supports_gqa": True,
     "attn_mask_types": ["bool", "float"],
@@ -217,6 +217,18 @@ def calls(
         attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
         assert inputs[0] is not None
         return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
+    if op in ("penalize_logits", "filter_logits", "sample"):
+        rows = draw(st.integers(1, 3))
+        logits = draw(tensors(dtype, (rows, draw(extent))))
+        inputs = [logits]
+        for name in OPS[op].inputs[1:]:
+            kind = draw(st.sampled_from(["int32", "int64"])) if name in OPS[op].indices else "float32"
+            kind = "int64" if name in ("seed", "offset") else kind
+            given_shape = (rows, 5) if name == "token_ids" else (draw(st.sampled_from([1, rows])),)
+            is_given = name not in OPS[op].optional or (name in kernel.optional_args and draw(st.booleans()))
+            inputs.append(draw(tensors(kind, given_shape)) if is_given else None)
+        result = draw(tensors("int64", (rows,)) if op == "sample" else tensors(dtype, logits.shape))
+        return inputs, result, {}
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
     if op in ("softmax", "log_softmax"):

@@ -1,0 +1,72 @@
+"""Shape functions of sampling. As ipc/vocabulary/shapes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shape_checks import (
+    INDEX_DTYPES,
+    Attrs,
+    Inputs,
+    Output,
+    float_dtype,
+    indices,
+    of_ndim,
+    refuse,
+    required,
+)
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+def _penalize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    logits, token_ids = required(inputs, 2)
+    out = _logits(op, logits)
+    indices(op, "token_ids", token_ids, 2, INDEX_DTYPES)
+    if token_ids.shape[0] != logits.shape[0]:
+        refuse(op, f"token_ids has shape {list(token_ids.shape)}", f"({logits.shape[0]}, tokens), a row for each")
+    _settings(op, inputs, logits.shape[0], 2)
+    return (out,)
+
+
+def _filter(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    (logits,) = required(inputs, 1)
+    out = _logits(op, logits)
+    _settings(op, inputs, logits.shape[0], 1)
+    return (out,)
+
+
+def _sample(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    logits, seed, offset = required(inputs, 3)
+    _logits(op, logits)
+    if not logits.shape[1]:
+        refuse(op, f"logits has shape {list(logits.shape)}", "a vocabulary of one token or more")
+    indices(op, "seed", seed, 1, ("int64",))
+    indices(op, "offset", offset, 1, ("int64",))
+    _settings(op, inputs, logits.shape[0], 1)
+    return (("int64", logits.shape[:1]),)
+
+
+def _logits(op: str, logits: TensorSpec) -> Output:
+    of_ndim(op, "logits", logits, 2)
+    return float_dtype(op, (logits,), ("logits",)), logits.shape
+
+
+def _settings(op: str, inputs: Inputs, rows: int, first: int) -> None:
+    """From the input of this number on: one number, or one for each row."""
+    for name, spec in list(zip(OPS[op].inputs, inputs, strict=True))[first:]:
+        if spec is None:
+            continue
+        if name in OPS[op].indices:
+            indices(op, name, spec, 1, INDEX_DTYPES)
+        elif spec.dtype != "float32":
+            refuse(op, f"{name} is {spec.dtype}", "float32")
+        if spec.shape not in ((1,), (rows,)):
+            refuse(op, f"{name} has shape {list(spec.shape)}", f"(1) or ({rows}), one for each row of logits")
+
+
+SAMPLING: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
+    "penalize_logits": _penalize,
+    "filter_logits": _filter,
+    "sample": _sample,
+}

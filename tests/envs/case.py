@@ -1,0 +1,25 @@
+"""A call that test_conformance.py makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tests import reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """Values of each tensor argument (None: left out; floating-point ones take the dtype under test), how each lies in
+    memory, and how the output does. See `lay_out`."""
+
+    name: str
+    tensors: tuple[reference.Array | None, ...]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[str, ...] = ()  # per tensor; contiguous where there are fewer
+    out_layout: str = "contiguous"
+
+
+def normal(rng: np.random.Generator, *shape: int) -> reference.F64:
+    return rng.standard_normal(shape)
