@@ -474,6 +474,8 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "penalize_logits": sampling_reference.penalize_logits,
     "filter_logits": sampling_reference.filter_logits,
     "sample": sampling_reference.sample,
+    "speculative_verify": sampling_reference.speculative_verify,
+    "tree_accept": sampling_reference.tree_accept,
 }
 
 

@@ -70,6 +70,43 @@ def sample(
     return found.astype(np.int64)
 
 
+def speculative_verify(
+    target_probs: Array, draft_ids: Array, draft_probs: Array | None, seed: Array, offset: Array
+) -> tuple[Array, Array]:
+    rows, steps, vocabulary = target_probs.shape
+    numbers = [uniforms(seed, offset, rows, draw) for draw in range(steps)]
+    tokens, accepted = np.full((rows, steps), -1), np.zeros(rows, np.int64)
+    for b in range(rows):
+        n = 0
+        while n < steps - 1 and 0 <= (x := draft_ids[b, n]) < vocabulary:
+            q = 1.0 if draft_probs is None else float(draft_probs[b, n, x])
+            if numbers[n][b] * q >= target_probs[b, n, x]:
+                break
+            tokens[b, n], n = x, n + 1
+        accepted[b], masses = n, target_probs[b, n].astype(np.float64)
+        if n < steps - 1 and 0 <= draft_ids[b, n] < vocabulary:
+            of_draft = np.eye(vocabulary)[draft_ids[b, n]] if draft_probs is None else draft_probs[b, n]
+            more = np.maximum(masses - of_draft, 0)
+            masses = more if more.any() else masses
+        if masses.any():
+            sums = np.cumsum(masses)
+            tokens[b, n] = np.searchsorted(sums, numbers[-1][b] * sums[-1], side="right")
+    return tokens, accepted
+
+
+def tree_accept(draft_ids: Array, parents: Array, target_ids: Array) -> tuple[Array, ...]:
+    rows, count = draft_ids.shape
+    tokens, nodes, accepted = np.full((rows, count), -1), np.full((rows, count), -1), np.zeros(rows, np.int64)
+    for b in range(rows):
+        path, node = [0], 0
+        for n in range(1, count):  # children come after their parents, and the first that fits is taken
+            if parents[b, n] == node and 0 <= draft_ids[b, n] == target_ids[b, node]:
+                path.append(node := n)
+        nodes[b, : len(path)], accepted[b] = path, len(path) - 1
+        tokens[b, : len(path)] = [*draft_ids[b, path[1:]], target_ids[b, node]]
+    return tokens, nodes, accepted
+
+
 def uniforms(seed: Array, offset: Array, rows: int, draw: int = 0) -> F64:
     """Of Philox4x32-10, written for all rows at once. A seed for each row: row 0 for each."""
     keys, counts = (np.broadcast_to(one.astype(np.int64).view(np.uint64), rows) for one in (seed, offset))

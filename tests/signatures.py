@@ -245,6 +245,20 @@ def _sample(rng: Random) -> Plan:
     return sampling_plans.plan_sample(_tensor(rng, _float(rng), rows, size), *seeds, *_filters(rng, rows))
 
 
+def _verify(rng: Random) -> Plan:
+    dtype, (rows, steps, size) = _float(rng), _extents(rng, 3, least=1)
+    seeds = [TensorSpec.contiguous("int64", (rng.choice((1, rows)),)) for _ in range(2)]
+    ids = _tensor(rng, rng.choice(("int32", "int64")), rows, steps - 1)
+    draft = rng.choice((None, _tensor(rng, dtype, rows, steps - 1, size)))
+    return sampling_plans.plan_speculative_verify(_tensor(rng, dtype, rows, steps, size), ids, draft, *seeds)
+
+
+def _tree(rng: Random) -> Plan:
+    dtype, shape = rng.choice(("int32", "int64")), _extents(rng, 2, least=1)
+    parents = _tensor(rng, rng.choice(("int32", "int64")), *shape)
+    return sampling_plans.plan_tree_accept(_tensor(rng, dtype, *shape), parents, _tensor(rng, dtype, *shape))
+
+
 def _filters(rng: Random, rows: int) -> list[TensorSpec | None]:
     return [_setting(rng, dtype, rows) for dtype in ("float32", rng.choice(("int32", "int64")), "float32", "float32")]
 
@@ -293,6 +307,8 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "penalize_logits": _penalize,
     "filter_logits": _filter,
     "sample": _sample,
+    "speculative_verify": _verify,
+    "tree_accept": _tree,
     "tokenize": lambda rng: _sized(
         "tokenize",
         ("uint8", "uint8", "int64"),

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
         filter_logits as filter_logits,
         penalize_logits as penalize_logits,
         sample as sample,
+        speculative_verify as speculative_verify,
+        tree_accept as tree_accept,
     )
     from layerzero.client.facade.default_session import (
         connect as connect,
@@ -165,7 +167,7 @@ _HOME = {
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.product_ops": "addmm",
-    "layerzero.client.facade.sampling_ops": "filter_logits penalize_logits sample",
+    "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",

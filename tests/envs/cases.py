@@ -10,7 +10,7 @@ import numpy as np
 from tests import reference
 from tests.envs.case import Case as Case
 from tests.envs.case import normal
-from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases
+from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.sampling import LIMITS
@@ -82,6 +82,10 @@ def refilled(name: str, values: reference.Array) -> reference.Array:
     """Other values of the same kind for the same memory. Sequences are the same in the opposite order."""
     if name == "running_var" or (name in LIMITS and name != "top_k"):
         return np.asarray(values * 0.5)
+    if name == "parents":
+        return np.where(np.arange(values.shape[-1]) % 3 == 0, -1, values)
+    if name.endswith("_probs"):
+        return np.asarray(values[..., ::-1] * 0.5)
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
     if name.startswith("cu_seqlens"):
@@ -623,4 +627,6 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "penalize_logits": penalize_cases,
     "filter_logits": filter_cases,
     "sample": sample_cases,
+    "speculative_verify": verify_cases,
+    "tree_accept": tree_cases,
 }

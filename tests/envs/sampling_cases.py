@@ -58,6 +58,40 @@ def sample_cases(rng: Rng) -> Iterator[Case]:
     yield Case("ties of the largest", (np.ones((3, 50)), np.array([1]), np.array([2]), *greedy))
 
 
+def verify_cases(rng: Rng) -> Iterator[Case]:
+    def case(name: str, rows: int, drafts: int, size: int, has_draft: bool = True, **more: Any) -> Case:
+        p, q = (rng.dirichlet(np.ones(size), (rows, steps)) for steps in (drafts + 1, drafts))
+        ids = rng.integers(-1, size, (rows, drafts)).astype(more.pop("dtype", "int64"))
+        seeds = rng.integers(-(2**63), 2**63 - 1, more.pop("seeds", 1))
+        given = (p, ids, q if has_draft else None, seeds, rng.integers(0, 99, 1))
+        return Case(f"{name} {has_draft}", given, **more)
+
+    for has_draft in (True, False):
+        for size in (1, 2, 7, 32, 301):
+            yield case(f"{size}", 5, 4, size, has_draft)
+        yield case("seeds", 5, 2, 9, has_draft, seeds=5, dtype="int32")
+        for layout in LAYOUTS:
+            yield case(f"{layout} inputs", 4, 3, 9, has_draft, layouts=(layout,) * 5)
+        yield case("no drafts", 3, 0, 9, has_draft)
+        yield case("no rows", 0, 3, 9, has_draft)
+    yield Case("nothing", (np.zeros((2, 2, 9)), np.ones((2, 1), int), np.ones((2, 1, 9)), np.array([1]), np.array([1])))
+
+
+def tree_cases(rng: Rng) -> Iterator[Case]:
+    def case(name: str, rows: int, nodes: int, **more: Any) -> Case:
+        dtype = more.pop("dtype", "int64")
+        above = np.array([[rng.integers(-1, n) if n else -1 for n in range(nodes)] for _ in range(rows)], dtype)
+        drafts, wanted = (rng.integers(-1, 3, (rows, nodes)).astype(float) for _ in range(2))
+        return Case(name, (drafts / 16, above.reshape(rows, nodes), wanted / 16), **more)
+
+    for dtype in ("int32", "int64"):
+        for nodes in (1, 2, 9, 33):
+            yield case(f"{nodes} {dtype}", 6, nodes, dtype=dtype)
+    for layout in LAYOUTS:
+        yield case(f"{layout} inputs", 6, 12, layouts=(layout,) * 3)
+    yield case("no rows", 0, 5)
+
+
 def _chosen(names: tuple[str, ...], rows: int = 1) -> tuple[Any, ...]:
     """The four settings, None for those that are not named: one number each, or one for each of 3 rows."""
     known = {

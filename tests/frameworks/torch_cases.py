@@ -180,6 +180,23 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(3, 5), torch.tensor([1, 2, 3]), torch.tensor([0]), torch.tensor([0.5]), torch.tensor(3)), {}),
             ((t(5), torch.tensor(7), torch.tensor(1)), {}),
         ],
+        "speculative_verify": [
+            (
+                (
+                    t(3, 2, 5).softmax(-1),
+                    torch.tensor([[1], [2], [-1]]),
+                    None,
+                    torch.tensor([1, 2, 3]),
+                    torch.tensor(0),
+                ),
+                {},
+            ),
+            ((t(2, 5).abs(), torch.tensor([4]), t(1, 5).abs(), torch.tensor([1]), torch.tensor([7])), {}),
+        ],
+        "tree_accept": [
+            ((torch.tensor([[0, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([[8, 1, 9, 5]])), {}),
+            ((torch.tensor([0, 7]), torch.tensor([-1, 0]), torch.tensor([6, 5])), {}),
+        ],
         "quantize": [((random(3, 4), torch.tensor(0.5)), {"dtype": "int8"}), ((random(3, 4), torch.ones(3, 1)), {})],
         "dequantize": [
             ((torch.arange(-6, 6, dtype=torch.int8).view(3, 4), torch.ones(3, 2)), {}),

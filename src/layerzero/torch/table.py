@@ -364,5 +364,12 @@ TABLE: dict[str, OpEntry] = {
             fakes.sample,
             runs=_sample,
         ),
+        OpEntry(
+            "speculative_verify",
+            "Tensor target_probs, Tensor draft_ids, Tensor? draft_probs, Tensor seed, Tensor offset",
+            fakes.speculative_verify,
+            results=2,
+        ),
+        OpEntry("tree_accept", "Tensor draft_ids, Tensor parents, Tensor target_ids", fakes.tree_accept, results=3),
     )
 }

@@ -77,6 +77,11 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(dense(4, 512), *[TensorSpec.contiguous("int64", (4,))] * 2),
             *(single, TensorSpec.contiguous("int64", (1,)), single, single),
         ),
+        "speculative_verify": (
+            *(dense(4, 5, 512), TensorSpec.contiguous("int64", (4, 4)), dense(4, 4, 512)),
+            *[TensorSpec.contiguous("int64", (4,))] * 2,
+        ),
+        "tree_accept": (dense(4, 32), TensorSpec.contiguous("int64", (4, 32)), dense(4, 32)),
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {

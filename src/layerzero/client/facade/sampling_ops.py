@@ -105,24 +105,74 @@ def sample(
     A row with a NaN, with infinity, or without a finite logit is InvalidArgument on the CPU, and gives -1 on a GPU.
     Returns: int64, (rows) or (). Source: Salmon et al. 2011 (Philox4x32-10); inverse transform sampling.
     """
-    if seed is None or offset is None:
-        if not isinstance(temperature, Real) or temperature != 0:
-            name = "seed" if seed is None else "offset"
-            allowed = "an integer or an int64 array; pass one, and another offset for each call"
-            raise InvalidArgument(f"sample: {name} is None; allowed: {allowed}")
-        seed, offset = seed or 0, offset or 0
+    if isinstance(temperature, Real) and temperature == 0:
+        seed, offset = 0 if seed is None else seed, 0 if offset is None else offset  # none is drawn
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    args = (logits, _bits(logits, "seed", seed), _bits(logits, "offset", offset), *_settings("sample", logits, given))
+    args = (logits, *_seeds("sample", logits, seed, offset), *_settings("sample", logits, given))
     return perform(Request("sample", args, {}, sampling_plans.plan_sample, out, backend, timeout_s))
 
 
-def _bits(logits: Any, name: str, value: Any) -> Any:
-    """A number of 64 bits, signed or not, as an array."""
-    if not isinstance(value, Real):
-        return value
-    if isinstance(value, bool) or not isinstance(value, Integral) or not -(2**63) <= int(value) < 2**64:
-        raise InvalidArgument(f"sample: {name} is {value!r}; allowed: an integer of 64 bits, or an int64 array")
-    return beside(logits, (int(value) + 2**63) % 2**64 - 2**63, "int64")
+def speculative_verify(
+    target_probs: ArrayT,
+    draft_ids: AnyArray,
+    draft_probs: AnyArray | None = None,
+    seed: Seed = None,
+    offset: Seed = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, ArrayT]:
+    """How far a draft is accepted, and the token after that, so that tokens are distributed as the target's: (tokens,
+    accepted).
+
+    target_probs: (rows, drafts + 1, vocabulary), what the target gives each token at each draft, and after all of them.
+    draft_ids: int32 or int64 (rows, drafts); a negative one ends its row. draft_probs: (rows, drafts, vocabulary), what
+    each draft was drawn from; None for drafts that nothing was drawn for, such as n-grams. All without rows as well.
+    Draft x is accepted with the probability min(1, p(x) / q(x)); at the first that is not, a token is drawn from
+    max(p - q, 0), and after the last from p. seed and offset: as in sample, one offset for each call.
+    Returns: tokens, int64 (rows, drafts + 1): those accepted, the one that was drawn, and -1; accepted, int64 (rows).
+    Probabilities below 0 or not finite, and ids from the vocabulary on, are InvalidArgument on the CPU; on a GPU such
+    an id ends its row. Source: Leviathan, Kalman and Matias 2023, algorithm 1.
+    """
+    op = "speculative_verify"
+    args = (target_probs, draft_ids, draft_probs, *_seeds(op, target_probs, seed, offset))
+    return perform(Request(op, args, {}, sampling_plans.plan_speculative_verify, None, backend, timeout_s))
+
+
+def tree_accept(
+    draft_ids: ArrayT,
+    parents: AnyArray,
+    target_ids: AnyArray,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """The path through a tree of drafts that the target takes itself, without chance: (tokens, nodes, accepted).
+
+    All int32 or int64, ids of one dtype, (rows, nodes) or (nodes,). Node 0 is the last token that is settled.
+    draft_ids: of each node; negative ones are padding. parents: of each node, a node before it; -1 for none.
+    target_ids: the target's most probable token after each node. From node 0 on, the first child whose id is the
+    target's is accepted.
+    Returns int64: tokens (rows, nodes), those accepted, the target's next one, and -1; nodes (rows, nodes), node 0 and
+    those of the accepted tokens, by which a cache of keys and values is compacted, and -1; accepted (rows), how many.
+    A parent that is not before its node is InvalidArgument on the CPU. Source: Miao et al. 2024 (SpecInfer), 4.3.
+    """
+    args = (draft_ids, parents, target_ids)
+    return perform(Request("tree_accept", args, {}, sampling_plans.plan_tree_accept, None, backend, timeout_s))
+
+
+def _seeds(op: str, beside_of: Any, seed: Any, offset: Any) -> list[Any]:
+    """Numbers of 64 bits, signed or not, as arrays. Raises InvalidArgument for what is missing."""
+    found = []
+    for name, value in (("seed", seed), ("offset", offset)):
+        is_number = isinstance(value, Real)
+        is_fit = isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**64
+        if value is None or (is_number and not is_fit):
+            allowed = "an integer of 64 bits, or an int64 array; pass one, and another offset for each call"
+            raise InvalidArgument(f"{op}: {name} is {value!r}; allowed: {allowed}")
+        bits = (int(value) + 2**63) % 2**64 - 2**63 if is_number else 0
+        found.append(beside(beside_of, bits, "int64") if is_number else value)
+    return found
 
 
 def _settings(op: str, logits: Any, given: dict[str, Any]) -> list[Any]:

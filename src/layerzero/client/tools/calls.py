@@ -204,6 +204,23 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     ),
     "filter_logits": (Call("filter_logits", {"logits": _f32(8, 32_768)}, _FILTERED),),
     "sample": (Call("sample", {"logits": _f32(8, 32_768)}, {"seed": 0, "offset": 0, **_FILTERED}),),
+    "speculative_verify": (
+        Call(
+            "speculative_verify",
+            {
+                "target_probs": _f32(8, 5, 32_768),
+                "draft_ids": TensorSpec.contiguous("int64", (8, 4)),
+                "draft_probs": _f32(8, 4, 32_768),
+            },
+            {"seed": 0, "offset": 0},
+        ),
+    ),
+    "tree_accept": (
+        Call(
+            "tree_accept",
+            {name: TensorSpec.contiguous("int64", (8, 64)) for name in ("draft_ids", "parents", "target_ids")},
+        ),
+    ),
     "null": (Call("null"),),
 }
 

@@ -63,7 +63,7 @@ FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _FILTERS_OF_FLOATS = frozenset(FILTERS) - {"top_k"}
 
 # Ops that draw random numbers of a seed and an offset of the caller's.
-DRAWING = frozenset({"sample"})
+DRAWING = frozenset({"sample", "speculative_verify"})
 
 # Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
 TOKENIZER_ATTRS = (
@@ -238,6 +238,25 @@ OPS: dict[str, Op] = {
             optional=frozenset(FILTERS),
             indices=frozenset({"seed", "offset", "top_k"}),
             singles=_FILTERS_OF_FLOATS,
+        ),
+        # target_probs (B,N+1,V); draft_ids int32|int64 (B,N), of which a negative one ends its row; draft_probs
+        # (B,N,V), None for drafts that nothing was drawn for; seed and offset as in sample -> int64 (B,N+1), the
+        # accepted ids, one more token and -1, and int64 (B), how many were accepted.
+        Op(
+            "speculative_verify",
+            ("target_probs", "draft_ids", "draft_probs", "seed", "offset"),
+            ("tokens", "accepted"),
+            optional=frozenset({"draft_probs"}),
+            indices=frozenset({"draft_ids", "seed", "offset"}),
+        ),
+        # All int32|int64 (B,N), ids of one dtype: node 0 is the last token that is settled; parents[i] < i, or -1 for
+        # none; target_ids[i] follows node i -> int64 (B,N): the accepted tokens, the target's next one and -1; (B,N):
+        # their nodes, from 0 on, and -1; (B): how many were accepted.
+        Op(
+            "tree_accept",
+            ("draft_ids", "parents", "target_ids"),
+            ("tokens", "nodes", "accepted"),
+            indices=frozenset({"parents"}),
         ),
         # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits
         # (n+1) int64 byte offsets. Outputs: ids int32, splits (n+1) int64, offsets (len(ids), 2) int32

@@ -10,11 +10,13 @@ from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
     Inputs,
     Output,
+    equal,
     float_dtype,
     indices,
     of_ndim,
     refuse,
     required,
+    same_dtype,
 )
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -41,10 +43,48 @@ def _sample(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     _logits(op, logits)
     if not logits.shape[1]:
         refuse(op, f"logits has shape {list(logits.shape)}", "a vocabulary of one token or more")
-    indices(op, "seed", seed, 1, ("int64",))
-    indices(op, "offset", offset, 1, ("int64",))
+    _seeds(op, seed, offset, logits.shape[0])
     _settings(op, inputs, logits.shape[0], 1)
     return (("int64", logits.shape[:1]),)
+
+
+def _verify(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    target, draft_ids, draft = inputs[:3]
+    target, draft_ids, seed, offset = required((target, draft_ids, *inputs[3:]), 4)
+    float_dtype(op, (target, draft), ("target_probs", "draft_probs"))
+    of_ndim(op, "target_probs", target, 3)
+    indices(op, "draft_ids", draft_ids, 2, INDEX_DTYPES)
+    rows, steps, vocabulary = target.shape
+    if not steps or not vocabulary:
+        refuse(
+            op, f"target_probs has shape {list(target.shape)}", "(rows, drafts + 1, vocabulary), of one token or more"
+        )
+    drafts = (rows, steps - 1)
+    if draft_ids.shape != drafts:
+        refuse(op, f"draft_ids has shape {list(draft_ids.shape)}", f"{list(drafts)}, as target_probs says")
+    if draft is not None and draft.shape != (*drafts, vocabulary):
+        refuse(op, f"draft_probs has shape {list(draft.shape)}", f"{[*drafts, vocabulary]}, as target_probs says")
+    _seeds(op, seed, offset, rows)
+    return ("int64", (rows, steps)), ("int64", (rows,))
+
+
+def _accept(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    draft_ids, parents, target_ids = required(inputs, 3)
+    same_dtype(op, (draft_ids, target_ids), ("draft_ids", "target_ids"))
+    indices(op, "draft_ids", draft_ids, 2, INDEX_DTYPES)
+    indices(op, "parents", parents, 2, INDEX_DTYPES)
+    equal(op, "shape", draft_ids=draft_ids.shape, parents=parents.shape, target_ids=target_ids.shape)
+    if not draft_ids.shape[1]:
+        refuse(op, f"draft_ids has shape {list(draft_ids.shape)}", "a node of one token or more")
+    nodes = ("int64", draft_ids.shape)
+    return nodes, nodes, ("int64", draft_ids.shape[:1])
+
+
+def _seeds(op: str, seed: TensorSpec, offset: TensorSpec, rows: int) -> None:
+    for name, spec in (("seed", seed), ("offset", offset)):
+        indices(op, name, spec, 1, ("int64",))
+        if spec.shape not in ((1,), (rows,)):
+            refuse(op, f"{name} has shape {list(spec.shape)}", f"(1) or ({rows}), one for each row")
 
 
 def _logits(op: str, logits: TensorSpec) -> Output:
@@ -69,4 +109,6 @@ SAMPLING: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "penalize_logits": _penalize,
     "filter_logits": _filter,
     "sample": _sample,
+    "speculative_verify": _verify,
+    "tree_accept": _accept,
 }

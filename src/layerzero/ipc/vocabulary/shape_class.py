@@ -217,6 +217,15 @@ def _filters(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return (names[0] if len(names) == 1 else "several" if names else "plain"), (logits.shape[1],)
 
 
+def _verify(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    target, _, draft = inputs[:3]
+    return ("plain" if draft is None else "draft_probs"), (target.shape[2],)
+
+
+def _tree(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    return "plain", (inputs[0].shape[1],)
+
+
 _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_forward": _attention,
@@ -248,6 +257,8 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "penalize_logits": _penalties,
     "filter_logits": _filters,
     "sample": _filters,
+    "speculative_verify": _verify,
+    "tree_accept": _tree,
 }
 _TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tokenize": lambda attrs: f"{attrs['tokenizer_format']}{'+offsets' if attrs['return_offsets'] else ''}",

@@ -54,6 +54,44 @@ def _samples(_: Claims) -> Iterator[Problem]:
         yield Problem("sample", name, {}, (logits, seeds, offsets, *settings), kinds)
 
 
+def _drafts(_: Claims) -> Iterator[Problem]:
+    """Of the target and of the draft numbers from 0 on, which are no probabilities and need not be: some that are
+    accepted, some that are not, rows that end before, and one that nothing is left of."""
+    numbers, kinds = Numbers(34), ("", "int64", "", "int64", "int64")
+    for n, (size, drafts, rows) in enumerate([*((size, 3, 4) for size in SIZES), (12, 0, 2), (12, 2, 0)]):
+        for has_draft in (True, False):
+            target, draft = (numbers(rows, steps, size) for steps in (drafts + 1, drafts))
+            places = numbers(rows, drafts).flat
+            ids = [-1 if abs(place) > 2.8 else int(abs(place) * 16) % size for place in places]
+            p, q = ([max(value, 0.0) for value in values.flat] for values in (target, draft))
+            if not has_draft:
+                for row, token in enumerate(ids[: rows * drafts]):
+                    if row % 2 and token >= 0:  # the target is as sure of it
+                        p[(row // drafts * (drafts + 1) + row % drafts) * size + token] = 1.0
+            seeds = Values((rows or 1,), [5 + n + row for row in range(rows or 1)]) if has_draft else Values((1,), [n])
+            inputs = (
+                *(Values(target.shape, p), Values((rows, drafts), ids), Values(draft.shape, q) if has_draft else None),
+                *(seeds, Values((1,), [3 * n])),
+            )
+            name = f"{drafts} of {size}{', draft_probs' if has_draft else ''}"
+            yield Problem("speculative_verify", name, {}, inputs, kinds)
+
+
+def _trees(_: Claims) -> Iterator[Problem]:
+    """Numbers are sixteenths of ids; of few, so that many are accepted."""
+    numbers = Numbers(35)
+    for kind in ("int32", "int64"):
+        for size in (*SIZES, 1):
+            drafts, wanted = ([int(abs(v) * 16) % 3 / 16 for v in numbers(4, size).flat] for _ in range(2))
+            steps = [int(abs(v) * 16) % 4 for v in numbers(4, size).flat]
+            above = [max(n % size - 1 - step, -1) for n, step in enumerate(steps)]
+            drafts[2::7] = [-1 / 16] * len(drafts[2::7])
+            inputs = (Values((4, size), drafts), Values((4, size), above), Values((4, size), wanted))
+            yield Problem("tree_accept", f"{size} nodes, {kind} parents", {}, inputs, ("", kind, ""))
+    nothing = Values((0, 4), [])
+    yield Problem("tree_accept", "no rows", {}, (nothing, nothing, nothing), ("", "int64", ""))
+
+
 def filtered(numbers: Numbers) -> Iterator[tuple[str, Values, tuple[Values | None, ...]]]:
     """Logits with temperature, top_k, top_p and min_p, for each class of shapes: some settings of each row, others one
     for all, and many ties."""
@@ -75,4 +113,6 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "penalize_logits": _penalties,
     "filter_logits": _filters,
     "sample": _samples,
+    "speculative_verify": _drafts,
+    "tree_accept": _trees,
 }

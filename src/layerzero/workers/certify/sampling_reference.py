@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from layerzero.ipc.vocabulary.sampling import exponential, weight_bits
-from layerzero.workers.certify.values import Attrs, Values, rows_of
+from layerzero.workers.certify.values import Attrs, Values, given, rows_of
 from layerzero.workers.philox import uniforms
 
 
@@ -61,6 +61,70 @@ def sample(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values(logits.shape[:1], out)
 
 
+def speculative_verify(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
+    """The accepted drafts, and a token of what the target gives more than the draft, or of what it gives after all."""
+    target, draft_ids, draft, seed, offset = inputs
+    assert target is not None
+    assert draft_ids is not None
+    assert seed is not None
+    assert offset is not None
+    rows, steps, vocabulary = target.shape
+    numbers = [uniforms(seed.flat, offset.flat, rows, draw) for draw in range(steps)]
+    tokens: list[int] = []
+    counts: list[int] = []
+    for b in range(rows):
+        p = rows_of(target.flat, vocabulary, b * steps, steps)
+        q = None if draft is None else rows_of(draft.flat, vocabulary, b * (steps - 1), steps - 1)
+        found: list[int] = []
+        masses = p[-1]
+        for n, x in enumerate(draft_ids.flat[b * (steps - 1) : (b + 1) * (steps - 1)]):
+            masses = p[n]
+            if x < 0:
+                break
+            of_draft = [float(token == x) for token in range(vocabulary)] if q is None else q[n]
+            if numbers[n][b] * of_draft[x] >= p[n][x]:
+                more = [max(one - other, 0.0) for one, other in zip(p[n], of_draft, strict=True)]
+                masses = more if any(more) else masses
+                break
+            found.append(x)
+            masses = p[n + 1]
+        counts.append(len(found))
+        found.append(_drawn(masses, numbers[-1][b]))
+        tokens += found + [-1] * (steps - len(found))
+    return Values((rows, steps), tokens), Values((rows,), counts)
+
+
+def _drawn(masses: Sequence[float], number: float) -> int:
+    """A token in proportion to masses, as integers of at most 2^s; -1 where there is none."""
+    top = max(masses)
+    if not top:
+        return -1
+    sums = list(itertools.accumulate(math.floor(one / top * 2 ** weight_bits(len(masses))) for one in masses))
+    return bisect.bisect_right(sums, number * sums[-1])
+
+
+def tree_accept(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, ...]:
+    """From node 0 on to the first child with the target's token, while there is one."""
+    rows, count = given(inputs)[0].shape
+    tokens: list[int] = []
+    nodes: list[int] = []
+    counts: list[int] = []
+    for drafts, above, wanted in zip(*(rows_of(one.flat, count, 0, rows) for one in given(inputs)), strict=True):
+        path = [0]
+        while True:
+            last = path[-1]
+            fit = (n for n in range(last + 1, count) if above[n] == last and 0 <= drafts[n] == wanted[last])
+            following = next(fit, None)
+            if following is None:
+                break
+            path.append(following)
+        padding = [-1] * (count - len(path))
+        tokens += [*(drafts[n] for n in path[1:]), wanted[path[-1]], *padding]
+        nodes += path + padding
+        counts.append(len(path) - 1)
+    return Values((rows, count), tokens), Values((rows, count), nodes), Values((rows,), counts)
+
+
 def settings_of(settings: Sequence[Values | None], row: int) -> list[float]:
     """Of temperature, top_k, top_p and min_p what holds for a row."""
     return [_of_row(one, row, neutral) for one, neutral in zip(settings, (1.0, 0, 1.0, 0.0), strict=True)]
@@ -91,8 +155,10 @@ def _of_row(setting: Values | None, row: int, neutral: float) -> float:
     return float(setting.flat[row % len(setting.flat)])
 
 
-OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
+OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
     "penalize_logits": penalize_logits,
     "filter_logits": filter_logits,
     "sample": sample,
+    "speculative_verify": speculative_verify,
+    "tree_accept": tree_accept,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.sampling import problem
@@ -32,3 +34,18 @@ def check_rows(op: str, are_fit: Sequence[bool]) -> None:
                 "and -infinity for what is never drawn",
                 row=row,
             )
+
+
+def check_masses(op: str, name: str, least: float, most: float) -> None:
+    """Raises InvalidArgument for probabilities among which there are others than finite numbers from 0 on."""
+    if not 0 <= least <= most < math.inf:  # NaN is none of these
+        raise InvalidArgument(f"{op}: {name} has numbers from {least} to {most}; allowed: finite numbers from 0 on")
+
+
+def check_parents(op: str, bad: Sequence[Sequence[int]], parents: Any) -> None:
+    """Raises InvalidArgument for places of nodes whose parent is not before them."""
+    for row, node in bad[:1]:
+        parent = int(parents[row, node])
+        raise InvalidArgument(
+            f"{op}: parents[{row}, {node}] is {parent}; allowed: a node before {node}, or -1; put parents first"
+        )

@@ -12,7 +12,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.sampling import COEFFICIENTS, HALVINGS, LEAST, weight_bits
 from layerzero.workers.philox import FACTORS, ROUNDS, STEPS, WORD, uniforms
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._sampling import check_highest, check_rows, check_settings
+from layerzero.workers.providers._sampling import check_highest, check_masses, check_parents, check_rows, check_settings
 from layerzero.workers.providers._torch_ops import Builder, Run
 
 FEW = 1024  # tokens
@@ -25,7 +25,13 @@ class Sampling:
         self.torch, self.is_gpu = torch, is_gpu
 
     def builders(self) -> Mapping[str, Builder]:
-        return {"penalize_logits": self.penalize_logits, "filter_logits": self.filter_logits, "sample": self.sample}
+        return {
+            "penalize_logits": self.penalize_logits,
+            "filter_logits": self.filter_logits,
+            "sample": self.sample,
+            "speculative_verify": self.speculative_verify,
+            "tree_accept": self.tree_accept,
+        }
 
     def penalize_logits(self, views: Sequence[Any], call: Call) -> Run:
         torch, (logits, token_ids, *given) = self.torch, views
@@ -91,20 +97,102 @@ class Sampling:
 
         return run
 
-    def _uniforms(self, seed: Any, offset: Any, rows: int, draw: int = 0) -> Any:
-        """A column of numbers in [0, 1), as those of workers/philox.py."""
+    def speculative_verify(self, views: Sequence[Any], call: Call) -> Run:
+        torch, (target, draft_ids, draft, seed, offset) = self.torch, views
+        rows, steps, vocabulary = target.shape
+        bits = weight_bits(vocabulary)
+
+        def run(outs: Any) -> None:
+            tokens, accepted = outs
+            if not rows:
+                return
+            ids = draft_ids.long()
+            if not self.is_gpu:
+                check_highest(call.op, int(ids.max()) if ids.numel() else -1, vocabulary)
+                check_masses(call.op, "target_probs", *(float(one) for one in torch.aminmax(target)))
+                if draft is not None and draft.numel():
+                    check_masses(call.op, "draft_probs", *(float(one) for one in torch.aminmax(draft)))
+            is_there = (ids >= 0) & (ids < vocabulary)
+            places = torch.where(is_there, ids, 0).unsqueeze(2)
+            p = target[:, :-1].gather(2, places).squeeze(2).double()
+            q = torch.ones_like(p) if draft is None else draft.gather(2, places).squeeze(2).double()
+            numbers = self._uniforms(seed, offset, rows, steps)
+            taken = (is_there & (numbers[:, :-1] * q < p)).long().cumprod(1)
+            count = taken.sum(1, keepdim=True)
+            masses = self._step(target, count)
+            if steps > 1:
+                last = count.clamp(max=steps - 2)
+                if draft is None:
+                    of_draft = torch.zeros_like(masses).scatter_(1, self._step(places, last), 1.0)
+                else:
+                    of_draft = self._step(draft, last)
+                more = (masses - of_draft).clamp_(min=0)
+                is_refused = (count < steps - 1) & is_there.gather(1, last) & (more.amax(1, keepdim=True) > 0)
+                masses = torch.where(is_refused, more, masses)
+            top = masses.amax(1, keepdim=True)
+            sums = (masses / top * 2.0**bits).floor_().cumsum_(1)
+            drawn = (sums <= numbers[:, -1:] * sums[:, -1:]).sum(1, keepdim=True)
+            drawn = torch.where(top > 0, drawn, -1)
+            columns = torch.arange(steps, device=ids.device)
+            padded = torch.nn.functional.pad(ids, (0, 1), value=-1)
+            tokens.copy_(torch.where(columns < count, padded, torch.where(columns == count, drawn, -1)))
+            accepted.copy_(count.squeeze(1))
+
+        return run
+
+    def _step(self, tensor: Any, step: Any) -> Any:
+        """Of each row (steps, n) the one of a step, wide if it holds fractions."""
+        found = tensor.gather(1, step.unsqueeze(2).expand(-1, 1, tensor.shape[2])).squeeze(1)
+        return found.double() if found.is_floating_point() else found
+
+    def tree_accept(self, views: Sequence[Any], call: Call) -> Run:
+        torch, (draft_ids, above, target_ids) = self.torch, views
+        rows, count = draft_ids.shape
+
+        def run(outs: Any) -> None:
+            if not rows:
+                return
+            drafts, parents, wanted = (one.long() for one in (draft_ids, above, target_ids))
+            columns = torch.arange(count, device=drafts.device)
+            if not self.is_gpu:
+                check_parents(call.op, (parents >= columns).nonzero().tolist(), parents)
+            node = torch.zeros(rows, 1, dtype=torch.int64, device=drafts.device)
+            is_on, path, token = torch.ones_like(node, dtype=torch.bool), [node], []
+            for _ in range(count - 1):
+                fit = (parents == node) & (columns > node) & (drafts == wanted.gather(1, node)) & (drafts >= 0) & is_on
+                is_on = fit.any(1, keepdim=True)
+                if not self.is_gpu and not is_on.any():
+                    break
+                following = fit.long().argmax(1, keepdim=True)
+                token.append(torch.where(is_on, drafts.gather(1, following), -1))
+                path.append(torch.where(is_on, following, -1))
+                node = torch.where(is_on, following, node)
+            nodes = torch.nn.functional.pad(torch.cat(path, 1), (0, count - len(path)), value=-1)
+            accepted = (nodes >= 0).sum(1, keepdim=True) - 1
+            tokens = torch.cat([*token, *[torch.full_like(node, -1)] * (count - len(token))], 1)
+            tokens = torch.where(columns == accepted, wanted.gather(1, node), tokens)
+            for out, found in zip(outs, (tokens, nodes, accepted.squeeze(1)), strict=True):
+                out.copy_(found)
+
+        return run
+
+    def _uniforms(self, seed: Any, offset: Any, rows: int, draws: int = 1) -> Any:
+        """(rows, draws) of numbers in [0, 1), as those of workers/philox.py."""
         torch = self.torch
         if not self.is_gpu:
-            found = uniforms(seed.tolist(), offset.tolist(), rows, draw)
-            return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
-        place = torch.arange(rows, device=seed.device) if seed.shape[0] == 1 else torch.zeros_like(seed)
-        a, b, c, d = offset & WORD, offset >> 32 & WORD, place, torch.full_like(place, draw)
-        left, right = seed & WORD, seed >> 32 & WORD
+            seeds, offsets = seed.tolist(), offset.tolist()
+            found = [uniforms(seeds, offsets, rows, draw) for draw in range(draws)]
+            return torch.tensor(found, dtype=torch.float64).T
+        keys, counts = (one.expand(rows).unsqueeze(1) for one in (seed, offset))
+        draw = torch.arange(draws, device=seed.device).expand(rows, draws)
+        place = torch.arange(rows, device=seed.device).unsqueeze(1) if seed.shape[0] == 1 else torch.zeros_like(keys)
+        a, b, c, d = counts & WORD, counts >> 32 & WORD, place, draw
+        left, right = keys & WORD, keys >> 32 & WORD
         for _ in range(ROUNDS):  # the products' bits are right, whatever sign int64 gives them
             one, other = a * FACTORS[0], c * FACTORS[1]
             a, b, c, d = other >> 32 & WORD ^ b ^ left, other & WORD, one >> 32 & WORD ^ d ^ right, one & WORD
             left, right = left + STEPS[0] & WORD, right + STEPS[1] & WORD
-        return (b << 21 | a >> 11).double().mul_(2.0**-53).unsqueeze(1)
+        return (b << 21 | a >> 11).double().mul_(2.0**-53)
 
     def _settings(self, call: Call, given: Sequence[Any]) -> list[Any]:
         """As columns (1|rows, 1): the last inputs of the op, None where one is left out."""

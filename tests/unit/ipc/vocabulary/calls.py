@@ -174,6 +174,22 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {},
         ("int64 5",),
     ),
+    "speculative_verify": (
+        {
+            "target_probs": "float32 5 3 7",
+            "draft_ids": "int32 5 2",
+            "draft_probs": "float32 5 2 7",
+            "seed": "int64 5",
+            "offset": "int64 1",
+        },
+        {},
+        ("int64 5 3", "int64 5"),
+    ),
+    "tree_accept": (
+        {"draft_ids": "int32 5 7", "parents": "int64 5 7", "target_ids": "int32 5 7"},
+        {},
+        ("int64 5 7", "int64 5 7", "int64 5"),
+    ),
     "tokenize": (
         {"tokenizer": "uint8 0", "text": "uint8 0", "text_splits": "int64 0"},
         {**TOKENIZER, "add_special_tokens": True, "max_length": None, "return_offsets": False},

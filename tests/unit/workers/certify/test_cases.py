@@ -54,7 +54,7 @@ WIDEST: dict[str, Any] = {
     "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
     "index_dtypes": ["int32", "int64"],
     "supports_empty": True,
-    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS],
+    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS, "draft_probs"],
     "requires_layouts": ["BHSD", "BSHD"],
     "supports_gqa": True,
     "attn_mask_types": ["bool", "float"],
@@ -62,6 +62,7 @@ WIDEST: dict[str, Any] = {
 }
 NARROW = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
 DTYPES = {"quantize": ["float32"], "dequantize": [*NARROW, "int8"], "append_kv": ["float64", *NARROW[:2], "int8"]}
+DTYPES |= {"tree_accept": ["int64"]}
 DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
 
 
@@ -229,6 +230,18 @@ def calls(
             inputs.append(draw(tensors(kind, given_shape)) if is_given else None)
         result = draw(tensors("int64", (rows,)) if op == "sample" else tensors(dtype, logits.shape))
         return inputs, result, {}
+    if op == "speculative_verify":
+        rows, steps, size = draw(st.integers(1, 3)), draw(st.integers(2, 4)), draw(extent)
+        ids = draw(tensors(draw(st.sampled_from(["int32", "int64"])), (rows, steps - 1)))
+        draft = draw(tensors(dtype, (rows, steps - 1, size))) if draw(st.booleans()) else None
+        seeds = [draw(tensors("int64", (draw(st.sampled_from([1, rows])),))) for _ in range(2)]
+        inputs = [draw(tensors(dtype, (rows, steps, size))), ids, draft, *seeds]
+        return inputs, draw(tensors("int64", (rows, steps))), {}
+    if op == "tree_accept":
+        rows, nodes = draw(st.integers(1, 3)), draw(extent)
+        parents = draw(tensors(draw(st.sampled_from(["int32", "int64"])), (rows, nodes)))
+        drafts, wanted = (draw(tensors(dtype, (rows, nodes))) for _ in range(2))
+        return [drafts, parents, wanted], draw(tensors("int64", (rows, nodes))), {}
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
     if op in ("softmax", "log_softmax"):
