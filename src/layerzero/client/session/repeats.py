@@ -134,15 +134,20 @@ class Repeats:
         told = self._site(submitted, lane, lease)
         if told is None:
             return
-        for kind in {one.kind for one in (*submitted.arrays, *submitted.outs) if one is not None} - self._kinds:
-            self._compiled.learn(**_types_of(kind))
-            self._kinds.add(kind)
+        self.learn({one.kind for one in (*submitted.arrays, *submitted.outs) if one is not None})
         key = self._compiled.key(submitted.request)
         if key is None or overlay.process() is not submitted.asked_in:
             return  # the key may have another policy than the lease
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[key] = library.CallSite(**told)
+
+    def learn(self, kinds: set[str]) -> None:
+        """Arrays of these kinds are known from now on, as far as they can be."""
+        if self._compiled is not None:
+            for kind in (kinds & {*_KINDS}) - self._kinds:
+                self._compiled.learn(**_types_of(kind))
+                self._kinds.add(kind)
 
     def _site(self, submitted: Submitted, lane: Lane, lease: Lease) -> dict[str, Any] | None:
         """None for a call that is to go the longer way each time."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from layerzero.client.arrays.recognition import CPU, Array, describe
@@ -102,22 +102,29 @@ class Buffer:
     """The newest entries of one trace, each with how many there were until then."""
 
     def __init__(self, most: int, keeper: Keeper | None) -> None:
-        self._most, self.keeper = most, keeper
-        self.clear()
+        self.keeper = keeper
+        self.calls: deque[tuple[int, Any]] = deque(maxlen=most)
+        self.scopes: deque[Scope] = deque(maxlen=most)
+        self.fresh: deque[Fresh] = deque(maxlen=2 * most)
+        self.count = itertools.count(1)
+        self._purged = 0  # so many were forgotten when it was purged
 
     def clear(self) -> None:
-        self.calls: deque[tuple[int, Any]] = deque(maxlen=self._most)
-        self.scopes: deque[Scope] = deque(maxlen=self._most)
-        self.fresh: deque[Fresh] = deque(maxlen=2 * self._most)
-        self.count = itertools.count(1)
+        self._purged = self.noted
+        for entries in (self.calls, self.scopes, self.fresh):
+            entries.clear()
         if self.keeper is not None:
             self.keeper.clear()
 
     @property
     def noted(self) -> int:
-        """How many there were."""
+        """How many there were, ever."""
         calls = self.calls
-        return calls[-1][0] if calls else 0
+        return calls[-1][0] if calls else self._purged
+
+    def dropped(self, calls: Sequence[tuple[int, Any]]) -> int:
+        """How many had to make room for these."""
+        return calls[-1][0] - self._purged - len(calls) if calls else 0
 
 
 class Recorder:
@@ -125,6 +132,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._buffers: tuple[Buffer, ...] = ()
+        self._ways: tuple[tuple[Iterator[int], Callable[[tuple[int, Any]], None]], ...] = ()  # into them
         self._keepers: tuple[Keeper, ...] = ()
         self._specs: dict[Plan, Specs] = {}
         self._watched: dict[tuple[int, int], weakref.ref[Any]] = {}
@@ -140,6 +148,7 @@ class Recorder:
 
     def _set(self, buffers: tuple[Buffer, ...]) -> None:
         self._buffers = buffers
+        self._ways = tuple((one.count, one.calls.append) for one in buffers)
         self._keepers = tuple(one.keeper for one in buffers if one.keeper is not None)
         observing.recorder = self if buffers else None
         if not buffers:
@@ -153,7 +162,7 @@ class Recorder:
             return session.run(request, is_recorded=True)
         kept = Kept.of(request, self._keepers) if self._keepers else None
         device, span = gpu_times.begin(request.args) if session.gpus.is_used else (CPU, None)
-        start_ns = time.perf_counter_ns()
+        start_ns = perf_counter_ns()
         try:
             result = session.run(request, is_recorded=True)
         except BaseException as exc:
@@ -170,6 +179,8 @@ class Recorder:
         specs = self._specs.get(plan) if plan is not None else None
         if specs is None:
             specs = self._specs_of(request, plan)
+        if memory is None:
+            session.repeats.learn(_kinds(request.args))
         if memory is None or request.out is not None or device != CPU:
             memory = self._look(request.args, result, memory)
         if result is None and request.args:
@@ -181,20 +192,20 @@ class Recorder:
             number, number, here.number, current.get(), start_ns, 0, record, request.op, request.params,
             request.backend, specs, device, memory, kept, span,
         )  # fmt: skip
-        for buffer in self._buffers:
-            buffer.calls.append((next(buffer.count), entry))
+        for count, append in self._ways:
+            append((next(count), entry))
         return result
 
     def begin(self, request: Request) -> Begun:
         kept = Kept.of(request, self._keepers) if self._keepers else None
         memory = tuple([0 if arg is None else _address(arg) for arg in request.args])
-        start_ns, specs = time.perf_counter_ns(), self._specs_of(request, None)
+        start_ns, specs = perf_counter_ns(), self._specs_of(request, None)
         return Begun(
             request.op, request.params, request.backend, specs, memory, kept, next(numbers), current.get(), start_ns
         )
 
     def end(self, begun: Begun, session: Any, value: Any, error: BaseException | None) -> None:
-        end_ns, number = time.perf_counter_ns(), next(numbers)
+        end_ns, number = perf_counter_ns(), next(numbers)
         record, memory = error, begun.memory
         if error is None:
             record, memory = session.last.record, (*begun.memory, *self._look((), value, None))
@@ -207,7 +218,7 @@ class Recorder:
         self._append(entry)
 
     def _note_failed(self, request: Request, start_ns: int, error: BaseException, kept: Kept | None) -> None:
-        end_ns, number = time.perf_counter_ns(), next(numbers)
+        end_ns, number = perf_counter_ns(), next(numbers)
         entry = CallEntry(
             number, number, here.number, current.get(), start_ns, end_ns, _lightened(error), request.op, request.params,
             request.backend, self._specs_of(request, None), CPU, (), kept, None,
@@ -261,8 +272,8 @@ class Recorder:
         self.note_fresh(key[1], nbytes)
 
     def _append(self, entry: Any) -> None:
-        for buffer in self._buffers:
-            buffer.calls.append((next(buffer.count), entry))
+        for count, append in self._ways:
+            append((next(count), entry))
 
     # --- others
 
@@ -309,6 +320,14 @@ def _address(value: Any) -> int:
         found: Array = describe(value)
         return found.address
     return 0
+
+
+def _kinds(args: Sequence[Any]) -> set[str]:
+    found: set[str] = set()
+    for arg in args:
+        with suppress(LayerZeroError):
+            found.add(describe(arg).kind)
+    return found
 
 
 def _lightened(record: Any) -> Any:

@@ -39,7 +39,7 @@ class Snapshot:
 
     def __init__(self, buffer: Buffer) -> None:
         counted, fresh = list(buffer.calls), list(buffer.fresh)
-        self.dropped = counted[-1][0] - len(counted) if counted else 0
+        self.dropped = buffer.dropped(counted)
         self._calls: list[RecordedCall] = []
         self._reads: list[tuple[int, int, Sequence[tuple[str, int]]]] = []
         self._writes: list[tuple[int, int, Sequence[tuple[str, int, int]]]] = []
