@@ -83,14 +83,16 @@ def matmul(node: Node) -> Call:
 
 
 def gemm(node: Node) -> Call:
+    """linear where it says all, since more backends have it; else addmm."""
     a, b, c = node.array(0), node.array(1), node.input(2)
-    need(node.attr("alpha", 1.0) == 1 and node.attr("beta", 1.0) == 1, "alpha or beta")
+    alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
     x = a.T if node.attr("transA", 0) else a
     weight = b if node.attr("transB", 0) else b.T
-    if c is not None:
-        need(c.size == len(weight) and c.shape[-1:] == (c.size,), "a bias that broadcasts over columns, or a matrix")
-        c = c.reshape(-1)
-    return partial(lz.linear, x, weight, c)
+    is_plain = alpha == beta == 1 and (c is None or (c.size == len(weight) and c.shape[-1:] == (c.size,)))
+    if is_plain:
+        return partial(lz.linear, x, weight, None if c is None else c.reshape(-1))
+    need(c is not None, "a product without a bias, scaled")
+    return partial(lz.addmm, c, x, weight.T, beta=beta, alpha=alpha)
 
 
 def layer_norm(node: Node) -> Call:

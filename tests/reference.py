@@ -232,9 +232,20 @@ def matmul(a: Array, b: Array) -> Array:
     return np.asarray(np.matmul(wide(a), wide(b)))
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def addmm(x: Array, a: Array, b: Array, *, beta: float, alpha: float) -> Array:
+    product = np.asarray(alpha * matmul(a, b))
+    return product + beta * wide(x) if beta else product
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str = "") -> Array:
     product = matmul(x, weight.T) if x.ndim > 1 else matmul(x[None], weight.T)[0]
-    return product if bias is None else np.asarray(product + wide(bias))
+    made = product if bias is None else np.asarray(product + wide(bias))
+    match activation:
+        case "":
+            return made
+        case "gelu" | "gelu_tanh":
+            return gelu(made, approximate="none" if activation == "gelu" else "tanh")
+    return {"relu": relu, "silu": silu}[activation](made)
 
 
 def softmax(x: Array, *, dim: int, dtype: str = "") -> F64:
@@ -433,6 +444,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "append_kv": append_kv,
     "rope": rope,
     "matmul": matmul,
+    "addmm": addmm,
     "linear": linear,
     "softmax": softmax,
     "log_softmax": log_softmax,

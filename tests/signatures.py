@@ -7,10 +7,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from layerzero.client.planning import activation_plans, attention_plans, norm_plans, plans, token_plans
+from layerzero.client.planning import activation_plans, attention_plans, norm_plans, plans, product_plans, token_plans
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
-from layerzero.ipc.vocabulary.ops import OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
@@ -123,10 +123,18 @@ def _matmul(rng: Random) -> Plan:
     return plans.plan_matmul(_tensor(rng, dtype, *lead, m, k), _tensor(rng, dtype, *rng.choice(((), lead)), k, n))
 
 
+def _addmm(rng: Random) -> Plan:
+    dtype, (m, k, n) = _float(rng), _extents(rng, 3)
+    x = _tensor(rng, dtype, *rng.choice(((), (n,), (1, n), (m, 1), (m, n))))
+    scales = {"beta": rng.choice((0, 1, 0.5)), "alpha": rng.choice((1, -2.0))}
+    return product_plans.plan_addmm(x, _tensor(rng, dtype, m, k), _tensor(rng, dtype, k, n), **scales)
+
+
 def _linear(rng: Random) -> Plan:
     dtype, (rows, k, n) = _float(rng), _extents(rng, 3)
     bias = rng.choice((None, TensorSpec.contiguous(dtype, (n,))))
-    return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias)
+    activation = rng.choice((None, *LINEAR_ACTIVATIONS))
+    return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias, activation)
 
 
 def _softmax(rng: Random) -> Plan:
@@ -229,6 +237,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "append_kv": _append,
     "rope": _rope,
     "matmul": _matmul,
+    "addmm": _addmm,
     "linear": _linear,
     "softmax": _softmax,
     "log_softmax": _log_softmax,

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
+    from layerzero.client.facade.product_ops import addmm as addmm
     from layerzero.client.facade.default_session import (
         connect as connect,
         disconnect as disconnect,
@@ -158,6 +159,7 @@ _HOME = {
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
+    "layerzero.client.facade.product_ops": "addmm",
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",
@@ -184,6 +186,8 @@ _HOME = {
     ),
     "layerzero.ipc.vocabulary.tensors": "TensorSpec",
 }
+# torch's names of what an op of ours does, too.
+_SERVED_BY = dict.fromkeys(("bmm", "mm", "mv"), "matmul")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
 __all__ = [*sorted(_MODULE_OF)]  # for type checkers, the imports above say what is public
@@ -193,7 +197,8 @@ if not TYPE_CHECKING:  # else every name would be one that exists
     def __getattr__(name: str) -> Any:
         module = _MODULE_OF.get(name)
         if module is None:
-            raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+            hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
+            raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(module), name)
         return value
 

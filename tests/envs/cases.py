@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
@@ -360,7 +360,34 @@ def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"empty {left} @ {right}", (normal(rng, *left), normal(rng, *right)))
 
 
+def addmm_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, *tensors: reference.Array, beta: float = 1.0, alpha: float = 1.0, **where: Any) -> Case:
+        return Case(name, tensors, {"beta": beta, "alpha": alpha}, **where)
+
+    for m, k, n in ((3, 4, 5), (1, 1, 1), (1, 7, 1), (33, 65, 17), (1, 200, 70), (130, 200, 70)):
+        a, b = normal(rng, m, k), normal(rng, k, n)
+        for shape in ((m, n), (1, n), (m, 1), (1, 1)):
+            yield case(f"{m}, {k}, {n} and {shape}", normal(rng, *shape), a, b)
+            yield case(f"{m}, {k}, {n} and {shape}, scaled", normal(rng, *shape), a, b, beta=-0.5, alpha=1.5)
+    row, a, b = normal(rng, 1, 5), normal(rng, 6, 4), normal(rng, 4, 5)
+    for layout in LAYOUTS[1:]:
+        yield case(f"{layout} a", row, a, b, layouts=("contiguous", layout))
+        yield case(f"{layout} b", row, a, b, beta=2.0, layouts=("contiguous", "contiguous", layout))
+        yield case(f"{layout} x", normal(rng, 6, 5), a, b, alpha=2.0, layouts=(layout,))
+    for layout in ("transposed", "gaps", "rows"):
+        yield case(f"{layout} output", row, a, b, out_layout=layout)
+    yield case("a beta of 0", np.full((6, 5), np.nan), a, b, beta=0.0)
+    yield case("a beta of 0, a row", np.full((1, 5), np.inf), a, b, beta=0.0, alpha=2.0)
+    yield case("an alpha of 0", row, a, b, alpha=0.0)
+    yield case("values of 1e2", row * 1e2, a * 1e2, b)
+    for m, k, n in ((0, 4, 5), (3, 0, 5), (3, 4, 0)):
+        yield case(f"empty {m}, {k}, {n}", normal(rng, 1, n), normal(rng, m, k), normal(rng, k, n), beta=0.5)
+
+
 def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, *tensors: reference.Array | None, activation: str = "", **where: Any) -> Case:
+        return Case(name, tensors, {"activation": activation}, **where)
+
     for shape, rows in (
         ((3, 4), 5),
         ((1, 1), 1),
@@ -372,19 +399,29 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
         ((64, 384), 1536),
     ):
         x, weight, bias = normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)
-        yield Case(f"{shape} to {rows}", (x, weight, bias))
-        yield Case(f"{shape} to {rows}, no bias", (x, weight, None))
+        yield case(f"{shape} to {rows}", x, weight, bias)
+        yield case(f"{shape} to {rows}, no bias", x, weight, None)
     x, weight, bias = normal(rng, 4, 6, 8), normal(rng, 5, 8), normal(rng, 5)
     for layout in LAYOUTS[1:]:
         for position in range(3):
             layouts = ("contiguous",) * position + (layout,)
-            yield Case(f"{layout} {('x', 'weight', 'bias')[position]}", (x, weight, bias), layouts=layouts)
+            yield case(f"{layout} {('x', 'weight', 'bias')[position]}", x, weight, bias, layouts=layouts)
     for layout in ("transposed", "gaps", "rows", "first last"):
-        yield Case(f"{layout} output", (x, weight, bias), out_layout=layout)
-        yield Case(f"{layout} output, no bias", (x, weight, None), out_layout=layout)
+        yield case(f"{layout} output", x, weight, bias, out_layout=layout)
+        yield case(f"{layout} output, no bias", x, weight, None, out_layout=layout)
     for shape, rows in (((0, 4), 5), ((3, 0), 5), ((3, 4), 0)):
-        yield Case(f"empty {shape} to {rows}", (normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)))
-        yield Case(f"empty {shape} to {rows}, no bias", (normal(rng, *shape), normal(rng, rows, shape[-1]), None))
+        yield case(f"empty {shape} to {rows}", normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows))
+        yield case(f"empty {shape} to {rows}, no bias", normal(rng, *shape), normal(rng, rows, shape[-1]), None)
+    for activation in LINEAR_ACTIVATIONS:
+        for shape, rows in (((3, 4), 5), ((7,), 3), ((2, 3, 8), 6), ((65, 130), 33), ((0, 4), 5)):
+            made = normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)
+            yield case(f"{activation} of {shape} to {rows}", *made, activation=activation)
+            yield case(f"{activation} of {shape} to {rows}, no bias", *made[:2], None, activation=activation)
+        far = x * 16, weight * 4, bias
+        yield case(f"{activation} far from 0", *far, activation=activation)
+        for layout in ("transposed", "gaps", "rows"):
+            yield case(f"{activation}, {layout} x", x, weight, bias, activation=activation, layouts=(layout,))
+            yield case(f"{activation}, {layout} output", x, weight, bias, activation=activation, out_layout=layout)
 
 
 def softmax_cases(rng: np.random.Generator, *, is_log: bool = False) -> Iterator[Case]:
@@ -582,6 +619,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "reglu": swiglu_cases,
     **dict.fromkeys(ACTIVATIONS, functools.partial(activation_cases, attrs=[{}])),
     "matmul": matmul_cases,
+    "addmm": addmm_cases,
     "linear": linear_cases,
     "softmax": softmax_cases,
     "log_softmax": functools.partial(softmax_cases, is_log=True),

@@ -267,22 +267,71 @@ def test_a_sum_and_its_norm_are_one_call(installation: Site, function: Callable[
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def by_ops(x: Any, w: Any, b: Any) -> Any:
+    y = lz.silu(lz.linear(lz.gelu(lz.linear(x, w, b)), w))
+    return lz.gelu(lz.linear(lz.relu(lz.linear(y, w, b)), w), "tanh")
+
+
+def by_numpy_maximum(x: Any, w: Any, b: Any) -> Any:
+    return lz.linear(np.maximum(lz.linear(x, w, b), 0), w)
+
+
+def result_is_used(x: Any, w: Any, b: Any) -> Any:
+    y = lz.linear(x, w, b)
+    return lz.gelu(y) + y
+
+
+def changed_between(x: Any, w: Any, b: Any) -> Any:
+    y = lz.linear(x, w, b)
+    y += 1
+    return lz.linear(lz.silu(y), w)
+
+
+def pinned_activation(x: Any, w: Any, b: Any) -> Any:
+    return lz.gelu(lz.linear(x, w, b), backend="torch")
+
+
+def another_one(x: Any, w: Any, b: Any) -> Any:
+    return lz.tanh(lz.linear(lz.mish(lz.linear(x, w, b, "relu")), w)) + np.maximum(lz.linear(x, w), 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [(by_ops, 4), (by_numpy_maximum, 1), (result_is_used, 0), (changed_between, 0), (pinned_activation, 0),
+     (another_one, 0)],
+)  # fmt: skip
+def test_a_projection_and_its_activation_are_one_call(
+    installation: Site, function: Callable[..., Any], fused: int
+) -> None:
+    """Of those that linear has, by whom they are written; not where its result is used elsewhere, or is changed."""
+    w, b = lz.share(numbers(1, D, D) / 4), lz.share(numbers(2, D))
+    plan = lz.plan(function, keep_choice=False)
+    for seed in range(4):
+        x = numbers(seed, S, D)
+        np.testing.assert_allclose(plan(x, w, b), function(x, w, b), rtol=1e-4, atol=1e-4)
+    assert plan.phase == "FROZEN", plan.explain()
+    assert (f"activation fusion: {fused}, off by" in passes_of(plan)) is bool(fused), passes_of(plan)
+    assert len(steps_of(plan)) == {by_ops: 4, by_numpy_maximum: 2}.get(function, len(steps_of(plan)))
+    if function is another_one:
+        assert "linear + another activation: 2 seen, no backend has" in passes_of(plan)
+
+
 def test_passes_can_be_left_out_and_named(weights: Arrays) -> None:
     """What is not made is said, and so is what no backend has a kernel for."""
 
     def block(x: Any) -> Any:
         y = by_lz(*(split(x, weights[n]) for n in "qkv"), MASK)
-        return lz.layer_norm(lz.gelu(lz.linear(joined(y), weights["o"])) + x, (H * D,)) * 1
+        return lz.layer_norm(lz.gelu(lz.matmul(joined(y), weights["o"])) + x, (H * D,)) * 1
 
     x = numbers(1, B, S, H * D)
     plan = lz.plan(block, passes=["constants", "common", "unused"], keep_choice=False)
     for _ in range(3):
         np.testing.assert_allclose(plan(x), block(x), rtol=1e-3, atol=1e-4)
-    assert "passes left out: identities, attention, projections, residuals, gating" in str(plan.explain())
+    assert "passes left out: identities, attention, projections, residuals, gating, activ" in str(plan.explain())
     plan = lz.plan(block, keep_choice=False)
     for _ in range(3):
         plan(x)
-    assert "linear + activation: 1 seen, no backend has a certified kernel" in passes_of(plan)
+    assert "matmul + activation: 1 seen, no backend has a certified kernel" in passes_of(plan)
     assert "residual + layer_norm: 1 seen" in passes_of(plan)
     with pytest.raises(lz.InvalidArgument, match="passes has 'fuse'; allowed: constants"):
         lz.plan(block, passes=["fuse"])

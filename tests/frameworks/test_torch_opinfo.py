@@ -16,12 +16,14 @@ Call = Callable[..., torch.Tensor]
 
 
 class Served(NamedTuple):
-    """An OpInfo by name and variant, our function, and which samples it refuses, as docs/ops.md says."""
+    """An OpInfo by name and variant, our function, which samples it refuses, as docs/ops.md says, and how many are left
+    at least."""
 
     name: str
     ours: Call
     variant: str = ""
     refused: Callable[[Any], bool] = lambda sample: False
+    least: int = 3
 
 
 def _sdpa_is_refused(sample: Any) -> bool:
@@ -54,6 +56,10 @@ SERVED = [
     # torch takes some biases that broadcast.
     Served("nn.functional.linear", lzt.linear, "", lambda sample: len(sample.args) > 1 and not _is_plain(sample)),
     Served("matmul", lzt.matmul),
+    Served("mm", lzt.matmul),
+    Served("bmm", lzt.matmul, least=1),
+    Served("mv", lzt.matmul, least=1),
+    Served("addmm", torch.ops.layerzero.addmm),
     Served("nn.functional.embedding", lambda weight, ids, **options: lzt.embedding(ids, weight, **options)),
     Served("nn.functional.scaled_dot_product_attention", lzt.scaled_dot_product_attention, "", _sdpa_is_refused),
 ]
@@ -86,7 +92,7 @@ def test_samples_have_torchs_values(served: Served, dtype: torch.dtype) -> None:
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected.nan_to_num(), rtol=tolerance, atol=tolerance * _size(expected))
         count += 1
-    assert count >= 3
+    assert count >= served.least
 
 
 def _size(tensor: torch.Tensor) -> float:
@@ -119,7 +125,7 @@ def test_samples_have_torchs_gradients(served: Served) -> None:
             if is_exact and sample.kwargs.get("max_norm") is None:
                 assert torch.autograd.gradcheck(_of(served.ours, sample, given), given)
         count += 1
-    assert count >= 3
+    assert count >= served.least
 
 
 def _of(call: Call, sample: Any, given: list[torch.Tensor]) -> Call:

@@ -150,3 +150,25 @@ def test_values_that_are_looked_at_make_no_plan() -> None:
             got, wanted = plan(x), function(x)
             assert got == wanted if isinstance(got, list) else torch.equal(got, wanted)
         assert plan.phase == "CALLS"
+
+
+def test_torchs_activations_of_our_projections_are_part_of_them() -> None:
+    """F.gelu, F.relu and F.silu on what lz.linear gives, by their options; not in place, where another writes to it."""
+    torch.manual_seed(1)
+    w, b = torch.randn(16, 16) / 4, torch.randn(16)
+
+    def block(x: Any) -> Any:
+        y = lz.linear(F.silu(lz.linear(x, w)), w, b)
+        return lz.linear(F.relu(lz.linear(F.gelu(y, approximate="tanh"), w)), w, b)
+
+    def in_place(x: Any) -> Any:
+        return lz.linear(F.relu(lz.linear(x, w, b), inplace=True), w)
+
+    with torch.no_grad():
+        for function, fused in ((block, 3), (in_place, 0)):
+            plan = lz.plan(function, keep_choice=False)
+            for _ in range(4):
+                x = torch.randn(5, 16)
+                torch.testing.assert_close(plan(x), function(x), rtol=1e-4, atol=1e-4)
+            told = "\n".join(plan._latest.programs[0].done)
+            assert (f"activation fusion: {fused}, off by" in told) is bool(fused), told

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 
 Case = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -92,6 +92,9 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(4), t(5, 4, seed=1), t(5, seed=2)), {}),
             ((t(3, 4), t(4, seed=1), t(seed=2)), {}),
             ((t(0, 4), t(5, 4, seed=1), t(5, seed=2)), {}),
+            *(((t(2, 3, 4), t(5, 4, seed=1), t(5, seed=2), name), {}) for name in LINEAR_ACTIVATIONS),
+            ((t(3, 4), t(5, 4, seed=1), None, "gelu"), {}),
+            ((t(3, 4), t(4, seed=1), t(seed=2), "silu"), {}),
         ],
         "matmul": [
             ((t(3, 4), t(4, 5, seed=1)), {}),
@@ -99,6 +102,13 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(4), t(4, 5, seed=1)), {}),
             ((t(2, 3, 4), t(4, seed=1)), {}),
             ((t(4), t(4, seed=1)), {}),
+        ],
+        "addmm": [
+            ((t(5, seed=2), t(3, 4), t(4, 5, seed=1)), {}),
+            ((t(3, 1, seed=2), t(3, 4), t(4, 5, seed=1)), {"beta": 0.5, "alpha": -2.0}),
+            ((t(seed=2), t(3, 4), t(4, 5, seed=1)), {"alpha": 2.0}),
+            ((t(3, 5, seed=2), t(4, 3).t(), t(4, 5, seed=1)), {"beta": 0.0}),
+            ((t(5, seed=2), t(0, 4), t(4, 5, seed=1)), {}),
         ],
         "rope": [
             ((t(2, 3, 2, 6), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
@@ -197,6 +207,19 @@ def _batch_norm(
     return scaled if bias is None else scaled + bias.view(beside)
 
 
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = ""
+) -> torch.Tensor:
+    made = F.linear(x, weight, bias) if weight.dim() == 2 else x @ weight + bias
+    after: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+        "silu": F.silu,
+    }
+    return after[activation](made) if activation else made
+
+
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """As complex numbers, of which the pairs are rotated."""
     pairs = cos.shape[-1]
@@ -259,7 +282,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
-    "linear": lambda x, weight, bias=None: F.linear(x, weight, bias) if weight.dim() == 2 else x @ weight + bias,
+    "linear": _linear,
+    "addmm": torch.addmm,
     "matmul": torch.matmul,
     "embedding": F.embedding,
     "rope": _rope,

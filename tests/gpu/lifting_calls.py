@@ -98,11 +98,14 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
         yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16
         yield "(33, 70, 5), odd", (of(33, 70), of(70, 5)), (of(33, 5),), {}, 8
+    elif op == "addmm":
+        inputs = (of(1, 1000), of(1000, 512), of(512, 1000))
+        yield "1000 x 512 x 1000 and a row", inputs, (of(1000, 1000),), {"beta": 0.5, "alpha": 2.0}, _WELL
     elif op == "linear":
-        weight = of(4096, 4096)
-        yield "4 rows, 4096", (of(4, 4096), weight, None), (of(4, 4096),), {}, _WELL
-        yield "1024 rows, 4096", (of(1024, 4096), weight, None), (of(1024, 4096),), {}, _WELL
-        yield "512 rows, bias", (of(512, 1024), of(2048, 1024), of(2048)), (of(512, 2048),), {}, _WELL
+        weight, attrs = of(4096, 4096), {"activation": ""}
+        yield "4 rows, 4096", (of(4, 4096), weight, None), (of(4, 4096),), attrs, _WELL
+        yield "1024 rows, 4096", (of(1024, 4096), weight, None), (of(1024, 4096),), attrs, _WELL
+        yield "512 rows, bias", (of(512, 1024), of(2048, 1024), of(2048)), (of(512, 2048),), attrs, _WELL
     elif op in ("softmax", "log_softmax"):
         yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1, "dtype": ""}, _WELL
         yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0, "dtype": ""}, _WELL

@@ -216,9 +216,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         elif op == "matmul":
             m, k, n = extent(), extent(), extent()
             inputs = [numbers(2, m, k), numbers(2, k, n)]
+        elif op == "addmm":
+            m, k, n = extent(), extent(), extent()
+            attrs = {"beta": (1.0, 0.5, 0.0)[number % 3], "alpha": (1.0, -2.0)[number % 2]}
+            inputs = [numbers(rng.choice((1, m)), rng.choice((1, n))), numbers(m, k), numbers(k, n)]
         elif op == "linear":
-            k, n = extent(), extent()
-            inputs = [numbers(extent(), k), numbers(n, k), numbers(n) if number % 2 else None]
+            k, n, known = extent(), extent(), kernel["attrs"]["activation"]
+            attrs = {"activation": known[number % len(known)]}
+            inputs = [numbers(extent(), k), numbers(n, k), numbers(n) if number // len(known) % 2 else None]
         elif op in ("group_norm", "instance_norm", "batch_norm"):
             groups = rng.choice((1, 2, 8))
             channels = groups * rng.choice((1, 3, 4))

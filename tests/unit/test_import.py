@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, sys, time
 before = set(sys.modules)
@@ -38,3 +40,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
     import layerzero as lz
 
     assert not hasattr(lz, "no_such_name")
+
+
+@pytest.mark.parametrize("name", ["bmm", "mm", "mv"])
+def test_torchs_names_of_products_lead_to_ours(name: str) -> None:
+    """matmul takes batches, matrices and vectors."""
+    import layerzero as lz
+
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean lz.matmul"):
+        getattr(lz, name)

@@ -195,14 +195,41 @@ def matmul(info: Any, dims: Dims, a: Tensor, b: Tensor, **options: Any) -> tuple
     return result, 0
 
 
-def linear(
-    info: Any, dims: Dims, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+def addmm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    **options: Any,
 ) -> tuple[Tensor, int]:
-    """Weights of each sample make it a matmul of batches."""
+    """A matmul of batches, and what is added after it."""
+    made = alpha * ops.matmul(_mapped(a, dims[1], info.batch_size), _front(b, dims[2]), **options)
+    if not beta:
+        return made, 0
+    x = input if dims[0] is None else input.movedim(dims[0], 0)
+    while dims[0] is not None and x.dim() < 3:
+        x = x.unsqueeze(1)
+    return made + beta * x, 0
+
+
+def linear(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """Weights of each sample make it a matmul of batches, and an activation a call of its own."""
     dims = (*dims, None)
     x = _mapped(input, dims[0], info.batch_size)
     if dims[1] is None and dims[2] is None:
-        return ops.linear(x, weight, bias, **options), 0
+        return ops.linear(x, weight, bias, activation, **options), 0
     w = _mapped(weight, dims[1], info.batch_size)
     is_vector = w.dim() == 2
     w = w.unsqueeze(1) if is_vector else w
@@ -212,6 +239,9 @@ def linear(
         given = _mapped(bias, dims[2], info.batch_size)
         result = result + (given.unsqueeze(1) if is_vector else given).unsqueeze(1)
     result = result.reshape((*x.shape[:-1], w.shape[1]))
+    if activation is not None:
+        op, _, approximate = activation.partition("_")
+        result = getattr(ops, op)(result, *([approximate] if approximate else []), **options)
     return (result.squeeze(-1) if is_vector else result), 0
 
 

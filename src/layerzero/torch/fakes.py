@@ -174,7 +174,17 @@ def matmul(a: Tensor, b: Tensor, **_: Any) -> Tensor:
     return a.new_empty((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *rows, *columns))
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+def addmm(input: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+    """What broadcasts to (M, N), (M, K) and (K, N) -> (M, N)."""
+    _same("addmm", input=input, a=a, b=b)
+    _need(a.dim() == 2 and b.dim() == 2, lambda: _shapes("addmm", "2 dimensions", a=a, b=b))
+    _need(a.shape[1] == b.shape[0], lambda: _shapes("addmm", "a's last extent equal to b's first", a=a, b=b))
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
     """(..., in_features) -> (..., out_features)."""
     _same("linear", input=input, weight=weight, bias=bias)
     text = "(..., in_features) and (out_features, in_features)"

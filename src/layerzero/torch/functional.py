@@ -92,13 +92,14 @@ def linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    activation: str | None = None,
     *,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> Tensor:
     """input @ weight^T + bias: (..., in) and (out, in), (out,) -> (..., out), one dtype for all: any but bool. As
-    torch.nn.functional.linear."""
-    return ops.linear.default(input, weight, bias, backend=backend, timeout_s=timeout_s)
+    torch.nn.functional.linear, and activation of that: "relu", "gelu", "gelu_tanh" or "silu", of floating-point."""
+    return ops.linear.default(input, weight, bias, activation, backend=backend, timeout_s=timeout_s)
 
 
 def matmul(a: Tensor, b: Tensor, *, backend: str | None = None, timeout_s: float | None = None) -> Tensor:

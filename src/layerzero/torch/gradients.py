@@ -110,10 +110,27 @@ def _rms_norm(grad: Tensor, x: Tensor, call: Call, needs: frozenset[str], backen
     return dict(zip(norms.RMS_NORM, torch.ops.layerzero.rms_norm_backward(*args, **pinned), strict=True))
 
 
+def addmm(grad: Tensor, call: Call) -> Gradients:
+    """beta g, summed where it was broadcast, alpha g b^T and alpha a^T g."""
+    found: Gradients = {}
+    if "input" in call.needs:
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        found["input"] = (call["beta"] * wide.sum_to_size(call.shape["input"])).to(grad.dtype)
+    if "a" in call.needs:
+        found["a"] = call["alpha"] * torch.matmul(grad, call["b"].mT)
+    if "b" in call.needs:
+        found["b"] = call["alpha"] * torch.matmul(call["a"].mT, grad)
+    return found
+
+
 def linear(grad: Tensor, call: Call) -> Gradients:
-    """g W, g^T x and the sum of g."""
+    """g W, g^T x and the sum of g. With an activation g is the gradient by what that is applied to, which is computed
+    anew: nobody has kept it."""
     x, weight, bias_shape = call["input"], call["weight"], call.shape.get("bias")
     is_vector = len(call.shape["weight"]) == 1
+    if call["activation"] is not None:
+        made = torch.matmul(x, weight) if is_vector else torch.nn.functional.linear(x, weight)
+        grad = _through(call["activation"], grad, made if bias_shape is None else made + call["bias"])
     g = grad.unsqueeze(-1) if is_vector else grad
     found: Gradients = {}
     if "input" in call.needs:
@@ -123,6 +140,17 @@ def linear(grad: Tensor, call: Call) -> Gradients:
     if "bias" in call.needs and bias_shape is not None:
         found["bias"] = _rows(g).sum(0).reshape(bias_shape)
     return found
+
+
+def _through(activation: str, grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient by what an activation of linear is applied to."""
+    if activation == "relu":
+        return grad * (x > 0.0)
+    if activation == "silu":
+        return _silu(grad, x)
+    approximate = activation.partition("_")[2] or "none"
+    made: Tensor = aten.gelu_backward(grad, x, approximate=approximate)
+    return made
 
 
 def matmul(grad: Tensor, call: Call) -> Gradients:

@@ -264,12 +264,13 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
         given = {arg: n for n, arg in enumerate(names[: len(needs) - FIRST])}
         needed = frozenset(arg for arg, n in given.items() if needs[n + FIRST])
         numbers = {**given, "out": OUT, **({entry.also_saved: ALSO} if entry.also_saved else {})}
+        beside = tuple((arg, n) for arg, n in given.items() if arg not in tensors)
+        reading = needed.union(arg for arg, _ in beside)
         saved = tuple(
             (arg, numbers[arg])
             for arg, readers in entry.saves.items()
-            if arg in numbers and (not readers or readers & needed)
+            if arg in numbers and (not readers or readers & reading)
         )
-        beside = tuple((arg, n) for arg, n in given.items() if arg not in tensors)
         return _Kept(needed, saved, tuple((arg, n) for arg, n in given.items() if arg in tensors), beside)
 
     def forward(ctx: Any, run: Callable[..., Any], options: Mapping[str, Any], *args: Any) -> Any:

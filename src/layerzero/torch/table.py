@@ -24,8 +24,9 @@ class OpEntry:
     `mutates`: writes into arguments and returns nothing, as the schema says with (a!).
 
     `formula` gives gradients; without one a backward pass is refused by name. `saves` has what it reads: for each
-    tensor ("out" is the result) the arguments that need it for their gradients, ANY for all. `autocast` is None where
-    tensors stay as they are; `batch` is None where vmap is refused by name.
+    tensor ("out" is the result) the arguments that need it for their gradients, ANY for all; one that is no tensor
+    needs it where it is given. `autocast` is None where tensors stay as they are; `batch` is None where vmap is refused
+    by name.
 
     `results`: how many; of several there is a form with `out` where `outs` names what it writes, in their order.
     `runs`: what is called in place of the lz function.
@@ -164,11 +165,24 @@ TABLE: dict[str, OpEntry] = {
             batching.matmul,
         ),
         OpEntry(
+            "addmm",
+            "Tensor input, Tensor a, Tensor b, *, float beta=1.0, float alpha=1.0",
+            fakes.addmm,
+            gradients.addmm,
+            {"a": frozenset({"b"}), "b": frozenset({"a"})},
+            autocasting.lower,
+            batching.addmm,
+        ),
+        OpEntry(
             "linear",
-            "Tensor input, Tensor weight, Tensor? bias=None",
+            "Tensor input, Tensor weight, Tensor? bias=None, str? activation=None",
             fakes.linear,
             gradients.linear,
-            {"input": frozenset({"weight"}), "weight": frozenset({"input"})},
+            {
+                "input": frozenset({"weight", "activation"}),
+                "weight": frozenset({"input", "activation"}),
+                "bias": frozenset({"activation"}),
+            },
             autocasting.lower,
             batching.linear,
         ),

@@ -48,6 +48,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(TensorSpec.contiguous("float32", (2, 16, 256)), None),
         ),
         "matmul": (dense(64, 128), dense(128, 64)),
+        "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
         "linear": (dense(64, 128), dense(256, 128), None),
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
@@ -74,7 +75,8 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
     attrs: dict[str, Any] = {
         "is_causal": True, "scale": 0.125, "layout": "BHSD", "interleaved": False,
         "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
-        "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh",
+        "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh", "activation": "gelu",
+        "beta": 0.5, "alpha": 2.0,
         "dtype": {"quantize": "int8", "dequantize": "float16"}.get(op, ""),
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}

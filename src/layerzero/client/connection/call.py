@@ -305,7 +305,7 @@ def parameter(op: str, name: str) -> str:
 
 
 _OF_INPUT = frozenset(
-    {"linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
+    {"addmm", "linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
     | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
     | {"add_rms_norm", "group_norm", "instance_norm", "batch_norm"}
 )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.facade import activation_ops, attention_ops, norm_ops, ops, text_ops
+from layerzero.client.facade import activation_ops, attention_ops, norm_ops, ops, product_ops, text_ops
 from layerzero.client.facade.default_session import session
 from layerzero.client.facade.running import Future, handler, send
 from layerzero.ipc.errors import InvalidArgument
@@ -83,12 +83,13 @@ def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
 
 def function_of(op: str) -> Callable[..., Any]:
     """The function of one of PUBLIC_OPS."""
-    module = next((one for one in (text_ops, attention_ops, norm_ops, activation_ops) if hasattr(one, op)), ops)
+    module = next(one for one in _MODULES if hasattr(one, op))
     function: Callable[..., Any] = getattr(module, op)
     return function
 
 
-_HOMES = frozenset(module.__name__ for module in (ops, activation_ops, attention_ops, norm_ops, text_ops))
+_MODULES = (ops, activation_ops, attention_ops, norm_ops, product_ops, text_ops)
+_HOMES = frozenset(module.__name__ for module in _MODULES)
 
 
 def _with_handler(
@@ -113,4 +114,7 @@ def _no_op(op: object) -> InvalidArgument:
     return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(PUBLIC_OPS)}; pass the name, or lz.NAME")
 
 
-_ELSEWHERE = {"scaled_dot_product_attention": "attention", "bmm": "matmul", "mm": "matmul", "dot": "matmul"}
+_ELSEWHERE = {
+    "scaled_dot_product_attention": "attention",
+    **dict.fromkeys(("bmm", "mm", "mv", "dot"), "matmul"),
+}

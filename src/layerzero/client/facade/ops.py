@@ -206,13 +206,19 @@ def linear(
     input: ArrayT,
     weight: AnyArray,
     bias: AnyArray | None = None,
+    activation: str | None = None,
     *,
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> ArrayT:
-    """input @ weight^T + bias. input: (..., in_features), weight: (out_features, in_features), bias: (out_features)."""
-    return perform(Request("linear", (input, weight, bias), {}, plans.plan_linear, out, backend, timeout_s))
+    """input @ weight^T + bias, and the activation of that.
+
+    input: (..., in_features), weight: (out_features, in_features), bias: (out_features); any dtype but bool.
+    activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu", of floating-point dtypes; None: none.
+    """
+    params = {"activation": activation}
+    return perform(Request("linear", (input, weight, bias), params, plans.plan_linear, out, backend, timeout_s))
 
 
 def softmax(

@@ -25,7 +25,7 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS
 from layerzero.ipc.vocabulary.shapes import (
     GELU_APPROXIMATIONS,
     INDEX_DTYPES,
@@ -104,8 +104,10 @@ def plan_matmul(a: TensorSpec, b: TensorSpec) -> Plan:
 
 
 @remember
-def plan_linear(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = None) -> Plan:
-    """torch.nn.functional.linear: x @ weight.T + bias."""
+def plan_linear(
+    x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = None, activation: str | None = None
+) -> Plan:
+    """torch.nn.functional.linear, x @ weight.T + bias, and the activation of that."""
     op = "linear"
     same_dtype(op, x=x, weight=weight, bias=bias)
     if x.dtype == "bool":
@@ -127,11 +129,15 @@ def plan_linear(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = Non
     out_features = weight.shape[:-1]  # () for a vector
     if bias is not None and bias.shape != out_features:
         refuse(op, f"bias has shape {list(bias.shape)}", f"{list(out_features)}, weight's out_features", "reshape it")
+    if activation is not None:
+        choice(op, "activation", activation, LINEAR_ACTIVATIONS)
+        floating(op, "x", x)
     if bias is not None and bias.ndim == 0:
         bias = bias.unsqueeze(0)
     x2 = x.unsqueeze(0) if x.ndim == 1 else x
     output = TensorSpec.contiguous(x.dtype, (*x2.shape[:-1], weight2.shape[0]))
-    return Plan(op, (x2, weight2, bias), {}, (output,), (fresh(op, x.dtype, x.shape[:-1] + out_features),))
+    attrs: dict[str, Scalar] = {"activation": activation or ""}
+    return Plan(op, (x2, weight2, bias), attrs, (output,), (fresh(op, x.dtype, x.shape[:-1] + out_features),))
 
 
 @remember

@@ -1,8 +1,7 @@
-"""The pass that makes silu(gate) * up one call of lz.swiglu, and says which other chains no kernel does as one."""
+"""The pass that makes silu(gate) * up one call of lz.swiglu."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from layerzero.client.connection.call import Request
@@ -14,9 +13,6 @@ from layerzero.client.plans.recording import Step, Use
 from layerzero.client.session.session import Session
 
 NAME = "gating fusion"
-_ACTIVATIONS = ("lz.gelu", "lz.silu", "gelu", "silu", "relu", "tanh")
-_PROJECTIONS = ("lz.linear", "lz.matmul")
-_ELEMENTWISE = ("add", "sub", "mul", "truediv", "exp", "tanh", "maximum", "minimum", "negative", "sqrt")
 
 
 def fuse_gating(session: Session, program: Program) -> None:
@@ -30,7 +26,6 @@ def fuse_gating(session: Session, program: Program) -> None:
                     _replace(fusing, flow, source, step, up)
                     break
     fusing.close()
-    _tell_others(program)
 
 
 def _replace(fusing: Fusing, flow: Flow, silu: Step, product: Step, up: Use) -> None:
@@ -71,20 +66,3 @@ def _replace(fusing: Fusing, flow: Flow, silu: Step, product: Step, up: Use) -> 
     at = f"{silu.number} silu, {product.number} at {product.where}"
     fusing.done.append(f"{at} are lz.swiglu, tried with {step.kernel}")
     return None
-
-
-def _tell_others(program: Program) -> None:
-    """Chains that other systems have fused kernels for: no backend here has one as an op."""
-    flow, seen = Flow(program), Counter[str]()
-    for step in program.steps:
-        kind = kind_of(step)
-        sources = [kind_of(source) for arg in step.args if (source := flow.source(arg, step)) is not None]
-        if kind in _ACTIVATIONS and any(name in _PROJECTIONS for name in sources):
-            seen["linear + activation"] += 1
-        elif kind == "lz.layer_norm" and "add" in sources:
-            seen["residual + layer_norm"] += 1
-        elif kind in _ELEMENTWISE and any(name in _ELEMENTWISE for name in sources):
-            seen["elementwise + elementwise"] += 1
-    program.done += [
-        f"{what}: {count} seen, no backend has a certified kernel for them" for what, count in seen.items()
-    ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from layerzero.client.arrays.immutable import immutable_owner
 from layerzero.client.arrays.recognition import CPU
+from layerzero.client.plans.activation_fusion import fuse_activations
 from layerzero.client.plans.attention_fusion import fuse_attention
 from layerzero.client.plans.comparing import NEW, constant_kind
 from layerzero.client.plans.gating_fusion import fuse_gating
@@ -35,6 +36,7 @@ _FUSIONS: dict[str, Callable[[Session, Program], None]] = {
     "projections": fuse_projections,
     "residuals": fuse_residuals,
     "gating": fuse_gating,
+    "activations": fuse_activations,
 }
 PASSES = (*_PLAIN, *_FUSIONS, "unused")
 """Names of the passes that can be left out, in their order."""
@@ -43,6 +45,7 @@ FUSED_BY = {
     "projection fusion": "projections",
     "residual fusion": "residuals",
     "gating fusion": "gating",
+    "activation fusion": "activations",
 }
 
 

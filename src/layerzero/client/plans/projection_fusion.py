@@ -42,7 +42,8 @@ def _groups(program: Program) -> list[list[Step]]:
         if any(home.origin != CONSTANT for home in homes) or weight.obj.ndim != 2 or x.obj.ndim < 2:
             continue
         rows = weight.obj.shape[1 - _JOINED[request.op]]
-        what = (request.op, request.backend, rows, tuple(b is None for b in bias))
+        asked = tuple(sorted(request.params.items()))  # of linear an activation
+        what = (request.op, request.backend, asked, rows, tuple(b is None for b in bias))
         found.setdefault((what, x.storage.number, x.offset, x.array.spec), []).append(step)
     return [group for group in found.values() if len(group) > 1]
 

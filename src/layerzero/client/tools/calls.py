@@ -147,6 +147,7 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     ),
     "rope": (_rope(1), _rope(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
+    "addmm": (Call("addmm", {"input": _f32(512), "a": _f32(256, 512), "b": _f32(512, 512)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
     "log_softmax": (Call("log_softmax", {"input": _f32(256, 8192)}, {"dim": -1}),),

@@ -54,6 +54,8 @@ FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
 # Activations, element by element, and those of a gate that multiply another tensor.
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "quick_gelu", "hardswish", "mish")
 GATED = ("geglu", "reglu")
+# What linear may apply to its result: "gelu" is that of erf.
+LINEAR_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 # Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
 TOKENIZER_ATTRS = (
@@ -132,8 +134,10 @@ OPS: dict[str, Op] = {
         Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
         # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
         Op("matmul", ("a", "b")),
-        # x (...,K), weight (N,K), bias (N) -> (...,N)
-        Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"})),
+        # x (1|M,1|N), a (M,K), b (K,N) -> (M,N): beta x + alpha a b, floats; with a beta of 0 nothing of x counts
+        Op("addmm", ("x", "a", "b"), attrs=("beta", "alpha")),
+        # x (...,K), weight (N,K), bias (N) -> (...,N), through the activation; "" for none
+        Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"}), attrs=("activation",)),
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),

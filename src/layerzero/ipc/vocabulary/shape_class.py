@@ -129,10 +129,18 @@ def _matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return ("batched" if a.shape[:-2] == b.shape[:-2] else "broadcast"), extents
 
 
-def _linear(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+def _addmm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, a, b = inputs
+    shape = (a.shape[0], b.shape[1])
+    variant = "matrix" if x.shape == shape else "row" if x.shape[1] == shape[1] else "column"
+    return variant + ("" if attrs["beta"] == attrs["alpha"] == 1.0 else "+scaled"), (*a.shape, b.shape[1])
+
+
+def _linear(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """With an activation x of any rank is one class: what that does is done to the result."""
     x, weight, bias = inputs
     rows = x.numel // max(x.shape[-1], 1)
-    variant = "matrix" if x.ndim <= 2 else "batched"
+    variant = attrs["activation"] or ("matrix" if x.ndim <= 2 else "batched")
     return variant + ("+bias" if bias is not None else ""), (rows, *weight.shape)
 
 
@@ -206,6 +214,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "append_kv": _append_kv,
     "rope": _rope,
     "matmul": _matmul,
+    "addmm": _addmm,
     "linear": _linear,
     "softmax": _softmax,
     "log_softmax": _softmax,

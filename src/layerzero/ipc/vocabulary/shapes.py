@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
     Inputs,
@@ -203,6 +203,21 @@ def _matmul(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return ((dtype, (*broadcast(op, a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])),)
 
 
+def _addmm(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, a, b = required(inputs, 3)
+    dtype = float_dtype(op, (x, a, b), ("x", "a", "b"))
+    for name, spec in (("x", x), ("a", a), ("b", b)):
+        of_ndim(op, name, spec, 2)
+    if a.shape[1] != b.shape[0]:
+        refuse(op, f"a has shape {list(a.shape)} and b {list(b.shape)}", "a's last extent, b's first")
+    shape = (a.shape[0], b.shape[1])
+    if any(n not in (1, wanted) for n, wanted in zip(x.shape, shape, strict=True)):
+        refuse(op, f"x has shape {list(x.shape)}", f"1 or {list(shape)}")
+    number(op, attrs, "beta")
+    number(op, attrs, "alpha")
+    return ((dtype, shape),)
+
+
 def _numeric(op: str, inputs: Inputs, names: Sequence[str]) -> str:
     dtype = same_dtype(op, inputs, names)
     if dtype == "bool":
@@ -220,6 +235,9 @@ def _linear(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
         refuse(op, f"x has shape {list(x.shape)} and weight {list(weight.shape)}", "equal last extents")
     if bias is not None and bias.shape != weight.shape[:1]:
         refuse(op, f"bias has shape {list(bias.shape)}", f"{list(weight.shape[:1])}, weight's first extent")
+    if attrs["activation"] != "":
+        choice(op, attrs, "activation", LINEAR_ACTIVATIONS)
+        float_dtype(op, (x,), ("x",))
     return ((dtype, (*x.shape[:-1], weight.shape[0])),)
 
 
@@ -332,6 +350,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "append_kv": _append_kv,
     "rope": _rope,
     "matmul": _matmul,
+    "addmm": _addmm,
     "linear": _linear,
     "softmax": _softmax,
     "log_softmax": _softmax,

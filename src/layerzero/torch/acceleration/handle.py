@@ -24,6 +24,7 @@ from layerzero.torch.acceleration import seam
 from layerzero.torch.acceleration.functions import OPS
 from layerzero.torch.acceleration.interception import Interception, Takeover
 from layerzero.torch.acceleration.report import AccelerationReport
+from layerzero.torch.acceleration.resting import Resting
 from layerzero.torch.acceleration.tally import Tally
 from layerzero.torch.evidence import Evidence
 
@@ -40,8 +41,9 @@ def accelerate(
     torch, and layerzero.torch.report() says why.
 
     model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
-    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: on a CPU, calls of a
-    kind go to ours and to torch's in turns, each once, until it is known which are faster; from then on there.
+    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: calls of a kind go to
+    ours and to torch's in turns, each once, until it is known which are faster; from then on there. Ops of `model` all
+    of whose calls stay with torch are not looked at for a while.
     Takes effect at once, until its `with` block ends, or `remove()`. Connects, unless lz.connect() has. With
     LAYERZERO_DISABLE=1 it does nothing, and its report says so.
     Raises InvalidArgument, BrokerLost.
@@ -80,7 +82,15 @@ class Acceleration:
             if policy:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
         self._evidence = Evidence() if if_faster else None
-        takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy), evidence=self._evidence)
+        self._resting = Resting(self.ops) if if_faster and model is not None else None
+        takeover = Takeover(
+            self.ops,
+            self._tally,
+            layers=layers,
+            has_policy=bool(policy),
+            evidence=self._evidence,
+            resting=self._resting,
+        )
         self.takeover = takeover
         takeover.overlay = self._overlay
         self._mode = _mode_for(takeover, is_reused=model is None)
@@ -135,7 +145,8 @@ class Acceleration:
     def report(self) -> AccelerationReport:
         """What was taken over until now, and what was left, and why."""
         comparisons = () if self._evidence is None else self._evidence.comparisons()
-        return AccelerationReport.of(self._tally, self.ops, self.why_off, comparisons)
+        resting = () if self._resting is None else self._resting.ops
+        return AccelerationReport.of(self._tally, self.ops, self.why_off, comparisons, resting)
 
     def native(self, call: Callable[[], Any]) -> Any:
         """The result of a call of the model with torch alone. For tools; other threads' calls are torch's, too."""
@@ -165,11 +176,20 @@ class Acceleration:
             return call(*args, **kwargs)
         else:
             run = functools.partial(_within, mode, call, args, kwargs)
+        resting = self._resting
+        if resting is not None and not resting.awake:
+            run = functools.partial(call, *args, **kwargs)
         if self._overlay is None:
-            return run()
-        scope = self._of_calls = self._of_calls or overlay.Scope(self._overlay)
-        with scope:
-            return run()
+            found = run()
+        else:
+            scope = self._of_calls = self._of_calls or overlay.Scope(self._overlay)
+            with scope:
+                found = run()
+        if resting is not None and resting.end() and self._is_by_ops:
+            with _lock:
+                if self.is_on:
+                    seam.need(self.takeover, resting.awake)
+        return found
 
 
 def _within(mode: Interception, call: Any, args: Any, kwargs: Any) -> Any:

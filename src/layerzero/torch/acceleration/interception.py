@@ -21,6 +21,7 @@ from layerzero.client.connection import overlay
 from layerzero.client.session import in_process
 from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
+from layerzero.torch.acceleration.resting import Resting
 from layerzero.torch.acceleration.tally import Tally
 from layerzero.torch.evidence import SLOWER, TRYING, Evidence, Trial, Turn
 from layerzero.torch.refusals import Refusals
@@ -64,7 +65,7 @@ class _Backward(NamedTuple):
 
 class Takeover:
     """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all.
-    `evidence`: calls that it shows to be slower are not."""
+    `evidence`: calls that it shows to be slower are not. `resting` hears of the others."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Takeover:
         layers: frozenset[tuple[str, str]] | None = None,
         has_policy: bool,
         evidence: Evidence | None = None,
+        resting: Resting | None = None,
     ) -> None:
         self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
         self.ops = frozenset(ops)
@@ -81,6 +83,7 @@ class Takeover:
         self.layers = layers
         self.has_policy = has_policy
         self.evidence = evidence
+        self.resting = resting
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
         self._refusals = Refusals()
 
@@ -126,16 +129,18 @@ class Takeover:
         if refused:
             return refused
         trial = None if self.evidence is None else self.evidence.trial(op, given)
-        if trial is None:
-            return self._made(layer, op, call, given, session)
-        turn = trial.turn()
+        turn = Turn.OURS if trial is None else trial.turn()
         if turn is Turn.NATIVE:
             return SLOWER
+        if self.resting is not None:
+            self.resting.note(op)
         if turn is Turn.TRY_NATIVE:
             return trial
+        if trial is None or turn is Turn.OURS:
+            return self._made(layer, op, call, given, session)
         start_ns = time.perf_counter_ns()
         found = self._made(layer, op, call, given, session)
-        if turn is Turn.TRY_OURS and type(found) is not str:
+        if type(found) is not str:
             trial.add(turn, time.perf_counter_ns() - start_ns)
         return found
 

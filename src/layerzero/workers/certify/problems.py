@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import attention_problems, norm_problems
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
@@ -30,6 +30,19 @@ def _matmul(_: Claims) -> Iterator[Problem]:
         yield Problem("matmul", f"{list(one)} @ {list(other)}", {}, (numbers(*one), numbers(*other)))
 
 
+def _addmm(_: Claims) -> Iterator[Problem]:
+    numbers = Numbers(21)
+    for m, k, n in ((3, 8, 5), (16, 32, 16), (17, 33, 7), (3, 300, 5), (0, 4, 5), (3, 0, 5)):
+        for shape in ((m, n), (1, n), (m, 1)):
+            for beta, alpha in ((1.0, 1.0), (0.5, -2.0)):
+                name = f"{list(shape)} + [{m}, {k}] @ [{k}, {n}] by {beta} and {alpha}"
+                inputs = numbers(*shape), numbers(m, k), numbers(k, n)
+                yield Problem("addmm", name, {"beta": beta, "alpha": alpha}, inputs)
+    for count in (15, 1):
+        unread = Values((3, 5) if count > 1 else (1, 1), [math.inf] * count)  # times 0 it would be NaN
+        yield Problem("addmm", "a beta of 0", {"beta": 0.0, "alpha": 2.0}, (unread, numbers(3, 8), numbers(8, 5)))
+
+
 def _linear(_: Claims) -> Iterator[Problem]:
     numbers = Numbers(3)
     matrices: list[tuple[Shape, int]] = [((3, 8), 5), ((1, 7), 3), ((16, 32), 16), ((17, 33), 7), ((1, 40), 129)]
@@ -39,8 +52,18 @@ def _linear(_: Claims) -> Iterator[Problem]:
     for shape, rows in (*matrices, *batches, *empties):
         for has_bias in (True, False):
             name = f"{list(shape)} to {rows}{'' if has_bias else ', no bias'}"
-            bias = numbers(rows) if has_bias else None
-            yield Problem("linear", name, {}, (numbers(*shape), numbers(rows, shape[-1]), bias))
+            yield _projected(numbers, name, shape, rows, has_bias, "")
+    for activation in LINEAR_ACTIVATIONS:
+        for shape, rows in (((3, 8), 5), ((2, 8, 32), 16), ((17, 33), 7), ((2, 2, 300), 5)):
+            for has_bias in (True, False):
+                name = f"{activation} of {list(shape)} to {rows}{'' if has_bias else ', no bias'}"
+                yield _projected(numbers, name, shape, rows, has_bias, activation)
+
+
+def _projected(numbers: Numbers, name: str, shape: Shape, rows: int, has_bias: bool, activation: str) -> Problem:
+    bias = numbers(rows) if has_bias else None
+    inputs = numbers(*shape), numbers(rows, shape[-1]), bias
+    return Problem("linear", name, {"activation": activation}, inputs, is_of_floats=bool(activation))
 
 
 def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
@@ -107,6 +130,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     "matmul": _matmul,
+    "addmm": _addmm,
     "linear": _linear,
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),

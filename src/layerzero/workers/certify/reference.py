@@ -185,8 +185,17 @@ def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values((*lead, m, inner), out)
 
 
-def linear(inputs: Sequence[Values | None], _: Attrs) -> Values:
-    """x @ weight^T + bias."""
+def addmm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """beta * x + alpha * a @ b."""
+    x, a, b = given(inputs)
+    made, beta = matmul([a, b], {}), attrs["beta"]
+    columns = made.shape[1]
+    added = [beta * _broadcast(x, divmod(n, columns)) if beta else 0.0 for n in range(len(made.flat))]
+    return Values(made.shape, [attrs["alpha"] * v + more for v, more in zip(made.flat, added, strict=True)])
+
+
+def linear(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """x @ weight^T + bias, and the activation of that."""
     x, weight = given(inputs[:2])
     bias = inputs[2]
     n, k = weight.shape
@@ -195,7 +204,16 @@ def linear(inputs: Sequence[Values | None], _: Attrs) -> Values:
     added: Sequence[Any] = [0] * n if bias is None else bias.flat
     x_rows = rows_of(x.flat, k, 0, rows)
     out = [sum(map(mul, row, w)) + more for row in x_rows for w, more in zip(w_rows, added, strict=True)]
-    return Values((*x.shape[:-1], n), out)
+    made = Values((*x.shape[:-1], n), out)
+    if not attrs["activation"]:
+        return made
+    op, _, approximate = attrs["activation"].partition("_")
+    return _one(OPS[op]([made], {"approximate": approximate or "none"}))
+
+
+def _one(made: Values | tuple[Values, ...]) -> Values:
+    assert isinstance(made, Values)
+    return made
 
 
 def softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -240,12 +258,17 @@ def gelu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def silu(inputs: Sequence[Values | None], _: Attrs) -> Values:
     (x,) = given(inputs)
-    return Values(x.shape, [v / (1 + math.exp(-v)) for v in x.flat])
+    return Values(x.shape, [_silu(v) for v in x.flat])
 
 
 def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
     gate, up = given(inputs)
-    return Values(gate.shape, [v / (1 + math.exp(-v)) * w for v, w in zip(gate.flat, up.flat, strict=True)])
+    return Values(gate.shape, [_silu(v) * w for v, w in zip(gate.flat, up.flat, strict=True)])
+
+
+def _silu(v: float) -> float:
+    """exp(-v) has no number of float64 for v below -709."""
+    return v / (1 + math.exp(-v)) if v > -700.0 else 0.0
 
 
 def _each(function: Callable[[float], float]) -> Callable[[Sequence[Values | None], Attrs], Values]:
@@ -312,6 +335,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "append_kv": append_kv,
     "rope": rope,
     "matmul": matmul,
+    "addmm": addmm,
     "linear": linear,
     "softmax": softmax,
     "log_softmax": log_softmax,

@@ -8,6 +8,7 @@ from layerzero.workers.provider import Call
 from layerzero.workers.providers._onnx_graph import CONTRIB
 
 _ONE = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh", "hardswish": "HardSwish"}
+_GELUS = {"none": "Gelu", "tanh": "FastGelu"}
 _GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 OPS = (*_ONE, "gelu", "silu", "quick_gelu", "mish", *_GATES)
 
@@ -15,22 +16,29 @@ OPS = (*_ONE, "gelu", "silu", "quick_gelu", "mish", *_GATES)
 def nodes(helper: Any, call: Call) -> list[Any]:
     """From `x`, and of a gate `w`, to `y`. Constants are attributes: Mish and Gelu are of opsets that the oldest
     supported runtime does not read."""
+    approximate = call.attrs.get("approximate", "none")
     if call.op not in _GATES:
-        return _activation(helper, call, call.op, "y")
-    return [*_activation(helper, call, _GATES[call.op], "gate"), helper.make_node("Mul", ["gate", "w"], ["y"])]
+        return _activation(helper, call.op, approximate, "x", "y")
+    gate = _activation(helper, _GATES[call.op], approximate, "x", "gate")
+    return [*gate, helper.make_node("Mul", ["gate", "w"], ["y"])]
 
 
-def _activation(helper: Any, call: Call, op: str, made: str) -> list[Any]:
+def after(helper: Any, activation: str, given: str) -> list[Any]:
+    """From a tensor to `y`: an activation of linear."""
+    op, _, approximate = activation.partition("_")
+    return _activation(helper, op, approximate or "none", given, "y")
+
+
+def _activation(helper: Any, op: str, approximate: str, given: str, made: str) -> list[Any]:
     node = helper.make_node
     if op in _ONE:
-        return [node(_ONE[op], ["x"], [made])]
+        return [node(_ONE[op], [given], [made])]
     if op == "gelu":
-        name = {"none": "Gelu", "tanh": "FastGelu"}[call.attrs["approximate"]]
-        return [node(name, ["x"], [made], domain=CONTRIB)]
+        return [node(_GELUS[approximate], [given], [made], domain=CONTRIB)]
     if op == "quick_gelu":
-        return [node("QuickGelu", ["x"], [made], domain=CONTRIB, alpha=1.702)]
+        return [node("QuickGelu", [given], [made], domain=CONTRIB, alpha=1.702)]
     if op == "silu":
-        return [node("Sigmoid", ["x"], ["share"]), node("Mul", ["x", "share"], [made])]
+        return [node("Sigmoid", [given], ["share"]), node("Mul", [given, "share"], [made])]
     assert op == "mish"
-    parts = [node("Softplus", ["x"], ["soft"]), node("Tanh", ["soft"], ["share"])]
-    return [*parts, node("Mul", ["x", "share"], [made])]
+    parts = [node("Softplus", [given], ["soft"]), node("Tanh", ["soft"], ["share"])]
+    return [*parts, node("Mul", [given, "share"], [made])]

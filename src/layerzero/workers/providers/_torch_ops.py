@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class TorchOps:
             "attention_varlen": self.attention_varlen,
             "rope": self.rope,
             "matmul": self.matmul,
+            "addmm": self.addmm,
             "linear": self.linear,
             "softmax": self.softmax,
             "log_softmax": self.log_softmax,
@@ -146,9 +148,28 @@ class TorchOps:
         a, b = views
         return lambda out: self.torch.matmul(a, b, out=out)
 
+    def addmm(self, views: Sequence[Any], call: Call) -> Run:
+        (x, a, b), beta, alpha = views, call.attrs["beta"], call.attrs["alpha"]
+        return lambda out: self.torch.addmm(x, a, b, beta=beta, alpha=alpha, out=out)
+
     def linear(self, views: Sequence[Any], call: Call) -> Run:
+        """With an activation two kernels of torch, the second in place on what the first has made."""
         x, weight, bias = views
-        return lambda out: self.torch.ops.aten.linear.out(x, weight, bias, out=out)
+        aten, activation = self.torch.ops.aten, call.attrs["activation"]
+        if not activation:
+            return lambda out: aten.linear.out(x, weight, bias, out=out)
+        in_place: Run = {
+            "relu": aten.relu_.default,
+            "gelu": functools.partial(aten.gelu_.default, approximate="none"),
+            "gelu_tanh": functools.partial(aten.gelu_.default, approximate="tanh"),
+            "silu": aten.silu_.default,
+        }[activation]
+
+        def run(out: Any) -> None:
+            aten.linear.out(x, weight, bias, out=out)
+            in_place(out)
+
+        return run
 
     def softmax(self, views: Sequence[Any], call: Call) -> Run:
         (x,), dim = views, call.attrs["dim"]

@@ -27,6 +27,7 @@ def load() -> Loaded:
         "attention": library.attention,
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
+        "addmm": library.addmm,
         "rms_norm": library.rms_norm,
         "add_rms_norm": library.add_rms_norm,
         "softmax": library.softmax,
@@ -142,6 +143,17 @@ class _Mlx:
 
     def matmul(self, call: Call) -> Callable[..., Any]:
         return self.mx.matmul
+
+    def addmm(self, call: Call) -> Callable[..., Any]:
+        mx, beta, alpha = self.mx, call.attrs["beta"], call.attrs["alpha"]
+
+        def compute(x: Any, a: Any, b: Any) -> Any:
+            wide = [array.astype(mx.float32) for array in (x, a, b)]  # half precision loses digits in MLX's products
+            if beta == 0.0:  # MLX would multiply what does not count
+                return (alpha * mx.matmul(*wide[1:])).astype(x.dtype)
+            return mx.addmm(*wide, alpha=alpha, beta=beta).astype(x.dtype)
+
+        return compute
 
     def softmax(self, call: Call) -> Callable[..., Any]:
         dim, dtype = call.attrs["dim"], getattr(self.mx, call.outputs[0].dtype)

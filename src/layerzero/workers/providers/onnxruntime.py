@@ -31,6 +31,7 @@ def load() -> Loaded:
         "layer_norm": library.layer_norm,
         "linear": library.linear,
         "matmul": library.matmul,
+        "addmm": library.addmm,
         "softmax": library.softmax,
         "log_softmax": library.softmax,
         **dict.fromkeys(_onnx_activations.OPS, library.activation),
@@ -52,7 +53,7 @@ def load() -> Loaded:
         return library.bind_graph(call, graphs[call.op](onnx, numpy, call), inputs, outputs)
 
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
-    binds = {**dict.fromkeys(builders, bind), **dict.fromkeys(graphs, bind_graph)}
+    binds = {**dict.fromkeys(builders, bind), "linear_activation": bind, **dict.fromkeys(graphs, bind_graph)}
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
@@ -162,12 +163,20 @@ class _Runtime:
         assert x is not None
         assert weight is not None
         rows, columns = math.prod(x.shape[:-1]), weight.shape[0]
-        node = self.onnx.helper.make_node("Gemm", ["x", "w"] + (["b"] if bias else []), ["y"], transB=1)
+        activation = call.attrs["activation"]
+        made = "product" if activation else "y"
+        nodes = [self.onnx.helper.make_node("Gemm", ["x", "w"] + (["b"] if bias else []), [made], transB=1)]
+        if activation:  # of relu the runtime makes one node, FusedGemm
+            nodes += _onnx_activations.after(self.onnx.helper, activation, made)
         biases = (bias.shape,) if bias else ()
-        return [node], ((rows, x.shape[-1]), weight.shape, *biases, (rows, columns))
+        return nodes, ((rows, x.shape[-1]), weight.shape, *biases, (rows, columns))
 
     def matmul(self, call: Call) -> tuple[_Nodes, _Shapes]:
         return [self.onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], _shapes(call)
+
+    def addmm(self, call: Call) -> tuple[_Nodes, _Shapes]:
+        attrs = {name: call.attrs[name] for name in ("beta", "alpha")}
+        return [self.onnx.helper.make_node("Gemm", ["w", "b", "x"], ["y"], **attrs)], _shapes(call)
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
         name = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[call.op]

@@ -78,12 +78,14 @@ class _Zentorch:
         return bound
 
     def linear(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        """The activation is ZenDNN's, fused into the product (a "post op")."""
         x, weight, bias = self.views(inputs)
         out = self.view(outputs[0])
         kernel = self.ops.zentorch_linear_unary.out
+        activation = {"": "none", "gelu": "gelu_erf"}.get(call.attrs["activation"], call.attrs["activation"])
 
         def bound() -> None:
-            kernel(x, weight, bias, out=out)
+            kernel(x, weight, bias, post_op=activation, out=out)
 
         return bound
 

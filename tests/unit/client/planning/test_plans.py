@@ -57,7 +57,8 @@ def kernel(plan: Plan, args: Sequence[Tensor | None]) -> Tensor:
         case "matmul":
             return torch.matmul(*x)
         case "linear":
-            return F.linear(*x)
+            made = F.linear(*x)
+            return _ACTIVATIONS[a["activation"]](made) if a["activation"] else made
         case "softmax":
             return F.softmax(x[0], a["dim"])
         case "layer_norm":
@@ -101,6 +102,10 @@ def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
+}  # fmt: skip
+
 # --- the whole trip, op by op
 
 S = spaced
@@ -121,6 +126,14 @@ CALLS: dict[str, tuple[str, Callable[..., Tensor], tuple[Any, ...]]] = {
             ((3,), (3,), None), ((2, 3), (3,), None), ((2, 5, 3), (3,), None), ((3,), (3,), ()),
             ((0, 3), (4, 3), (4,)), ((2, 0), (4, 0), (4,)), ((2, 3), (0, 3), (0,)),
         ]
+    },
+    **{
+        f"linear and {name}": (
+            "linear",
+            lambda x, w, b, name: _ACTIVATIONS[name](F.linear(x, w, b)),
+            (S(2, 3), S(4, 3), S(4), name),
+        )
+        for name in _ACTIVATIONS
     },
     **{
         f"softmax {x} {dim}": ("softmax", F.softmax, (S(*x), dim))
@@ -426,6 +439,8 @@ REFUSED_BY_TORCH_TOO = [
     ("linear", (t(2, 3), t(2, 4, 3)), {}, r"weight has shape \[2, 4, 3\]"),
     ("linear", (t(2, 3), t(4, 3), t(3)), {}, r"bias has shape \[3\]; allowed: \[4\]"),
     ("linear", (t(2, 3), t(4, 3), t(4).half()), {}, "bias is float16"),
+    ("linear", (t(2, 3), t(4, 3), None, "tanh"), {}, "activation is 'tanh'; allowed: 'relu' or 'gelu' or 'gelu_tanh'"),
+    ("linear", (t(2, 3).int(), t(4, 3).int(), None, "relu"), {}, "x is int32"),
     ("softmax", (t(2, 3), 2), {}, r"dim is 2 for shape \[2, 3\]; allowed: -2 to 1"),
     ("softmax", (t(2, 3), -3), {}, "dim is -3"),
     ("softmax", (t(), 1), {}, "allowed: -1 to 0"),

@@ -76,7 +76,16 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("float32 2 5 3 9",),
     ),
     "matmul": ({"a": "int32 4 1 2 3", "b": "int32 5 3 7"}, {}, ("int32 4 5 2 7",)),
-    "linear": ({"x": "float32 4 6 2 3", "weight": "float32 5 3", "bias": "float32 5"}, {}, ("float32 4 6 2 5",)),
+    "addmm": (
+        {"x": "float32 1 7", "a": "float32 2 3", "b": "float32 3 7"},
+        {"beta": 0.5, "alpha": 2.0},
+        ("float32 2 7",),
+    ),
+    "linear": (
+        {"x": "float32 4 6 2 3", "weight": "float32 5 3", "bias": "float32 5"},
+        {"activation": "silu"},
+        ("float32 4 6 2 5",),
+    ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (

@@ -122,7 +122,7 @@ ATTENTION = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "
             "linear",
             (F32("float32", (4, 8)), F32("float32", (32, 8)), None),
             (F32("float32", (4, 1)),),
-            {},
+            {"activation": ""},
             "output out",
         ),
         ("silu", (F32("float32", (8,)),), (TensorSpec("float32", (8,), (0,)),), {}, "no overlap"),

@@ -21,7 +21,7 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS, TAKE_OUTS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, LINEAR_ACTIVATIONS, OPS, TAKE_OUTS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -190,11 +190,19 @@ def calls(
             draw(tensors(dtype, out)),
             {},
         )
+    if op == "addmm":
+        m, k, n = (draw(extent) for _ in range(3))
+        rows, columns = draw(st.sampled_from([1, m])), draw(st.sampled_from([1, n]))
+        inputs = [draw(tensors(dtype, shape)) for shape in ((rows, columns), (m, k), (k, n))]
+        attrs = {"beta": draw(st.sampled_from([0.0, 1.0, 0.5])), "alpha": draw(st.sampled_from([1.0, 2.0]))}
+        return inputs, draw(tensors(dtype, (m, n))), attrs
     if op == "linear":
         rows, k, n = [*draw(lead), draw(extent)], draw(extent), draw(extent)
         bias = draw(tensors(dtype, (n,))) if draw(st.booleans()) else None
         x, weight = draw(tensors(dtype, (*rows, k))), draw(tensors(dtype, (n, k)))
-        return [x, weight, bias], draw(tensors(dtype, (*rows, n))), {}
+        activations = ["", *LINEAR_ACTIVATIONS] if dtype in FLOAT_DTYPES else [""]
+        attrs = {"activation": draw(st.sampled_from(activations))}
+        return [x, weight, bias], draw(tensors(dtype, (*rows, n))), attrs
     if op == "embedding":
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
