@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import stat
 import threading
 import time
@@ -243,6 +244,19 @@ def test_the_newest_calls_are_kept_and_purging_forgets_them(connected: Site) -> 
     assert len(trace.start().stop().calls) == 1
     with pytest.raises(lz.InvalidArgument, match="most is 0; allowed"):
         lz.trace(most=0)
+
+
+def test_a_forked_child_has_no_trace_on(connected: Site) -> None:
+    with lz.trace() as trace:
+        lz.silu(X)
+        pid = os.fork()
+        if not pid:
+            os._exit(2 * (observing.recorder is not None) + trace.is_on)
+        assert os.waitpid(pid, 0)[1] == 0
+        lz.silu(X)
+        assert trace.is_on
+    assert len(trace.calls) == 2
+    assert not trace.is_on
 
 
 def test_a_plan_is_a_scope_and_its_steps_are_calls(connected: Site) -> None:
