@@ -78,13 +78,17 @@ class Span:
         times.driver.record_event(self._start, stream)
 
     def end(self) -> None:
-        """The call is enqueued."""
+        """The call is enqueued. A GPU that was lost is the next call's to tell of."""
         times = self._times
-        with times.memory.context:
+        with suppress(LayerZeroError), times.memory.context:
             end = times.event()
             times.driver.record_event(end, self._stream)
-        self._end = end
-        times.keep(self)
+            self._end = end
+            times.keep(self)
+
+    def drop(self) -> None:
+        """The call has failed."""
+        self._times.give_back(self._start)
 
     def read(self, *, waits: bool = True) -> bool:
         """Whether `found` is there. With `waits` until the call is done."""
@@ -128,6 +132,12 @@ def begin(args: Sequence[Any]) -> tuple[int, Span | None]:
             if times.has_room():
                 return like.device, Span(times, stream)
     return like.device, None
+
+
+def device_of(args: Sequence[Any]) -> int:
+    """Of a call with these arguments: the ordinal of a GPU, or CPU."""
+    like = _first(args)
+    return CPU if like is None else like.device
 
 
 def _first(args: Sequence[Any]) -> Array | None:

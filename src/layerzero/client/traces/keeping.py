@@ -14,8 +14,7 @@ from typing import Any
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import CPU, describe
 from layerzero.client.capsules.form import MAX_SEGMENTS, Argument, Segment
-from layerzero.client.capsules.taking import lay_out
-from layerzero.client.connection import arena as arenas
+from layerzero.client.capsules.taking import lay_out, spec_of
 from layerzero.client.connection.call import Request, describe_args
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.vocabulary.ops import OPS
@@ -89,7 +88,7 @@ class Kept:
         if self.why:
             return
         own: dict[str, Any] = {}
-        given = [(name, one, _spec_of(one)) for name, one in zip(names, arrays, strict=True) if one is not None]
+        given = [(name, one, spec_of(one)) for name, one in zip(names, arrays, strict=True) if one is not None]
         self.arguments, segments, blocks = lay_out(given, own)
         self.segments = tuple(
             replace(segment, sha256=self._add(bytes(block))) for segment, block in zip(segments, blocks, strict=True)
@@ -117,10 +116,3 @@ class Kept:
         for keeper in self._keepers:
             keeper.add(digest, data)
         return digest
-
-
-def _spec_of(one: Any) -> TensorSpec:
-    """As kernels meet it: its strides count where workers reach its memory."""
-    spec: TensorSpec = one.spec
-    is_shared = not one.needs_copy and arenas.pool.find(one.address, spec.span_bytes) is not None
-    return spec if is_shared or spec.is_contiguous else TensorSpec.contiguous(spec.dtype, spec.shape)

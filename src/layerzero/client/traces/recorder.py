@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from array import array
@@ -26,6 +27,8 @@ from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
+UNKNOWN = (LayerZeroError, TypeError, ValueError, RuntimeError)
+"""What is raised of what cannot be looked at, by us or by the array's library. A call is not to fail of its record."""
 MAX_PLANS = 8192  # whose arguments' specs are remembered
 Specs = tuple[TensorSpec | None, ...]
 
@@ -146,6 +149,14 @@ class Recorder:
         with self._lock:
             self._set(tuple(one for one in self._buffers if one is not buffer))
 
+    def has(self, buffer: Buffer) -> bool:
+        return any(one is buffer for one in self._buffers)
+
+    def leave(self) -> None:
+        """In a forked child, whose calls are not the parent's: no trace is on. The lock may have been held."""
+        self._lock = threading.Lock()
+        self._set(())
+
     def _set(self, buffers: tuple[Buffer, ...]) -> None:
         self._buffers = buffers
         self._ways = tuple((one.count, one.calls.append) for one in buffers)
@@ -161,15 +172,20 @@ class Recorder:
         if request.places is not None:  # of a function, which says more of its call
             return session.run(request, is_recorded=True)
         kept = Kept.of(request, self._keepers) if self._keepers else None
-        device, span = gpu_times.begin(request.args) if session.gpus.is_used else (CPU, None)
+        was_used = session.gpus.is_used
+        device, span = gpu_times.begin(request.args) if was_used else (CPU, None)
         start_ns = perf_counter_ns()
         try:
             result = session.run(request, is_recorded=True)
         except BaseException as exc:
-            self._note_failed(request, start_ns, exc, kept)
+            if span is not None:
+                span.drop()
+            self._note_failed(request, start_ns, exc, device, kept)
             raise
         if span is not None:
             span.end()
+        elif not was_used and session.gpus.is_used:  # the first call there
+            device = gpu_times.device_of(request.args)
         record = session.last.record
         if type(result) is not tuple:
             memory = session.repeats.addresses((*request.args, result))
@@ -217,18 +233,20 @@ class Recorder:
         )  # fmt: skip
         self._append(entry)
 
-    def _note_failed(self, request: Request, start_ns: int, error: BaseException, kept: Kept | None) -> None:
+    def _note_failed(
+        self, request: Request, start_ns: int, error: BaseException, device: int, kept: Kept | None
+    ) -> None:
         end_ns, number = perf_counter_ns(), next(numbers)
         entry = CallEntry(
             number, number, here.number, current.get(), start_ns, end_ns, _lightened(error), request.op, request.params,
-            request.backend, self._specs_of(request, None), CPU, (), kept, None,
+            request.backend, self._specs_of(request, None), device, (), kept, None,
         )  # fmt: skip
         self._append(entry)
 
     def _specs_of(self, request: Request, plan: Plan | None) -> Specs:
         """What the arguments are. A plan is of one kind of arguments alone."""
         specs: Specs = ()
-        with suppress(LayerZeroError):
+        with suppress(*UNKNOWN):
             specs = tuple([None if one is None else one.spec for one in describe_args(request)])
         if plan is not None:
             if len(self._specs) >= MAX_PLANS:
@@ -256,7 +274,7 @@ class Recorder:
             try:
                 nbytes = describe(result).spec.span_bytes
                 self._watched[key] = weakref.ref(result, partial(self._gone, key, nbytes))
-            except (LayerZeroError, TypeError):  # what has no weak references
+            except UNKNOWN:  # of a TypeError: it has no weak references
                 return False
         return True
 
@@ -307,7 +325,7 @@ class Recorder:
 def _array_in(name: str, value: Any) -> tuple[str, TensorSpec, int] | None:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return None
-    with suppress(LayerZeroError):
+    with suppress(*UNKNOWN):
         found = describe(value)
         return name, found.spec, found.address
     return None
@@ -316,7 +334,7 @@ def _array_in(name: str, value: Any) -> tuple[str, TensorSpec, int] | None:
 def _address(value: Any) -> int:
     if value is None:
         return 0
-    with suppress(LayerZeroError):
+    with suppress(*UNKNOWN):
         found: Array = describe(value)
         return found.address
     return 0
@@ -325,7 +343,7 @@ def _address(value: Any) -> int:
 def _kinds(args: Sequence[Any]) -> set[str]:
     found: set[str] = set()
     for arg in args:
-        with suppress(LayerZeroError):
+        with suppress(*UNKNOWN):
             found.add(describe(arg).kind)
     return found
 
@@ -347,3 +365,4 @@ class Failed(NamedTuple):
 
 
 recorder = Recorder()
+os.register_at_fork(after_in_child=recorder.leave)

@@ -206,7 +206,7 @@ class _Runs:
             arguments, origin = self._arguments(call)
         except EnvError:
             raise
-        except (LayerZeroError, ValueError, TypeError) as exc:
+        except (LayerZeroError, ValueError, TypeError, MemoryError) as exc:
             yield self._outcome(call, "", RANDOM, outcome="ARGUMENTS", detail=str(exc))
             return
         answers: dict[str, list[Any]] = {}
@@ -256,6 +256,9 @@ class _Runs:
                 answers.pop(row.backend, None)
                 if isinstance(exc, (NoBackend, InvalidArgument)):
                     break
+            except (TypeError, ValueError, MemoryError) as exc:  # parameters that the op has not, of another version
+                row.outcome, row.detail = type(exc).__name__, str(exc)
+                break
             else:
                 report = self._session.last_report()
                 if isinstance(report, SelectionReport):

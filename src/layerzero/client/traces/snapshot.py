@@ -31,7 +31,7 @@ from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.vocabulary.ops import OPS
 
 _PLAIN = (str, int, float, bool, type(None))
-Access = tuple[int, int, Any]  # when, of which call (by its place), what
+NOT_KEPT = "a plan's calls that cross as one are not looked at"
 
 
 class Snapshot:
@@ -44,6 +44,7 @@ class Snapshot:
         self._reads: list[tuple[int, int, Sequence[tuple[str, int]]]] = []
         self._writes: list[tuple[int, int, Sequence[tuple[str, int, int]]]] = []
         self._scopes: dict[int, Scope] = {scope.number: scope for scope in list(buffer.scopes)}
+        self._keeps = buffer.keeper is not None
         self.memory: dict[str, bytes] = {} if buffer.keeper is None else dict(buffer.keeper.memory)
         for _, entry in counted:
             if type(entry) is tuple:
@@ -124,6 +125,7 @@ class Snapshot:
                 outputs=_outputs(step.op, step.plan),
                 params={name: _plain(value) for name, value in step.params.items()},
                 notes=(f"one of {len(entry.steps)} calls that crossed as one",),
+                why_not_kept=NOT_KEPT if self._keeps else "",
                 **self._place(entry.scope),
             )
             at_ns += step.kernel_ns

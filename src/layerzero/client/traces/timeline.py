@@ -44,7 +44,8 @@ class Row:
 
 def rows_of(contents: TraceContents) -> list[Row]:
     """All rows of a trace."""
-    pid = int(contents.facts.get("pid", 0) or 0)
+    told = contents.facts.get("pid")
+    pid = told if type(told) is int and told > 0 else 0  # a file may say anything
     process = f"{contents.facts.get('program') or 'program'} (layerzero)"
     drawn = {call.number: _slice_of(call) for call in contents.calls}
     arrows = iter(range(1, 1 << 62))

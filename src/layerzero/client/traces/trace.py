@@ -42,17 +42,16 @@ class Trace:
         self._buffer, self._model = Buffer(most, keeper), model
         self._modules: ModuleScopes | None = None
         self._clock = (time.time_ns(), time.perf_counter_ns())
-        self._is_on = False
         self._seen: tuple[int, TraceContents] | None = None
 
     @property
     def is_on(self) -> bool:
-        return self._is_on
+        """Whether it records. In a forked child it does not."""
+        return recorder.has(self._buffer)
 
     def start(self) -> Trace:
         """Record from now on; nothing where it does already. Returns the trace."""
-        if not self._is_on:
-            self._is_on = True
+        if not self.is_on:
             if self._model is not None:
                 self._modules = ModuleScopes(self._model)
             self._clock = (time.time_ns(), time.perf_counter_ns())
@@ -61,12 +60,10 @@ class Trace:
 
     def stop(self) -> Trace:
         """Record no more. What was recorded stays. Returns the trace."""
-        if self._is_on:
-            self._is_on = False
-            recorder.remove(self._buffer)
-            if self._modules is not None:
-                self._modules.remove()
-                self._modules = None
+        recorder.remove(self._buffer)
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
         return self
 
     def __enter__(self) -> Trace:
@@ -90,7 +87,7 @@ class Trace:
     def contents(self) -> TraceContents:
         """What there is now, fixed. Of a call on a GPU that no worker has taken yet it waits for that."""
         noted = self._buffer.noted
-        if self._seen is None or self._seen[0] != noted or self._is_on:
+        if self._seen is None or self._seen[0] != noted or self.is_on:
             found = Snapshot(self._buffer)
             threads = {one: here.names[one] for one in found.threads}
             self._seen = (
@@ -136,7 +133,7 @@ class Trace:
         return str(self.contents)
 
     def __repr__(self) -> str:
-        return f"<lz.Trace, {'on' if self._is_on else 'off'}: {len(self._buffer.calls):,} messages recorded>"
+        return f"<lz.Trace, {'on' if self.is_on else 'off'}: {len(self._buffer.calls):,} messages recorded>"
 
     def _repr_html_(self) -> str:
         return self.contents._repr_html_()

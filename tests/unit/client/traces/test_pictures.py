@@ -8,6 +8,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,13 @@ def test_perfettos_file_has_all_slices_on_their_tracks_with_arrows() -> None:
     told = {one["name"][0]: next(one[key][0] for key in one if key != "name") for one in failed["debug_annotations"]}
     assert told["error"] == "CODE: fell \U0001f600"
     assert told["call"] == 3
+
+
+def test_facts_of_a_file_of_others_are_drawn_whatever_they_are() -> None:
+    for pid in (None, "x", -5, True, 1.5):
+        strange = replace(contents(), facts={"pid": pid, "program": 5})
+        assert to_chrome(strange)
+        assert decoded("Trace", to_perfetto(strange))
 
 
 def slices(value: dict[str, Any]) -> list[dict[str, Any]]:
