@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,7 +21,6 @@ from layerzero.client.connection import overlay
 from layerzero.client.session import in_process
 from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
-from layerzero.torch.acceleration.resting import Resting
 from layerzero.torch.acceleration.tally import Tally
 from layerzero.torch.evidence import SLOWER, TRYING, Evidence, Trial, Turn
 from layerzero.torch.refusals import Refusals
@@ -37,9 +36,11 @@ _BEFORE = (lz.InvalidArgument, lz.NoBackend, lz.NotConnected, lz.CudaGraphUnsafe
 
 
 class _Thread(threading.local):
-    """`is_ours`: a call of ours runs just now, maybe by torch in this very process."""
+    """`is_ours`: a call of ours runs just now, maybe by torch in this very process. `ops`: those of a model's that are
+    taken over in this call of it; None for all."""
 
     is_ours = False
+    ops: frozenset[str] | None = None
 
 
 thread = _Thread()
@@ -63,9 +64,14 @@ class _Backward(NamedTuple):
         self.tally.left(self.layer, op, why)
 
 
+class Listener(Protocol):
+    def note(self, op: str) -> None:
+        """A call of it is ours, or timed beside ours."""
+
+
 class Takeover:
     """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all.
-    `evidence`: calls that it shows to be slower are not. `resting` hears of the others."""
+    `evidence`: calls that it shows to be slower are not. `listener` hears of the others."""
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class Takeover:
         layers: frozenset[tuple[str, str]] | None = None,
         has_policy: bool,
         evidence: Evidence | None = None,
-        resting: Resting | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
         self.ops = frozenset(ops)
@@ -83,13 +89,13 @@ class Takeover:
         self.layers = layers
         self.has_policy = has_policy
         self.evidence = evidence
-        self.resting = resting
+        self.listener = listener
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
         self._refusals = Refusals()
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
-        if thread.is_ours:  # a kernel of ours that is torch's
+        if thread.is_ours or (thread.ops is not None and rule.op not in thread.ops):  # a kernel of ours may be torch's
             return function(*args, **kwargs)
         try:
             why: Any = rule.plan(*args, **kwargs)
@@ -132,8 +138,8 @@ class Takeover:
         turn = Turn.OURS if trial is None else trial.turn()
         if turn is Turn.NATIVE:
             return SLOWER
-        if self.resting is not None:
-            self.resting.note(op)
+        if self.listener is not None:
+            self.listener.note(op)
         if turn is Turn.TRY_NATIVE:
             return trial
         if trial is None or turn is Turn.OURS:

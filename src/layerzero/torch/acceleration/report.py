@@ -13,6 +13,7 @@ from typing import Any
 from layerzero.client.connection.report import html_of_text
 from layerzero.ipc.wording import counted
 from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.acceleration.whole_calls import WholeComparison
 from layerzero.torch.evidence import Comparison
 
 WIDTH = 80
@@ -55,14 +56,15 @@ class Line:
 @dataclass(frozen=True)
 class AccelerationReport:
     """`lines` in the order of first calls. `taken`, `left`: calls in all, without backward passes, which have lines
-    only. `why_off`: why nothing is taken over. `comparisons`: kinds of calls that were timed beside torch's. `resting`:
+    only. `why_off`: why nothing is taken over. `comparisons`: kinds of calls, or of
+    calls of the model, that were timed beside torch's. `resting`:
     ops whose calls stay with torch just now, uncounted. Prints as a table in which layers that differ by a number only
     are one row; `text(verbose=True)` has each."""
 
     lines: tuple[Line, ...]
     ops: tuple[str, ...]
     why_off: str = ""
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[Comparison | WholeComparison, ...] = ()
     resting: tuple[str, ...] = ()
 
     @classmethod
@@ -71,7 +73,7 @@ class AccelerationReport:
         tally: Tally,
         ops: Sequence[str],
         why_off: str,
-        comparisons: tuple[Comparison, ...] = (),
+        comparisons: tuple[Comparison | WholeComparison, ...] = (),
         resting: tuple[str, ...] = (),
     ) -> AccelerationReport:
         found: dict[tuple[str, str, str, str], Line] = {}
