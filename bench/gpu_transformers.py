@@ -3,18 +3,20 @@
     python bench/gpu_transformers.py [--quick] [--only CASE ...]  (needs a GPU, torch and transformers)
 
 Eight layers of the size of Llama 3 8B (hidden 4,096, 32 heads on 8, bfloat16, random weights), unchanged but for
-`layerzero.transformers`. All modes run in turn in each round, and each is compared with torch alone (Transformers'
-SDPA) in the same run: times, the largest difference of the logits, tokens, who served.
+`layerzero.transformers` or `layerzero.torch.accelerate`. Each mode runs in turns with torch alone (Transformers' SDPA):
+times, the largest difference of the logits, tokens, who served. What a mode changes for the whole process is taken out
+for torch's turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import common
@@ -26,18 +28,27 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import layerzero as lz
 import layerzero.torch as lztorch
 import layerzero.transformers as lzt
+from layerzero.torch.acceleration import seam
 from layerzero.transformers import running
 
 PROMPT, NEW = 512, 64
-ROUNDS, RUNS, WARM = 2, 6, 2
+TURNS, WARM = 24, 2  # of each way; the first are not counted
+TURNS_OF_GENERATE = 8
 WARM_CALLS_S = 25.0  # so long calls may take to become what they will be
+QUIET_RUNS = 12  # without another route: then they are
+TIMED_RUNS = 45  # the same where calls are timed first, some kinds once in a run
 COMPILED_RUNS = 5
 TORCH = "torch"
 # A kernel of each of three environments, by name: what is measured is not what the broker would choose.
 THREE = ("cudnn.attention", "triton.rms_norm", "torch-cuda.silu")
 LAYERS = {"attention": (), "attention and norms": ("RMSNorm",), "three environments": ("RMSNorm", "SiLU")}
 # The model as it is, by layerzero.torch.accelerate: with these ops, or with all that it takes over.
-ACCELERATED: dict[str, tuple[str, ...] | None] = {"accelerate, attention": ("attention",), "accelerate": None}
+IF_FASTER = "accelerate, if faster"
+ACCELERATED: dict[str, tuple[str, ...] | None] = {
+    "accelerate, attention": ("attention",),
+    "accelerate": None,
+    IF_FASTER: None,
+}
 ACCELERATED_AIM = 1.05
 MODES = (TORCH, *LAYERS, *ACCELERATED)
 
@@ -103,8 +114,7 @@ CASES = {
 }
 
 
-def models(modes: Sequence[str]) -> dict[str, Any]:
-    """One for torch alone and each mode; all have the same weights."""
+def plain_model() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=4096,
@@ -118,26 +128,40 @@ def models(modes: Sequence[str]) -> dict[str, Any]:
     with torch.device("cuda"):
         plain = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     plain.set_attn_implementation("sdpa")
-    made = {TORCH: plain}
-    for mode in modes:
-        own = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
-        if mode in ACCELERATED:
-            lztorch.accelerate(own, ACCELERATED[mode])
-        else:
-            own.set_attn_implementation("layerzero")
-            own = lzt.kernelize(own, LAYERS[mode]) if LAYERS[mode] else own
-        made[mode] = own
-    return made
+    return plain
+
+
+@contextlib.contextmanager
+def changed(plain: Any, mode: str) -> Iterator[Any]:
+    """The same weights, with what the mode changes."""
+    own = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
+    if mode in ACCELERATED:
+        with lztorch.accelerate(own, ACCELERATED[mode], if_faster=mode == IF_FASTER):
+            yield own
+        return
+    own.set_attn_implementation("layerzero")
+    own = lzt.kernelize(own, LAYERS[mode]) if LAYERS[mode] else own
+    with lz.prefer(*THREE) if mode == "three environments" else contextlib.nullcontext():
+        yield own
+
+
+@contextlib.contextmanager
+def torch_alone(model: Any) -> Iterator[None]:
+    """Without the overrides of torch's ops that this model needs: other models' calls would pay for them."""
+    acceleration = getattr(type(model), "layerzero", None)
+    if acceleration is None:
+        yield
+        return
+    resting, takeover = acceleration._resting, acceleration.takeover
+    seam.leave(takeover)
+    try:
+        yield
+    finally:
+        seam.need(takeover, acceleration.ops if resting is None else resting.awake)
 
 
 def _ids(tokens: int) -> Any:
     return torch.randint(0, 32000, (1, tokens), generator=torch.Generator().manual_seed(tokens)).cuda()
-
-
-@contextlib.contextmanager
-def kernels_of(mode: str) -> Iterator[None]:
-    with lz.prefer(*THREE) if mode == "three environments" else contextlib.nullcontext():
-        yield
 
 
 def timed(run: Callable[[], Any], runs: int) -> tuple[list[float], Any]:
@@ -153,17 +177,18 @@ def timed(run: Callable[[], Any], runs: int) -> tuple[list[float], Any]:
 
 
 def warm_up(mode: str, model: Any, case: Case) -> None:
-    """Until its calls go the way they will go: all of a run are lifted, twice in a row, or time is up. Of compiled
-    calls nobody tells: these get as many runs as they need to be recorded."""
+    """Until its calls go the way they will go, or time is up. Of compiled calls nobody tells: these get as many runs as
+    they need to be recorded."""
     if case.is_compiled:
         timed(lambda: case.run(model), COMPILED_RUNS)
         return
-    end_s, settled = time.monotonic() + WARM_CALLS_S, 0
-    while settled < 2 and time.monotonic() < end_s:
-        paths = served(mode, model, case)
+    end_s, quiet, before = time.monotonic() + WARM_CALLS_S, 0, None
+    while quiet < (TIMED_RUNS if mode == IF_FASTER else QUIET_RUNS) and time.monotonic() < end_s:
+        case.run(model)
         torch.cuda.synchronize()
-        is_lifted = paths and all(" lifted" in path for path in paths)
-        settled = settled + 1 if is_lifted and not lz.status()["selection"]["compiled"]["running"] else 0
+        status = lz.status()["selection"]["compiled"]
+        now = status, lztorch.report(model).comparisons if mode == IF_FASTER else ()
+        quiet, before = quiet + 1 if now == before and not status["running"] else 0, now
 
 
 def served(mode: str, model: Any, case: Case) -> Counter[str]:
@@ -198,29 +223,26 @@ def taken_over(model: Any) -> Counter[str]:
     return found
 
 
-def measure(made: dict[str, Any], case: Case, rounds: int) -> Iterator[tuple[str, ...]]:
-    """A row for each mode of ours."""
-    times: dict[str, list[float]] = {mode: [] for mode in made}
-    results = {}
-    for mode, model in made.items():
-        with kernels_of(mode):
-            if mode == TORCH:
-                timed(lambda model=model: case.run(model), COMPILED_RUNS)
-            else:
-                warm_up(mode, model, case)
-    for _ in range(rounds):
-        for mode, model in made.items():
-            with kernels_of(mode):
-                found, results[mode] = timed(lambda model=model: case.run(model), RUNS)
-            times[mode] += found[WARM:]
-    ms = {mode: statistics.median(found) for mode, found in times.items()}
-    for mode in (mode for mode in ms if mode != TORCH):
-        aim = case.aims.get(mode, ACCELERATED_AIM)
-        row = (f"{ms[TORCH]:.2f}", f"{ms[mode]:.2f}", common.at_most(ms[mode] / ms[TORCH], aim))
+def measure(plain: Any, mode: str, case: Case, turns: int) -> tuple[str, ...]:
+    """A row of the table."""
+    times: dict[str, list[float]] = {TORCH: [], mode: []}
+    with changed(plain, mode) as model:
+        timed(lambda: case.run(plain), COMPILED_RUNS)
+        warm_up(mode, model, case)
+        for _ in range(turns + WARM):
+            with torch_alone(model):
+                found, wanted = timed(lambda: case.run(plain), 1)
+            times[TORCH] += found
+            found, result = timed(lambda: case.run(model), 1)
+            times[mode] += found
         if not case.is_compiled:
-            with kernels_of(mode):
-                print(f"{case.name}, {mode}: {dict(served(mode, made[mode], case))}", flush=True)
-        yield case.name, mode, *row, alike(results[mode], results[TORCH], case.kind)
+            print(f"{case.name}, {mode}: {dict(served(mode, model, case))}", flush=True)
+    ms = {name: statistics.median(found[WARM:]) for name, found in times.items()}
+    ratios = [ours / alone for ours, alone in zip(times[mode][WARM:], times[TORCH][WARM:], strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    aim = case.aims.get(mode, ACCELERATED_AIM)
+    told = f"{common.at_most(ratio, aim)}, half of them {low:.2f} to {high:.2f}"
+    return case.name, mode, f"{ms[TORCH]:.2f}", f"{ms[mode]:.2f}", told, alike(result, wanted, case.kind)
 
 
 def alike(ours: Any, wanted: Any, kind: str) -> str:
@@ -231,19 +253,21 @@ def alike(ours: Any, wanted: Any, kind: str) -> str:
 
 
 def main() -> None:
-    parser = common.parser(__doc__, "one round")
+    parser = common.parser(__doc__, "few turns")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases alone")
     parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="these modes alone")
     arguments = parser.parse_args()
     rows = []
     with common.own_broker():
-        made = models(arguments.modes)
-        for name in arguments.only:
-            start_s = time.monotonic()
-            for row in measure(made, CASES[name], 1 if arguments.quick else ROUNDS):
-                print(*row, sep=" | ", flush=True)
-                rows.append(row)
-            print(f"{name}: {time.monotonic() - start_s:.0f} s; {lz.last_report()}", flush=True)
+        plain = plain_model()
+        for case in (CASES[name] for name in arguments.only):
+            turns = TURNS_OF_GENERATE if case.kind == "tokens" else TURNS
+            for mode in arguments.modes:
+                start_s = time.monotonic()
+                rows.append(measure(plain, mode, case, 4 if arguments.quick else turns))
+                gc.collect()
+                print(*rows[-1], sep=" | ", flush=True)
+                print(f"{time.monotonic() - start_s:.0f} s; {lz.last_report()}", flush=True)
         handed = lzt.report()
         versions = gpu_common.versions()
     print(handed)
@@ -251,7 +275,7 @@ def main() -> None:
         "gpu_transformers",
         "Transformers' Llama, attention and norms by LayerZero, beside torch alone",
         {**versions, "program": {"transformers": transformers.__version__}},
-        ("what", "by lz", "torch alone, ms", "ms", "ratio", "results"),
+        ("what", "by lz", "torch alone, ms", "ms", "ratio, median of the turns'", "results"),
         rows,
         is_quick=arguments.quick,
     )

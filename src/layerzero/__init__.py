@@ -76,6 +76,13 @@ if TYPE_CHECKING:
         swiglu as swiglu,
     )
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
+    from layerzero.client.facade.sampling_ops import (
+        filter_logits as filter_logits,
+        penalize_logits as penalize_logits,
+        sample as sample,
+        speculative_verify as speculative_verify,
+        tree_accept as tree_accept,
+    )
     from layerzero.client.facade.default_session import (
         connect as connect,
         disconnect as disconnect,
@@ -115,6 +122,14 @@ if TYPE_CHECKING:
     from layerzero.client.planning.tokenizer import TokenizerFile as TokenizerFile
     from layerzero.client.tools.tune import tune as tune
     from layerzero.client.tools.tune_report import TuneReport as TuneReport
+    from layerzero.client.traces.contents import TraceContents as TraceContents
+    from layerzero.client.traces.rerun import TraceRun as TraceRun
+    from layerzero.client.traces.trace import (
+        Trace as Trace,
+        load_trace as load_trace,
+        trace as trace,
+        trace_scope as trace_scope,
+    )
     from layerzero.client.tools.warmup import WarmupReport as WarmupReport, warmup as warmup
     from layerzero.ipc.errors import (
         BackendError as BackendError,
@@ -161,6 +176,7 @@ _HOME = {
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
+    "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",
@@ -171,6 +187,9 @@ _HOME = {
     "layerzero.client.tools.solve": "SolveReport solve",
     "layerzero.client.tools.tune": "tune",
     "layerzero.client.tools.tune_report": "TuneReport",
+    "layerzero.client.traces.contents": "TraceContents",
+    "layerzero.client.traces.rerun": "TraceRun",
+    "layerzero.client.traces.trace": "Trace load_trace trace trace_scope",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",

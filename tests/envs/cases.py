@@ -10,8 +10,10 @@ import numpy as np
 from tests import reference
 from tests.envs import elementwise_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
+from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
+from layerzero.ipc.vocabulary.sampling import LIMITS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
@@ -75,7 +77,13 @@ def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]
 
 def refilled(name: str, values: reference.Array) -> reference.Array:
     """Other values of the same kind for the same memory. Sequences are the same in the opposite order."""
-    if values.dtype.kind == "f" and values.size and np.all(values >= 0):  # variances, and what has to have no sign
+    if name == "running_var" or (name in LIMITS and name != "top_k"):
+        return np.asarray(values * 0.5)
+    if name == "parents":
+        return np.where(np.arange(values.shape[-1]) % 3 == 0, -1, values)
+    if name.endswith("_probs"):
+        return np.asarray(values[..., ::-1] * 0.5)
+    if values.dtype.kind == "f" and values.size and np.all(values >= 0):  # what has to have no sign
         return np.asarray(values * 0.5)
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
@@ -642,4 +650,9 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "quantize": quantize_cases,
     "dequantize": dequantize_cases,
     "embedding": embedding_cases,
+    "penalize_logits": penalize_cases,
+    "filter_logits": filter_cases,
+    "sample": sample_cases,
+    "speculative_verify": verify_cases,
+    "tree_accept": tree_cases,
 }

@@ -27,7 +27,7 @@ from layerzero.envs.probe.probe import probe
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.numerics import tolerance
 from layerzero.ipc.vocabulary.ops import OPS
-from layerzero.ipc.vocabulary.shapes import check_call
+from layerzero.ipc.vocabulary.shapes import outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 FOLDER = Path(__file__).parents[2] / "src" / "layerzero" / "capabilities" / "descriptors"
@@ -85,15 +85,14 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
     expected = [result if isinstance(result, tuple) else (result,) for result in results]
     places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
-    data_dtype = case.attrs.get("dtype") or dtype
-    outs = [spec for i in places if (spec := specs[i])] or [
-        lay_out(result, *(("float32", "contiguous") if name == "lse" else (data_dtype, case.out_layout)))[0]
-        for name, result in zip(OPS[op].outputs, expected[0], strict=True)
-    ]
     try:
-        check_call(op, specs, outs, case.attrs)
+        shapes = outputs_of(op, specs, case.attrs)
     except InvalidArgument as exc:  # no call: the op has it for other dtypes
         raise Refused from exc
+    outs = [spec for i in places if (spec := specs[i])] or [
+        lay_out(result, made, "contiguous" if name == "lse" else case.out_layout)[0]
+        for name, result, (made, _) in zip(OPS[op].outputs, expected[0], shapes, strict=True)
+    ]
     if match(SelectionContext(op, tuple(specs), tuple(outs), case.attrs, DeviceSpec()), kernel):
         raise Refused
     answer, written = harness.run(kernel.kernel_id, op, specs, outs, case.attrs, sets)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tests.frameworks import isolated_ops
@@ -70,7 +71,9 @@ def test_the_long_tests_of_framework_applications(python: Path, file: str) -> No
 def run_on_a_broker(python: Path, *arguments: str) -> None:
     isolated_ops.ENV.build(quiet=True)  # of test_torch_functions.py
     with tempfile.TemporaryDirectory(prefix="lz-") as runtime:
-        lz.connect(runtime_dir=runtime)
+        # Tests of several files kill workers; four within half a minute would leave the next ones without torch.
+        with mock.patch.dict(os.environ, LAYERZERO_RESTART_BUDGET="100"):
+            lz.connect(runtime_dir=runtime)
         try:
             run_pytest(python, *arguments, LZ_TEST_FRAMEWORKS="1", LAYERZERO_RUNTIME_DIR=runtime)
         finally:

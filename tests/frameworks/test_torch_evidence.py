@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import layerzero.torch as lzt
 from layerzero.torch import evidence
+from layerzero.torch.acceleration import resting
 from layerzero.torch.acceleration.interception import CHOSEN_TRACED
 from layerzero.torch.evidence import HOLDS, SAMPLES, SLOWER, TRYING, WARM, Evidence, Trial, Turn
 
@@ -114,13 +115,62 @@ def test_one_long_call_decides_nothing() -> None:
 
 
 def test_calls_whose_times_say_nothing_are_ours() -> None:
-    """Of a call that needs gradients the backward pass comes later."""
+    """Of a call that needs gradients the backward pass comes later; on a CPU that may be the longer one."""
     x = random(2, 8).requires_grad_()
     with lzt.accelerate(ops=["silu"], if_faster=True) as accelerated:
         for _ in range(TRIED + 10):
             F.silu(x)
     assert counts(accelerated) == {"": TRIED + 10}
     assert accelerated.report.comparisons == ()
+
+
+def test_ops_that_stay_with_torch_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not looked at, nor counted, and looked at again later, for twice as long each time. gelu is ours on:
+    its calls need gradients, which says nothing of times."""
+    x, weight = random(2, 8), random(8).requires_grad_()
+
+    class Both(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.silu(x) + F.gelu(x * weight)
+
+    model = Both()
+    expected = model(x).detach()
+    with lzt.accelerate(model, ["silu", "gelu"], if_faster=True) as accelerated:
+
+        def left(times: int) -> int:
+            """Calls of silu that were looked at and left, of so many of the model."""
+            before = [line.calls for line in accelerated.report.lines if line.why == SLOWER]
+            for _ in range(times):
+                torch.testing.assert_close(model(x).detach(), expected)
+            after = [line.calls for line in accelerated.report.lines if line.why == SLOWER]
+            return sum(after) - sum(before)
+
+        assert left(TRIED + resting.QUIET) == resting.QUIET
+        assert accelerated.report.resting == ("silu",)
+        text = str(accelerated.report)
+        assert "torch's for now, uncounted, since no call was ours for a while: silu" in text
+        assert max(map(len, text.splitlines())) <= 80
+        assert left(resting.FIRST) == 0
+        assert left(1 + 2 * resting.FIRST) == 1
+        assert left(1) == 1
+        taken = [line.calls for line in accelerated.report.lines if line.op == "gelu" and line.is_taken]
+    assert sum(taken) == TRIED + resting.QUIET + 3 * resting.FIRST + 2
+    assert accelerated.report.to_dict()["resting"] == ["silu"]
+
+
+def test_what_is_ours_by_then_rests_no_more() -> None:
+    one = resting.Resting(("silu", "gelu"))
+    for _ in range(resting.QUIET):
+        one.note("gelu")
+        is_other = one.end()
+    assert is_other
+    assert (one.awake, one.ops) == (frozenset(["gelu"]), ("silu",))
+    assert [one.end() for _ in range(resting.FIRST)].index(True) == resting.QUIET - 1  # gelu, too
+    assert "silu" in one.awake
+    one.note("silu")
+    for _ in range(resting.QUIET):
+        assert "silu" in one.awake
+        one.end()
 
 
 def test_compiled_calls_are_torchs() -> None:

@@ -20,6 +20,7 @@ from layerzero.torch.table import TABLE
 
 ops = torch.ops.layerzero
 CASES = [(name, index) for name, found in cases().items() for index in range(len(found))]
+TO_INTEGERS = ("sample", "speculative_verify", "tree_accept")
 DIFFERENTIABLE = [name for name, entry in TABLE.items() if entry.formula is not None]
 
 
@@ -131,7 +132,7 @@ def test_worker_may_die_between_forward_and_backward() -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in (*DIFFERENTIABLE, "append_kv")])
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in (*DIFFERENTIABLE, *TO_INTEGERS, "append_kv")])
 def test_ops_without_a_formula_say_so(name: str) -> None:
     """A gradient that is silently missing would be the worst."""
     args, options = case(name, needs_grad=True)

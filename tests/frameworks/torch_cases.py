@@ -189,6 +189,35 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(4),), {}),
         ],
         "cast": [((x,), {"dtype": "float64"}) for x in (t(3, 4), t(4, 3).t(), t(), t(0, 4))],
+        "penalize_logits": [
+            ((t(3, 5), torch.tensor([[0, 2, 2], [4, -1, 0], [1, 1, 1]]), torch.tensor([1.25])), {}),
+            ((t(5), torch.tensor([0, 2]), None, torch.tensor(0.5), torch.tensor([0.25])), {}),
+        ],
+        "filter_logits": [
+            ((t(3, 5), torch.tensor([0.5, 1.0, 2.0]), torch.tensor([2])), {}),
+            ((t(3, 5), None, None, torch.tensor(0.75), torch.tensor([0.1])), {}),
+        ],
+        "sample": [
+            ((t(3, 5), torch.tensor([1, 2, 3]), torch.tensor([0]), torch.tensor([0.5]), torch.tensor(3)), {}),
+            ((t(5), torch.tensor(7), torch.tensor(1)), {}),
+        ],
+        "speculative_verify": [
+            (
+                (
+                    t(3, 2, 5).softmax(-1),
+                    torch.tensor([[1], [2], [-1]]),
+                    None,
+                    torch.tensor([1, 2, 3]),
+                    torch.tensor(0),
+                ),
+                {},
+            ),
+            ((t(2, 5).abs(), torch.tensor([4]), t(1, 5).abs(), torch.tensor([1]), torch.tensor([7])), {}),
+        ],
+        "tree_accept": [
+            ((torch.tensor([[0, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([[8, 1, 9, 5]])), {}),
+            ((torch.tensor([0, 7]), torch.tensor([-1, 0]), torch.tensor([6, 5])), {}),
+        ],
         "quantize": [((random(3, 4), torch.tensor(0.5)), {"dtype": "int8"}), ((random(3, 4), torch.ones(3, 1)), {})],
         "dequantize": [
             ((torch.arange(-6, 6, dtype=torch.int8).view(3, 4), torch.ones(3, 2)), {}),

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -536,3 +537,31 @@ def finish() -> None:
     """Wait for the current stream, but not for ever."""
     stream = torch.cuda.current_stream()
     wait_until(stream.query)
+
+
+def test_a_trace_tells_when_calls_ran_on_the_gpu(connected: Site) -> None:
+    """By events around them in the caller's stream: in order, on the clock of the CPU, and no call waits for it."""
+    x = randn(4096, 4096)
+    for _ in range(20):
+        lz.silu(x)
+    torch.cuda.synchronize()
+    before_ns = time.perf_counter_ns()
+    with lz.trace() as trace:
+        ours = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ours[0].record()
+        y = lz.silu(x)
+        z = lz.silu(y)
+        ours[1].record()
+        close(z, F.silu(F.silu(x)))
+    torch.cuda.synchronize()
+    after_ns = time.perf_counter_ns()
+    one, two = trace.calls
+    assert [call.device for call in trace.calls] == ["cuda:0"] * 2
+    assert [(source.input, source.call) for source in two.sources] == [("x", 0)]
+    assert one.gpu_ns is not None
+    assert two.gpu_ns is not None
+    slack_ns = 1_000_000  # of two clocks that are brought together once in five seconds
+    times = [before_ns - slack_ns, one.gpu_ns[0], sum(one.gpu_ns), two.gpu_ns[0], sum(two.gpu_ns), after_ns + slack_ns]
+    assert times == sorted(times)
+    took_ns = 1e6 * ours[0].elapsed_time(ours[1])
+    assert sum(two.gpu_ns) - one.gpu_ns[0] == pytest.approx(took_ns, rel=0.2, abs=100_000)

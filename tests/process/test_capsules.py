@@ -20,6 +20,7 @@ from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_
 from layerzero.client.capsules import form, store, taking
+from layerzero.client.tools import replay
 from layerzero.ipc.errors import InvalidArgument
 
 Sites = Callable[..., Site]
@@ -304,3 +305,21 @@ def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
 def test_modes_are_read_as_they_are_written() -> None:
     assert taking.mode_of({}) == "shapes"
     assert taking.mode_of({"LAYERZERO_CAPSULES": " FULL "}) == "full"
+
+
+def test_arguments_are_as_the_caller_gave_them(new: Sites, capsules: Path) -> None:
+    """Kernels get them in another form, as this vector as a matrix; the call that is made again is the caller's."""
+    site = new()
+    site.connect()
+    site.wait_ready("alpha")
+    vector, matrix = np.arange(3, dtype=np.float32), np.ones((3, 2), np.float32)
+    lz_.matmul(vector, matrix, backend="alpha")
+    os.kill(site.backend("alpha")["pid"], signal.SIGSTOP)
+    with pytest.raises(lz_.DeadlineExceeded):
+        lz_.matmul(vector, lz_.share(matrix).T.copy().T, backend="alpha", timeout_s=0.3)
+    kept = only(capsules)
+    assert [(a.name, a.spec.shape) for a in kept.arguments] == [("a", (3,)), ("b", (3, 2))]
+    again = replay.request_of(kept.op, kept.params, replay.lay_out(kept.op, kept.arguments, kept.segments,
+                              form.memory(capsules / kept.name, kept), 0), None, None)  # fmt: skip
+    np.testing.assert_array_equal(again.args[0], vector)
+    np.testing.assert_array_equal(again.args[1], matrix)

@@ -55,6 +55,22 @@ def test_a_function_runs_in_the_interpreter_of_its_environment() -> None:
     assert fn.place.local()[0] == os.getpid()
 
 
+def test_a_trace_has_calls_of_functions() -> None:
+    """With their times, also those that are sent; an exception is the call's error."""
+    with lz.trace() as trace:
+        fn.echo(1)
+        with pytest.raises(lz.RemoteError):
+            fn.fail("no")
+        future = fn.echo.submit(1)
+        future.result()
+    one, failed, sent = trace.calls
+    assert (one.kind, one.backend, one.params) == ("function", fn.PLAIN.backend, {"env": "plain"})
+    assert one.worker_pid not in (0, os.getpid())
+    assert 0 < one.kernel_ns < one.elapsed_ns
+    assert failed.error.startswith("plain: REMOTE_EXCEPTION: ")
+    assert (sent.error, sent.name) == ("", one.name)
+
+
 def test_values_come_back_as_they_went() -> None:
     """Types and values, sizes from nothing to far beyond what a first answer has room for."""
     value: dict[Any, Any] = {

@@ -422,3 +422,31 @@ def test_express_lanes_can_be_turned_off(new_site: Callable[..., Site]) -> None:
         lz.status()
     close(result, silu(values))
     assert report().path == "broker"
+
+
+def test_a_trace_has_calls_on_a_gpu_with_its_times(connected: Site) -> None:
+    """By whichever way they go; which call feeds which is told by memory that is still its result."""
+    x, values = randn(32, 48)
+    settle(lambda: lz.silu(x))
+    with lz.trace() as trace:
+        y = lz.silu(x)
+        z = lz.silu(y)
+        del y
+        out = soft_cupy.empty(x.shape)
+        lz.silu(z, out=out)
+        lz.silu(out)
+    lz.synchronize(PATIENCE_S)
+    close(z, silu(silu(values)))
+    calls = trace.calls
+    assert [(call.device, call.backend) for call in calls] == [("cuda:0", "one")] * 4
+    assert [[(one.input, one.call) for one in call.sources] for call in calls] == [
+        [],
+        [("x", 0)],
+        [("x", 1)],
+        [("x", 2)],
+    ]
+    spans = [call.gpu_ns for call in calls]
+    assert None not in spans
+    for call, (start_ns, took_ns) in zip(calls, spans, strict=True):  # type: ignore[misc]
+        assert took_ns > 0
+        assert call.start_ns - 5_000_000 < start_ns

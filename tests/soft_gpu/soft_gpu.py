@@ -351,6 +351,10 @@ class SoftDriver:
         stream, number = self._events[event]
         return stream.done >= number
 
+    def synchronize_event(self, event: int) -> None:
+        while not self.is_event_done(event):
+            time.sleep(0.0001)
+
     def elapsed_ns(self, start: int, end: int) -> int:
         return self._times[end] - self._times[start]
 

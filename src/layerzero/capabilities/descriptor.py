@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from layerzero.capabilities.compile_unit import Facet
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, DRAWING, FUNCTION, OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SCHEMA_VERSION = "1.0"
@@ -117,7 +117,8 @@ class KernelCapability(BaseModel):
     # semantics
     compute_dtype: str = "same"  # accumulation dtype; "same" is that of the inputs
     deterministic: bool
-    rng: Literal["none", "seeded", "global"] = "none"  # draws no random numbers, those of a given seed, or any
+    # Draws no random numbers, those of a given seed, those that docs/ops.md gives for a seed and an offset, or any.
+    rng: Literal["none", "seeded", "philox4x32", "global"] = "none"
     is_cuda_graph_safe: bool = False
     mutates_inputs: bool = False
     copies_inputs: bool = False  # the library copies inputs into its own memory
@@ -212,6 +213,8 @@ class Capability(BaseModel):
                         missing.append("causal_alignments")
                     if op in OPS and OPS[op].indices and not kernel.index_dtypes:
                         missing.append("index_dtypes")
+                    if op in DRAWING and kernel.rng != "philox4x32":
+                        missing.append('rng "philox4x32"')
                 if missing:
                     raise ValueError(f"{kernel.kernel_id}: missing constraint {', '.join(missing)} (fail closed)")
         return self

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from layerzero.client.connection import observing
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
@@ -206,7 +207,7 @@ class Call:
                 self._record = self._session.last_record
                 if self.options.shadow and wrap is None:
                     self._check(answer.value, served_by)
-                self._note(served_by)
+                self._note(served_by, answer.value)
                 return answer.value if wrap is None else self._wrapped(wrap, answer.value, served_by)
             where = self._env_of(error)
             self._failures.append(f"{where.name}: {error.code}: {error.message.partition(chr(10))[0]}")
@@ -242,8 +243,8 @@ class Call:
         places = owner._places
         places.introduce(self._session)
         name = places.env_of(given.backends[0]).name
-        of = places.of(given.nbytes)
-        self._exchange = exchange = Exchange(self._session, given.backends, self.label, name, self._stays, of)
+        its = (self._session, given.backends, self.label, name, self._stays, places.of(given.nbytes))
+        self._exchange = exchange = Exchange(*its)
         exchange.library = self._library
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
@@ -332,7 +333,7 @@ class Call:
         self._attempts += 1
         name = getattr(fallback, "__qualname__", repr(fallback))
         value = self._value_of(fallback)
-        self._note(f"fallback {name}")
+        self._note(f"fallback {name}", value)
         return value
 
     def _value_of(self, fallback: Callable[..., Any]) -> Any:
@@ -364,14 +365,15 @@ class Call:
         """The same call elsewhere."""
         return Call(self.owner, given, self.args, self.kwargs, options)
 
-    def _note(self, served_by: str) -> None:
-        """It has ended: what a report is made of, without the arguments."""
-        given = self.given
+    def _note(self, served_by: str, value: Any = None) -> None:
+        """It has ended: what a report is made of, without the arguments. `value`: for a trace."""
+        given, args, kwargs = self.given, self.args, self.kwargs
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
         self._uncopied_bytes = self._placed_bytes + (0 if given is None else given.uncopied_bytes)
-        self.given, self.args, self.kwargs, self._exchange, self._loan = None, (), {}, None, None
-        self._wrap = None
+        self.given, self.args, self.kwargs, self._exchange, self._loan, self._wrap = None, (), {}, None, None, None
         self.owner._last.call = self
+        if observing.recorder is not None:
+            observing.recorder.note_function(self, (self._start_ns, self._ended_ns), args, kwargs, value)
 
     @property
     def report(self) -> FunctionReport | None:

@@ -121,7 +121,7 @@ class CallHere(Call):
             value = self._function(*self.args, **self.kwargs) if running is None else running.result()
         except (Exception, SystemExit) as exc:
             raise self._raised(exc) from exc
-        self._note(THIS_PROCESS)
+        self._note(THIS_PROCESS, value)
         return value
 
     def _raised(self, exc: BaseException) -> RemoteError:

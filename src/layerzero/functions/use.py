@@ -45,6 +45,6 @@ class Use(Call):
         self._loan = self._stay.lend()
         return super()._request()
 
-    def _note(self, served_by: str) -> None:
-        super()._note(served_by)
+    def _note(self, served_by: str, value: Any = None) -> None:
+        super()._note(served_by, value)
         self._stay = None  # the report of a call keeps no object alive

@@ -313,6 +313,38 @@ def dequantize(x: Tensor, scale: Tensor, *, dtype: str = "float32", **_: Any) ->
     return x.new_empty(shape, dtype=found)
 
 
+def like_logits(op: str) -> Callable[..., Tensor]:
+    """Of what changes logits: as `logits`."""
+
+    def fake(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        _need(logits.dim() in (1, 2), lambda: _shapes(op, "(rows, vocabulary) or (vocabulary,)", logits=logits))
+        return logits.new_empty(logits.shape)
+
+    return fake
+
+
+def sample(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A token of each row."""
+    text = "(rows, vocabulary) or (vocabulary,)"
+    _need(logits.dim() in (1, 2), lambda: _shapes("sample", text, logits=logits))
+    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+
+
+def speculative_verify(target_probs: Tensor, draft_ids: Tensor, *_: Any, **__: Any) -> Any:
+    """A token for each step, and a count for each row."""
+    text = "(rows, drafts + 1, vocabulary) or without rows"
+    _need(target_probs.dim() in (2, 3), lambda: _shapes("speculative_verify", text, target_probs=target_probs))
+    shape = target_probs.shape
+    return tuple(target_probs.new_empty(one, dtype=torch.int64) for one in (shape[:-1], shape[:-2]))
+
+
+def tree_accept(draft_ids: Tensor, parents: Tensor, target_ids: Tensor, **_: Any) -> Any:
+    """A token and a node for each node, and a count for each row."""
+    _need(draft_ids.dim() in (1, 2), lambda: _shapes("tree_accept", "(rows, nodes) or (nodes,)", draft_ids=draft_ids))
+    shape = draft_ids.shape
+    return tuple(draft_ids.new_empty(one, dtype=torch.int64) for one in (shape, shape, shape[:-1]))
+
+
 # --- checks ------------------------------------------------------------------------------------------------------
 
 

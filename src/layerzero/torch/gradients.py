@@ -80,7 +80,7 @@ def layer_norm(grad: Tensor, call: Call) -> Gradients:
         backward.thread.why = OUTSIDE
         return dict(norms.layer_norm(*args, call.needs))
     pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
-    return dict(zip(norms.LAYER_NORM, torch.ops.layerzero.layer_norm_backward(*args, **pinned), strict=True))
+    return dict(zip(norms.LAYER_NORM, torch.ops.layerzero.layer_norm_backward.default(*args, **pinned), strict=True))
 
 
 def rms_norm(grad: Tensor, call: Call) -> Gradients:
@@ -107,7 +107,7 @@ def _rms_norm(grad: Tensor, x: Tensor, call: Call, needs: frozenset[str], backen
         backward.thread.why = OUTSIDE
         return dict(norms.rms_norm(*args, needs))
     pinned = {"backend": backend, "timeout_s": call["timeout_s"]}
-    return dict(zip(norms.RMS_NORM, torch.ops.layerzero.rms_norm_backward(*args, **pinned), strict=True))
+    return dict(zip(norms.RMS_NORM, torch.ops.layerzero.rms_norm_backward.default(*args, **pinned), strict=True))
 
 
 def addmm(grad: Tensor, call: Call) -> Gradients:
@@ -248,7 +248,9 @@ def attention(grad: Tensor, call: Call) -> Gradients:
         backward.thread.why = NOT_KEPT if lse is None else OTHERS
         return dict(found)
     pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
-    dq, dk, dv = torch.ops.layerzero.attention_backward(grad, *tensors, call["out"], lse, mask, **options, **pinned)
+    dq, dk, dv = torch.ops.layerzero.attention_backward.default(
+        grad, *tensors, call["out"], lse, mask, **options, **pinned
+    )
     return {"q": dq, "k": dk, "v": dv}
 
 

@@ -257,6 +257,7 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
     """What autograd knows of an op. Its first arguments: what computes the result, and those given by name only."""
     formula, label = entry.formula, entry.label
     names, defaults, tensors = _arguments(op)
+    in_its_place = _in_its_place(entry, op) if entry.with_gradients else None
 
     @functools.cache
     def kept_of(needs: tuple[bool, ...]) -> _Kept:
@@ -280,9 +281,8 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
             # no_grad.
             with torch.enable_grad():
                 out = run(*args, **options)
-        elif entry.with_gradients:
-            with _AutoDispatchBelowAutograd():
-                out, also = _in_place_of(entry, dict(zip(names, args, strict=False)), options)
+        elif in_its_place is not None:
+            out, also = in_its_place(run, dict(zip(names, args, strict=False)), options)
         else:
             out = run(*args, **options)
         if entry.also_saved and not entry.with_gradients:
@@ -331,11 +331,24 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
     )
 
 
-def _in_place_of(entry: OpEntry, given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The op that runs where gradients are wanted, with those of the arguments that it has."""
-    op = getattr(torch.ops.layerzero, entry.with_gradients).default
-    known = {arg.name for arg in op._schema.arguments}
-    return op(**{name: value for name, value in {**given, **options}.items() if name in known})
+def _in_its_place(entry: OpEntry, op: Any) -> Callable[..., Any]:
+    """The op that runs where gradients are wanted, with those of the arguments that it has, found at the first call:
+    it may be defined later than this one. `run`: what would do without; a kernel needs no dispatcher."""
+
+    @functools.cache
+    def found() -> tuple[Any, Callable[..., Any], frozenset[str]]:
+        one = getattr(torch.ops.layerzero, entry.with_gradients).default
+        return one, KERNELS[id(one)], frozenset(arg.name for arg in one._schema.arguments)
+
+    def call(run: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        one, kernel, known = found()
+        given = {name: value for name, value in {**given, **options}.items() if name in known}
+        if run is KERNELS.get(id(op)):
+            return kernel(**given)
+        with _AutoDispatchBelowAutograd():
+            return one(**given)
+
+    return call
 
 
 class _Once(torch.autograd.Function):

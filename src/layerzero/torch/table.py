@@ -101,6 +101,12 @@ class OpEntry:
         return f"{self.arguments}, {star}str? backend=None, float? timeout_s=None"
 
 
+def _sample(logits: Tensor, seed: Tensor, offset: Tensor, *settings: Tensor | None, **options: Any) -> Tensor:
+    """lz.sample, whose seed and offset come last."""
+    found: Tensor = lz.sample(logits, *settings, **options, seed=seed, offset=offset)  # type: ignore[misc]
+    return found
+
+
 _RULE = (
     'bool is_causal=False, float? scale=None, bool enable_gqa=False, str layout="BHSD", str causal_alignment="top_left"'
 )
@@ -409,5 +415,30 @@ TABLE: dict[str, OpEntry] = {
             batch=batching.embedding,
             only_here=frozenset({"padding_idx", "scale_grad_by_freq", "sparse"}),
         ),
+        OpEntry(
+            "penalize_logits",
+            "Tensor logits, Tensor token_ids, Tensor? repetition_penalty=None, Tensor? presence_penalty=None, "
+            "Tensor? frequency_penalty=None",
+            fakes.like_logits("penalize_logits"),
+        ),
+        OpEntry(
+            "filter_logits",
+            "Tensor logits, Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None",
+            fakes.like_logits("filter_logits"),
+        ),
+        OpEntry(
+            "sample",
+            "Tensor logits, Tensor seed, Tensor offset, Tensor? temperature=None, Tensor? top_k=None, "
+            "Tensor? top_p=None, Tensor? min_p=None",
+            fakes.sample,
+            runs=_sample,
+        ),
+        OpEntry(
+            "speculative_verify",
+            "Tensor target_probs, Tensor draft_ids, Tensor? draft_probs, Tensor seed, Tensor offset",
+            fakes.speculative_verify,
+            results=2,
+        ),
+        OpEntry("tree_accept", "Tensor draft_ids, Tensor parents, Tensor target_ids", fakes.tree_accept, results=3),
     )
 }

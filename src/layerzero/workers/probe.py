@@ -245,7 +245,8 @@ def _run(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case, dtype: s
         if untouched != memory:
             raise ValueError(f"{case.name}: the kernel wrote between the elements of its output")
         found, allowed = difference(unpack(data, spec.dtype), expected, spec.dtype), tolerance(dtype, op, spec.dtype)
-        error = max(error, found * tolerance(dtype, op) / allowed if allowed else found)
+        of_data = tolerance(dtype, op)
+        error = max(error, found * of_data / allowed if allowed else found and found + of_data)  # none is allowed
     return error
 
 

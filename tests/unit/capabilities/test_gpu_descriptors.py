@@ -40,6 +40,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
     def dense(*shape: int) -> TensorSpec:
         return TensorSpec.contiguous(dtype, shape)
 
+    single = TensorSpec.contiguous("float32", (1,))
     inputs: dict[str, tuple[TensorSpec | None, ...]] = {
         "attention": (*[dense(2, 16, 256, head_dim)] * 3, None),
         "attention_forward": (*[dense(2, 16, 256, head_dim)] * 3, None),
@@ -74,6 +75,17 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "cat": (dense(64, 64), dense(64, 64), *[None] * 6),
         "quantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
         "dequantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
+        "penalize_logits": (dense(4, 512), TensorSpec.contiguous("int64", (4, 32)), *[single] * 3),
+        "filter_logits": (dense(4, 512), single, TensorSpec.contiguous("int64", (1,)), single, single),
+        "sample": (
+            *(dense(4, 512), *[TensorSpec.contiguous("int64", (4,))] * 2),
+            *(single, TensorSpec.contiguous("int64", (1,)), single, single),
+        ),
+        "speculative_verify": (
+            *(dense(4, 5, 512), TensorSpec.contiguous("int64", (4, 4)), dense(4, 4, 512)),
+            *[TensorSpec.contiguous("int64", (4,))] * 2,
+        ),
+        "tree_accept": (dense(4, 32), TensorSpec.contiguous("int64", (4, 32)), dense(4, 32)),
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {

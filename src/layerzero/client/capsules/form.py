@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,11 +113,7 @@ class Capsule:
             "name": self.name,
             "op": self.op,
             "made_s": self.made_s,
-            "arguments": [
-                {"name": a.name, "spec": a.spec.to_wire(), "segment": a.segment, "start": a.start}
-                for a in self.arguments
-            ],
-            "segments": [vars(segment) for segment in self.segments],
+            **arguments_to_dict(self.arguments, self.segments),
             "params": dict(self.params),
             "output": None if self.output is None else self.output.to_wire(),
             "failures": [vars(failure) for failure in self.failures],
@@ -169,19 +165,7 @@ def _of(name: str, value: Any) -> Capsule:
     op = str(value["op"])
     if op not in PUBLIC_OPS:
         raise ValueError(f"no op is called {op!r:.40}")
-    segments = tuple(
-        Segment(_count(one["nbytes"]), _count(one["offset"]) % ALIGNMENTS, str(one["sha256"]))
-        for one in value["segments"]
-    )
-    arguments = tuple(
-        Argument(str(one["name"]), TensorSpec.from_wire(one["spec"]), _count(one["segment"]), _count(one["start"]))
-        for one in value["arguments"]
-    )
-    if len(segments) > MAX_SEGMENTS or not {a.name for a in arguments} <= set(OPS[op].inputs):
-        raise ValueError(f"arguments that {op} does not have")
-    for a in arguments:
-        if a.segment >= len(segments) or a.start + a.spec.span_bytes > segments[a.segment].nbytes:
-            raise ValueError(f"{a.name} lies outside of its memory")
+    arguments, segments = arguments_of(op, value)
     failures = tuple(Failure(**{key: one[key] for key in Failure.__annotations__}) for one in value["failures"])
     if not failures or not isinstance(value["params"], dict) or not isinstance(value["facts"], dict):
         raise ValueError("fields are missing")
@@ -199,6 +183,31 @@ def _of(name: str, value: Any) -> Capsule:
         str(value["left_out"]),
         value["facts"],
     )
+
+
+def arguments_to_dict(arguments: Sequence[Argument], segments: Sequence[Segment]) -> dict[str, Any]:
+    """Plain values of "arguments" and "segments"."""
+    told = [{"name": a.name, "spec": a.spec.to_wire(), "segment": a.segment, "start": a.start} for a in arguments]
+    return {"arguments": told, "segments": [dict(vars(segment)) for segment in segments]}
+
+
+def arguments_of(op: str, value: Any) -> tuple[tuple[Argument, ...], tuple[Segment, ...]]:
+    """What `arguments_to_dict` made of a call of an op, which may be anybody's: checked. Raises what is wrong with it:
+    ValueError, KeyError, TypeError, LayerZeroError."""
+    segments = tuple(
+        Segment(_count(one["nbytes"]), _count(one["offset"]) % ALIGNMENTS, str(one["sha256"]))
+        for one in value["segments"]
+    )
+    arguments = tuple(
+        Argument(str(one["name"]), TensorSpec.from_wire(one["spec"]), _count(one["segment"]), _count(one["start"]))
+        for one in value["arguments"]
+    )
+    if len(segments) > MAX_SEGMENTS or not {a.name for a in arguments} <= set(OPS[op].inputs):
+        raise ValueError(f"arguments that {op} does not have")
+    for a in arguments:
+        if a.segment >= len(segments) or a.start + a.spec.span_bytes > segments[a.segment].nbytes:
+            raise ValueError(f"{a.name} lies outside of its memory")
+    return arguments, segments
 
 
 def _count(value: Any) -> int:

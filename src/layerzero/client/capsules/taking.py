@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.arrays.copies import copy_into
-from layerzero.client.arrays.recognition import CPU
+from layerzero.client.arrays.recognition import CPU, Array
 from layerzero.client.capsules.form import (
     ALIGNMENTS,
     CALL,
@@ -127,10 +127,10 @@ class Capsules:
         return name
 
     def _keep_memory(self, submitted: Submitted, draft: Path) -> tuple[tuple[Argument, ...], tuple[Segment, ...], str]:
-        names, specs = OPS[submitted.request.op].inputs, submitted.route.plan.inputs
-        given = zip(names, submitted.arrays, specs, strict=True)
+        named = zip(OPS[submitted.request.op].inputs, submitted.arrays, strict=True)
+        given = [(n, a, spec_of(a, is_dense=n in submitted.adapted)) for n, a in named if a is not None]
         own: dict[str, Any] = {}  # until the bytes are written
-        arguments, segments, blocks = _lay_out([x for x in given if x[1] is not None and x[2] is not None], own)
+        arguments, segments, blocks = lay_out(given, own)
         nbytes = sum(segment.nbytes for segment in segments)
         most = {SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
         if self._mode == SHAPES:
@@ -193,7 +193,15 @@ def _can_be_kept(submitted: Submitted) -> bool:
     )
 
 
-def _lay_out(
+def spec_of(array: Array, *, is_dense: bool = False) -> TensorSpec:
+    """What a worker gets of an argument, with the caller's dimensions: the memory as it lies where workers reach that,
+    else a dense copy."""
+    spec = array.spec
+    is_reached = not array.needs_copy and not is_dense and arenas.pool.find(array.address, spec.span_bytes) is not None
+    return spec if is_reached or spec.is_contiguous else TensorSpec.contiguous(spec.dtype, spec.shape)
+
+
+def lay_out(
     given: Sequence[tuple[str, Any, Any]], own: dict[str, Any]
 ) -> tuple[tuple[Argument, ...], tuple[Segment, ...], list[Any]]:
     """Where kernels met the arguments, those in one piece that share memory, and the bytes of each piece. `given`:

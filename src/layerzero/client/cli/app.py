@@ -34,6 +34,7 @@ from layerzero.client.cli.options import (
     Tokenizer,
     Words,
 )
+from layerzero.client.cli.trace import trace_app
 from layerzero.ipc.version import __version__
 
 EPILOG = (
@@ -80,9 +81,8 @@ keys_app = typer.Typer(help="Make secrets of stacks, and keys for tcp.", no_args
 app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-app.add_typer(cache_app, name="cache")
-app.add_typer(lift_app, name="lift")
-app.add_typer(capsule_app, name="capsule")
+for name, part in (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app)):
+    app.add_typer(part, name=name)
 app.command()(replay)
 app.command()(attach)
 app.command()(ops)

@@ -50,7 +50,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
     if record is None or isinstance(record, SelectionReport):
         return record
     plan, copies, start_ns, end_ns, kernel_ns, attempts, decision, prior, note = record
-    copies, kept = _told_apart(copies)
+    copies, kept = told_apart(copies)
     where = "client" if decision.lane == IN_PROCESS else "worker"
     for is_copied, name, specs in (
         (decision.copies_inputs, "inputs", plan.inputs),
@@ -71,14 +71,14 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         kept=tuple(kept),
         elapsed_us=(end_ns - start_ns) / 1e3,
         kernel_us=kernel_ns / 1e3,
-        attempts=(*prior, *(_attempt(a) for a in attempts), good),
+        attempts=(*prior, *(attempt_of(a) for a in attempts), good),
         candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
         notes=(*rolled_out(decision.kernel_id, decision.candidates), *((note,) if note else ())),
         verdicts_age_s=age_s,
     )
 
 
-def _told_apart(copies: Copies) -> tuple[list[Copy], list[Copy]]:
+def told_apart(copies: Copies) -> tuple[list[Copy], list[Copy]]:
     """Those that were made for this call, and those that were made before it."""
     told: list[Copy] = []
     if copies and isinstance(copies[0], tuple):
@@ -100,7 +100,7 @@ def failure_of(
     op: str, copies: Sequence[Copy], start_ns: int, outcome: messages.Outcome, prior: Sequence[Attempt] = ()
 ) -> SelectionReport:
     """As `failure`, from its parts."""
-    copies, kept = _told_apart(copies)
+    copies, kept = told_apart(copies)
     return SelectionReport(
         op=op,
         kernel_id=None,
@@ -110,7 +110,7 @@ def failure_of(
         copies=tuple(copies),
         kept=tuple(kept),
         elapsed_us=(time.perf_counter_ns() - start_ns) / 1e3,
-        attempts=(*prior, *(_attempt(a) for a in outcome.attempts)),
+        attempts=(*prior, *(attempt_of(a) for a in outcome.attempts)),
         candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),
     )
 
@@ -122,7 +122,7 @@ def waited(outcome: messages.Outcome) -> str:
 
 def attempts_of(outcome: messages.Outcome) -> tuple[Attempt, ...]:
     """Those that failed, as the broker tells them."""
-    return tuple(_attempt(a) for a in outcome.attempts)
+    return tuple(attempt_of(a) for a in outcome.attempts)
 
 
 def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
@@ -154,7 +154,8 @@ def with_refusal(candidate: Candidate, refusals: Mapping[str, str]) -> Candidate
     return replace(candidate, notes=(*candidate.notes, f"does not run in this process: {why}"))
 
 
-def _attempt(value: Any) -> Attempt:
+def attempt_of(value: Any) -> Attempt:
+    """A failed one, as the broker tells it."""
     failed = as_failed_attempt(value)
     return Attempt(
         failed["backend"],

@@ -11,6 +11,7 @@ from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import arena as arenas
+from layerzero.client.connection import observing
 from layerzero.client.gpu.arrays import give, new_like
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
@@ -71,7 +72,9 @@ def empty_like(array: ArrayT) -> ArrayT:
 
 
 def _fresh(spec: TensorSpec, like: Array) -> tuple[Any, memoryview]:
-    memory, _, _ = arenas.pool.allocate(spec.span_bytes)
+    memory, arena, offset = arenas.pool.allocate(spec.span_bytes)
+    if observing.recorder is not None:
+        observing.recorder.note_fresh(arena.address + offset, spec.span_bytes)
     value, was_copied = wrap(memory, spec, like)
     if was_copied:
         raise InvalidArgument(

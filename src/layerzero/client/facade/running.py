@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
+from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request, Submitted
 from layerzero.client.connection.express import Receipt
 from layerzero.client.connection.record import Record
@@ -73,7 +74,8 @@ def send(request: Request) -> Future:
         value = owner.run(request)
         record = owner.last_record
         return Future(owner, request.op, value=value, record=record)
-    return Future(owner, request.op, owner.send(request))
+    begun = None if observing.recorder is None else observing.recorder.begin(request)
+    return Future(owner, request.op, owner.send(request), begun=begun)
 
 
 class Future:
@@ -87,13 +89,15 @@ class Future:
         *,
         value: Any = None,
         record: Record | SelectionReport | Enqueued | None = None,
+        begun: Any = None,
     ) -> None:
-        """Without `submitted` the call has ended with `value`, or is enqueued on a GPU."""
+        """Without `submitted` the call has ended with `value`, or is enqueued on a GPU. `begun`: of a trace."""
         self._session = owner
         self._op = op
         self._submitted = submitted
         self._record: Record | SelectionReport | Enqueued | None = record
         self._value = value
+        self._begun = begun
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -161,7 +165,9 @@ class Future:
         except Exception as exc:  # the op's error, or an array library's, as each `result` raises it; not an interrupt
             self._error = exc
         self._record = owner.last_record
-        self._submitted = None
+        if self._begun is not None and observing.recorder is not None:
+            observing.recorder.end(self._begun, owner, self._value, self._error)
+        self._submitted = self._begun = None
         return True
 
     def _too_early(self, timeout: float | None) -> TimeoutError:

@@ -74,6 +74,7 @@ class GpuCalls:
     def __init__(self, session: SessionView, link: Link) -> None:
         self._session, self._link = session, link
         self._gpus: dict[int, Gpu] = {}
+        self.is_used = False  # there was a call on a GPU
         self._lock = threading.Lock()
         self._count = itertools.count(1)
         self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
@@ -94,7 +95,7 @@ class GpuCalls:
                 if gpu is None:
                     on_failure, unbind = self.outcomes.note_failure, self._captures.unbind_gone
                     gpu = Gpu(self._link, self._session.arena_registry, memory_of(ordinal), on_failure, unbind)
-                    self._gpus[ordinal] = gpu
+                    self._gpus[ordinal], self.is_used = gpu, True
         return gpu
 
     def run_known(self, request: Request, start_ns: int) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from layerzero.client.arrays.recognition import CPU
-from layerzero.client.connection import overlay
+from layerzero.client.connection import observing, overlay
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
@@ -95,6 +95,7 @@ class ExecutionPlan:
         self._passes, self._has_fixed_weights, self._diagnostics = passes, fixed_weights, diagnostics
         self._is_timed = is_timed
         self._owner = getattr(function, "__self__", function)
+        self._name = getattr(function, "__qualname__", type(function).__name__)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
         self._misses: Counter[str] = Counter()
@@ -111,13 +112,15 @@ class ExecutionPlan:
             return self._function(*args, **kwargs)
         try:
             variant.runs += 1
-            return self._run(session, variant, args, kwargs, arrays)
+            if observing.recorder is None:
+                return self._run(session, variant, args, kwargs, arrays)
+            with observing.recorder.scope(f"plan {self._name}"):
+                return self._run(session, variant, args, kwargs, arrays)
         finally:
             variant.lock.release()
 
     def __repr__(self) -> str:
-        name = getattr(self._function, "__qualname__", type(self._function).__name__)
-        return f"<lz.plan of {name}: {counted(len(self._variants), 'plan')}>"
+        return f"<lz.plan of {self._name}: {counted(len(self._variants), 'plan')}>"
 
     # --- what is seen of it
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.arrays.recognition import describe
+from layerzero.client.connection import observing
 from layerzero.client.connection.overlay import Overlay, Scope, on_top
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.plans.layout import NOBODY, lay_out
@@ -206,8 +208,18 @@ class _Frame:
             assert function is not None
             result, kernel_id, how = function(*args, **kwargs), "", OWN
         self._keep(step.result, result)
+        if observing.recorder is not None and step.request is None:
+            self._note_fresh(step, observing.recorder)
         us = (time.perf_counter_ns() - start_ns) / 1e3
         self._plan.timings[step.number] = StepRun(step.number, how, kernel_id, us)
+
+    def _note_fresh(self, step: Step, recorder: observing.Recorder) -> None:
+        """What the caller's own code has made lies where an earlier step's result may have lain."""
+        fresh = {storage.number for storage in step.fresh}
+        for value in map(self._program.value, step.made):
+            if value.storage.number in fresh and self._is_laid_out(value):
+                array = describe(self.array(value))
+                recorder.note_fresh(array.address, array.spec.span_bytes)
 
     def _into(self, step: Step) -> tuple[Callable[..., Any] | None, Any]:
         """A ufunc writes where its result is to lie."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.counters import Row
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt, Stopped
@@ -278,6 +279,8 @@ class Segment:
         if isinstance(end, Ran):
             chain.declined = 0
             self._note_ran(chain, end, start_ns)
+            if observing.recorder is not None:
+                observing.recorder.note_chain(self._noted(chain, end, places), start_ns, time.perf_counter_ns())
             return
         if end is None:  # it was declined, or another thread is on the lane: none of its steps has run
             chain.declined += 1
@@ -308,6 +311,21 @@ class Segment:
         count_steps(self.session, chain.rows, now_ns - start_ns)
         if not self.is_linked:  # a chain before it has ended otherwise
             self._read(chain)
+
+    def _noted(self, chain: _Chain, end: Ran, places: Sequence[Place]) -> Iterator[observing.StepNote]:
+        """Its steps, for a trace."""
+        rows = zip(chain.numbers, chain.routes, chain.leases, unpack_times(end.said), strict=False)
+        for number, route, lease, ns in rows:
+            step = self.steps[number]
+            at = [0 if reach is None else self._address(reach, places) for reach in self._reaches(step)]
+            assert step.request is not None
+            asked = (step.request.op, tuple(self._spec(arg) for arg in step.args), step.request.params)
+            args, made = at[: len(step.args)], at[len(step.args) :]
+            yield observing.StepNote(*asked, route.plan, lease.decision, ns, args, made)
+
+    def _address(self, reach: Reach, places: Sequence[Place]) -> int:
+        arena, offset = self._at(reach, places)
+        return int(arena.address) + offset
 
     def read_times(self) -> None:
         """Into `timings`, those of chains that ran since they were read last."""

@@ -483,6 +483,20 @@ static PyObject *Repeats_key(Repeats *self, PyObject *request) {
     Py_RETURN_NONE;
 }
 
+/* Where arrays lie, 8 bytes for each of a tuple, 0 for None; None where the Python knows more of one of them. */
+static PyObject *Repeats_addresses(Repeats *self, PyObject *given) {
+    Key key;
+    Verdict verdict = PyTuple_CheckExact(given) ? PLAIN : OTHERS;
+    key.is_placed = 0, key.count = 0;
+    for (Py_ssize_t n = 0; verdict == PLAIN && n < PyTuple_Size(given); n++) {
+        key.used = 0;
+        verdict = append_argument(&self->its.types, &key, PyTuple_GetItem(given, n));
+    }
+    if (verdict == FAILED) return NULL;
+    if (verdict == PLAIN) return PyBytes_FromStringAndSize((const char *)key.addresses, 8 * (Py_ssize_t)key.count);
+    Py_RETURN_NONE;
+}
+
 static PyObject *Repeats_learn(Repeats *self, PyObject *args, PyObject *kwargs) {
     (void)args;
     return learn_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of);
@@ -500,6 +514,7 @@ static PyMethodDef repeats_methods[] = {
     {"take", (PyCFunction)(void (*)(void))Repeats_take, METH_FASTCALL, "take(receipt, left_s): the result, or `miss`"},
     {"wait", (PyCFunction)Repeats_await, METH_VARARGS, "wait(receipt, left_s, expected_ns)"},
     {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
+    {"addresses", (PyCFunction)Repeats_addresses, METH_O, "addresses(arrays): of each in a tuple, as bytes, or None"},
     {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
     {"forget_arenas", (PyCFunction)Repeats_forget_arenas, METH_NOARGS, "forget_arenas(): they have other numbers"},
     {NULL, NULL, 0, NULL},

@@ -72,6 +72,7 @@ class Repeats:
         self.run: Callable[[Request, int], Any] = _miss
         self.submit: Callable[[Request, int], Any] = _miss
         self.take: Callable[[Any, float], Any] = _take_nothing
+        self.addresses: Callable[[tuple[Any, ...]], bytes | None] = _know_none  # for traces
         self.make_line: Callable[[lane_page.Page, int, int], Line] | None = None
         self.wait: Wait | None = None  # for a call on such a line
         if library is None:
@@ -104,6 +105,7 @@ class Repeats:
         )
         self.run, self.submit, self.take = self._compiled.run, self._compiled.submit, self._compiled.take
         self.make_line, self.wait = self._make_line, self._compiled.wait
+        self.addresses = self._compiled.addresses
         registry.on_change = self._compiled.forget_arenas
 
     def clear(self) -> None:
@@ -132,15 +134,20 @@ class Repeats:
         told = self._site(submitted, lane, lease)
         if told is None:
             return
-        for kind in {one.kind for one in (*submitted.arrays, *submitted.outs) if one is not None} - self._kinds:
-            self._compiled.learn(**_types_of(kind))
-            self._kinds.add(kind)
+        self.learn({one.kind for one in (*submitted.arrays, *submitted.outs) if one is not None})
         key = self._compiled.key(submitted.request)
         if key is None or overlay.process() is not submitted.asked_in:
             return  # the key may have another policy than the lease
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[key] = library.CallSite(**told)
+
+    def learn(self, kinds: set[str]) -> None:
+        """Arrays of these kinds are known from now on, as far as they can be."""
+        if self._compiled is not None:
+            for kind in (kinds & {*_KINDS}) - self._kinds:
+                self._compiled.learn(**_types_of(kind))
+                self._kinds.add(kind)
 
     def _site(self, submitted: Submitted, lane: Lane, lease: Lease) -> dict[str, Any] | None:
         """None for a call that is to go the longer way each time."""
@@ -226,6 +233,10 @@ def _miss(request: Request, start_ns: int) -> Any:
 
 def _take_nothing(receipt: Any, left_s: float) -> Any:
     return MISS
+
+
+def _know_none(arrays: tuple[Any, ...]) -> bytes | None:
+    return None
 
 
 def _never() -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.capsules.taking import Capsules
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection import overlay, start
+from layerzero.client.connection import observing, overlay, start
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import (
     Request,
@@ -170,8 +170,10 @@ class Session:
 
     # --- a call --------------------------------------------------------------------------------------
 
-    def run(self, request: Request) -> Any:
-        """Run one op and return its result. Raises what client/facade/ops.py documents."""
+    def run(self, request: Request, *, is_recorded: bool = False) -> Any:
+        """Run one op and return its result. Raises what client/facade/ops.py documents. `is_recorded`: by a trace."""
+        if observing.recorder is not None and not is_recorded:
+            return observing.recorder.run(self, request)
         start_ns = time.perf_counter_ns()
         if request.places is not None:
             return self._run_prepared(prepare_placed(self, request, start_ns), start_ns)
@@ -327,7 +329,7 @@ class Session:
                 return self.wait(self.submit(submitted.request, (*submitted.prior, *attempts_of(outcome))))
             if isinstance(error, RunInProcess):
                 self.local.take_grant(submitted.route, error, outcome)
-                return self.run(submitted.request)
+                return self.run(submitted.request, is_recorded=True)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
                 hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.outs)
@@ -447,9 +449,7 @@ class Session:
         """As `explain`, for what `route_body` made."""
         found = explanation(op, self.ask("explain", route=body))
         why = self.refusals()
-        if not why:
-            return found
-        return replace(found, candidates=tuple(with_refusal(one, why) for one in found.candidates))
+        return replace(found, candidates=tuple([with_refusal(one, why) for one in found.candidates])) if why else found
 
     def ask(self, method: str, *, within_s: float = math.inf, **params: Any) -> Any:
         """A request to the broker: status, explain, reset, shutdown. Returns plain values. Raises Busy when there is no

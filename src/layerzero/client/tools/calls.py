@@ -112,6 +112,8 @@ def _rope(tokens: int) -> Call:
     return Call("rope", {"x": _f32(tokens, 8, 64), "cos": _f32(tokens, 32), "sin": _f32(tokens, 32)})
 
 
+_FILTERED = {"temperature": 0.75, "top_k": 50, "top_p": 0.875, "min_p": 0.0625}
+
 # What an op is tuned with when nobody says: one token and a few hundred of a small transformer.
 DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
@@ -210,6 +212,32 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
     "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
     "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),
+    "penalize_logits": (
+        Call(
+            "penalize_logits",
+            {"logits": _f32(8, 32_768), "token_ids": TensorSpec.contiguous("int64", (8, 512))},
+            {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+        ),
+    ),
+    "filter_logits": (Call("filter_logits", {"logits": _f32(8, 32_768)}, _FILTERED),),
+    "sample": (Call("sample", {"logits": _f32(8, 32_768)}, {"seed": 0, "offset": 0, **_FILTERED}),),
+    "speculative_verify": (
+        Call(
+            "speculative_verify",
+            {
+                "target_probs": _f32(8, 5, 32_768),
+                "draft_ids": TensorSpec.contiguous("int64", (8, 4)),
+                "draft_probs": _f32(8, 4, 32_768),
+            },
+            {"seed": 0, "offset": 0},
+        ),
+    ),
+    "tree_accept": (
+        Call(
+            "tree_accept",
+            {name: TensorSpec.contiguous("int64", (8, 64)) for name in ("draft_ids", "parents", "target_ids")},
+        ),
+    ),
     "null": (Call("null"),),
 }
 

@@ -70,6 +70,7 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int, *,
             values = rng.integers(0, max(min(top, np.iinfo(spec.dtype).max), 1), numel)
         else:
             values = rng.standard_normal(numel)
+            values = abs(values) if name.endswith("_probs") else values
         if device != CPU:
             made = GpuArray(device, spec)
             made.store(memoryview(_packed(values, spec.dtype)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from layerzero.client.capsules.form import ALIGNMENTS, Capsule
+from layerzero.client.capsules.form import ALIGNMENTS, Argument, Capsule, Segment
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.facade import default_session
@@ -82,7 +82,7 @@ def replay(
         for name in named:
             if name not in known:
                 raise InvalidArgument(f"no backend is called {name!r:.80}; known: {', '.join(known)}")
-        arguments = lay_out(capsule, data, seed)
+        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed)
         found: dict[str, Outcome] = {}
         reference: list[Any] | None = None
         for name in sorted(named, key=lambda one: (one != "torch", one)):
@@ -106,38 +106,40 @@ def own_broker() -> Iterator[Any]:
             default_session.disconnect()
 
 
-def lay_out(capsule: Capsule, data: Sequence[bytes], seed: int) -> dict[str, Any]:
-    """The arguments as NumPy's arrays in shared memory: with the strides, the overlaps and the alignment that kernels
-    met. Without data: random numbers, which share no memory. Raises EnvError, OutOfMemory."""
-    specs = {a.name: a.spec for a in capsule.arguments}
-    if not data and capsule.arguments:
-        return random_inputs(capsule.op, specs, seed)
+def lay_out(
+    op: str, given: Sequence[Argument], segments: Sequence[Segment], data: Sequence[bytes], seed: int
+) -> dict[str, Any]:
+    """The arguments of a call as NumPy's arrays in shared memory: with the strides, the overlaps and the alignment that
+    kernels met. Without data: random numbers, which share no memory. Raises EnvError, OutOfMemory."""
+    specs = {a.name: a.spec for a in given}
+    if not data and given:
+        return random_inputs(op, specs, seed)
     try:
         import numpy as np
     except ImportError as exc:
         raise EnvError(
-            "a capsule's arguments are NumPy's arrays, which is not installed here",
+            "arguments that were kept are NumPy's arrays, which is not installed here",
             cause=str(exc),
             repair="pip install 'layerzero-broker[demo]'",
         ) from exc
-    if any(not hasattr(np, a.spec.dtype) and a.spec.dtype != "bool" for a in capsule.arguments):
+    if any(not hasattr(np, a.spec.dtype) and a.spec.dtype != "bool" for a in given):
         try:
             import ml_dtypes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # teaches NumPy the names
         except ImportError as exc:
             raise EnvError(
-                "NumPy lacks dtypes of the capsule, and ml_dtypes is not installed here",
+                "NumPy lacks dtypes of the call, and ml_dtypes is not installed here",
                 cause=str(exc),
                 repair="pip install ml_dtypes",
             ) from exc
     blocks = []
-    for segment, kept in zip(capsule.segments, data, strict=True):
+    for segment, kept in zip(segments, data, strict=True):
         room = empty(segment.nbytes + ALIGNMENTS, "uint8")
         start = (segment.offset - room.ctypes.data) % ALIGNMENTS
         block = room[start : start + segment.nbytes]
         block[...] = np.frombuffer(kept, np.uint8)
         blocks.append(block)
     made = {}
-    for a in capsule.arguments:
+    for a in given:
         spec, block = a.spec, blocks[a.segment]
         strides = tuple(step * spec.itemsize for step in spec.strides)
         if spec.numel:
@@ -147,14 +149,16 @@ def lay_out(capsule: Capsule, data: Sequence[bytes], seed: int) -> dict[str, Any
     return made
 
 
-def request_of(capsule: Capsule, arguments: dict[str, Any], backend: str, timeout_s: float | None) -> Request:
+def request_of(
+    op: str, params: Mapping[str, Any], arguments: Mapping[str, Any], backend: str | None, timeout_s: float | None
+) -> Request:
     """Raises InvalidArgument for an op whose calls cannot be made from their arguments alone."""
-    name = f"plan_{capsule.op}"
+    name = f"plan_{op}"
     planner = next((getattr(m, name) for m in (plans, attention_plans, token_plans) if hasattr(m, name)), None)
     if planner is None:
-        raise InvalidArgument(f"calls of {capsule.op} cannot be replayed; lz capsule show has what is known")
-    args = tuple(arguments.get(one) for one in OPS[capsule.op].inputs)
-    return Request(capsule.op, args, dict(capsule.params), planner, None, backend, timeout_s)
+        raise InvalidArgument(f"calls of {op} cannot be made again; what is known of them can be shown")
+    args = tuple(arguments.get(one) for one in OPS[op].inputs)
+    return Request(op, args, dict(params), planner, None, backend, timeout_s)
 
 
 def _run(
@@ -170,11 +174,12 @@ def _run(
     before = {name: array.copy() for name, array in arguments.items()}
     first: list[Any] | None = None
     for number in range(times):
-        request = request_of(capsule, arguments, outcome.backend, timeout_s if number else timeout_s or START_S)
+        within_s = timeout_s if number else timeout_s or START_S
+        request = request_of(capsule.op, capsule.params, arguments, outcome.backend, within_s)
         try:
-            results = _results(session.run(request), request)
+            results = results_of(session.run(request), request)
         except LayerZeroError as exc:
-            outcome.note(*_why(exc))
+            outcome.note(*why_of(exc))
             if isinstance(exc, (NoBackend, InvalidArgument)):
                 break  # it will say so each time
         else:
@@ -186,21 +191,22 @@ def _run(
                 outcome.is_same = False
             first = first or [result.copy() for result in results]
             if reference is not None:
-                far = max((_distance(a, b) for a, b in zip(results, reference, strict=True)), default=0.0)
+                far = max((distance(a, b) for a, b in zip(results, reference, strict=True)), default=0.0)
                 outcome.error = max(far, outcome.error or 0.0)
         for name, array in arguments.items():  # ops in place, and kernels that write where they must not
             array[...] = before[name]
     return reference if reference is not None else first
 
 
-def _results(value: Any, request: Request) -> list[Any]:
+def results_of(value: Any, request: Request) -> list[Any]:
+    """All arrays that a call has made, or written in place."""
     if value is None:  # of an op in place
         inputs = OPS[request.op].inputs
         return [request.args[inputs.index(name)] for name in OPS[request.op].in_place]
     return list(value) if isinstance(value, tuple) else [value]
 
 
-def _why(exc: LayerZeroError) -> tuple[str, str]:
+def why_of(exc: LayerZeroError) -> tuple[str, str]:
     """In a word, and the detail."""
     report: Any = getattr(exc, "report", None)
     ends = [a for a in (report.attempts if report is not None else ()) if a.outcome is not None]
@@ -211,7 +217,7 @@ def _why(exc: LayerZeroError) -> tuple[str, str]:
     return exc.code, exc.message
 
 
-def _distance(one: Any, other: Any) -> float:
+def distance(one: Any, other: Any) -> float:
     """Of results from the reference, as a share of its largest number, which counts as 1 at least; infinite where one
     is finite and the other is not."""
     import numpy as np
@@ -228,6 +234,9 @@ def _distance(one: Any, other: Any) -> float:
 
 def is_far(outcome: Outcome, capsule: Capsule) -> bool:
     """Whether its results are further from the reference than kernels of that dtype may be."""
-    dtypes = [a.spec.dtype for a in capsule.arguments if a.spec.dtype in TOLERANCE]
-    most = max((TOLERANCE[dtype] for dtype in dtypes), default=0.0)
-    return outcome.error is not None and outcome.error > most
+    return outcome.error is not None and outcome.error > most_of(a.spec.dtype for a in capsule.arguments)
+
+
+def most_of(dtypes: Iterable[str]) -> float:
+    """So far may results be from a reference, of a call with arguments of these dtypes."""
+    return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)

@@ -58,7 +58,9 @@ def nearest(value: float, dtype: str) -> float:
 
 def tolerance(dtype: str, op: str = "", output: str = "") -> float:
     """What TOLERANCE says of a kernel of an op on data of this dtype; every other dtype must be exact. `output`: the
-    dtype of a result, where it is another one than the data's: the coarser of the two counts."""
+    dtype of a result, where it is another one than the data's: the coarser of the two counts; integers are exact."""
+    if "int" in output:
+        return 0.0
     known = {**TOLERANCE, **OF_ROUNDED} if op in _FROM_ROUNDED else TOLERANCE
     found = known.get(dtype, 0.0)
     return max(found, known[output]) if found and output in known else found

@@ -17,8 +17,8 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 @dataclass(frozen=True)
 class Op:
     """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
-    `indices` hold integers or bools that say where to look, and those in `singles` float32, whatever the dtype of the
-    data.
+    `indices` hold integers or bools, whatever the dtype of the data: where to look, counts, seeds; those in `singles`
+    float32.
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
@@ -64,6 +64,14 @@ CAST_DTYPES = (
     *("float16", "bfloat16", "float32", "float64"),
 )
 CAT_INPUTS = tuple(f"t{n}" for n in range(8))
+
+# What changes logits before a token is drawn, in the order in which it is applied.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_FILTERS_OF_FLOATS = frozenset(FILTERS) - {"top_k"}
+
+# Ops that draw random numbers of a seed and an offset of the caller's.
+DRAWING = frozenset({"sample", "speculative_verify"})
 
 # Of a tokenizer: SHA-256 of its file and of its parts, and what each rule about files reads (capabilities/match.py).
 TOKENIZER_ATTRS = (
@@ -228,6 +236,52 @@ OPS: dict[str, Op] = {
         Op("dequantize", ("x", "scale"), singles=frozenset({"scale"}), attrs=("dtype",)),
         # ids int32|int64 (...), weight (V,D) -> (...,D); an id outside [0, V) is InvalidArgument
         Op("embedding", ("ids", "weight"), indices=frozenset({"ids"})),
+        # logits (B,V), token_ids int32|int64 (B,L): what has been generated, negative ones are padding; the penalties
+        # (1|B) -> logits' shape. An id from V on is InvalidArgument on the CPU and does nothing on a GPU.
+        Op(
+            "penalize_logits",
+            ("logits", "token_ids", *PENALTIES),
+            optional=frozenset(PENALTIES),
+            indices=frozenset({"token_ids"}),
+            singles=frozenset(PENALTIES),
+        ),
+        # logits (B,V), all else (1|B) -> logits' shape: divided by the temperature, -inf where a token is removed
+        Op(
+            "filter_logits",
+            ("logits", *FILTERS),
+            optional=frozenset(FILTERS),
+            indices=frozenset({"top_k"}),
+            singles=_FILTERS_OF_FLOATS,
+        ),
+        # as filter_logits, and temperature 0 for the largest logit; seed and offset int64 (1|B) -> a token of each row,
+        # int64 (B), drawn by Philox4x32-10. A row without a finite largest logit (NaN, infinity, nothing but -inf) is
+        # InvalidArgument on the CPU and -1 on a GPU.
+        Op(
+            "sample",
+            ("logits", "seed", "offset", *FILTERS),
+            optional=frozenset(FILTERS),
+            indices=frozenset({"seed", "offset", "top_k"}),
+            singles=_FILTERS_OF_FLOATS,
+        ),
+        # target_probs (B,N+1,V); draft_ids int32|int64 (B,N), of which a negative one ends its row; draft_probs
+        # (B,N,V), None for drafts that nothing was drawn for; seed and offset as in sample -> int64 (B,N+1), the
+        # accepted ids, one more token and -1, and int64 (B), how many were accepted.
+        Op(
+            "speculative_verify",
+            ("target_probs", "draft_ids", "draft_probs", "seed", "offset"),
+            ("tokens", "accepted"),
+            optional=frozenset({"draft_probs"}),
+            indices=frozenset({"draft_ids", "seed", "offset"}),
+        ),
+        # All int32|int64 (B,N), ids of one dtype: node 0 is the last token that is settled; parents[i] < i, or -1 for
+        # none; target_ids[i] follows node i -> int64 (B,N): the accepted tokens, the target's next one and -1; (B,N):
+        # their nodes, from 0 on, and -1; (B): how many were accepted.
+        Op(
+            "tree_accept",
+            ("draft_ids", "parents", "target_ids"),
+            ("tokens", "nodes", "accepted"),
+            indices=frozenset({"parents"}),
+        ),
         # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits
         # (n+1) int64 byte offsets. Outputs: ids int32, splits (n+1) int64, offsets (len(ids), 2) int32
         # character positions in each text, or shape (0, 2) unless return_offsets. The kernel returns

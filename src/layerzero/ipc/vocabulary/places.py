@@ -14,6 +14,11 @@ def places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int]
         return 0, max(cache.shape[0] * cache.shape[1] - 1, 0)
     if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
         return 0, tokens.shape[0]
+    if name == "parents":
+        return -1, -1
+    data = specs.get({"token_ids": "logits", "draft_ids": "target_probs"}.get(name, ""))
+    if data is not None and data.ndim:
+        return 0, max(data.shape[-1] - 1, 0)
     if cache is None or tables is None or min(cache.ndim, tables.ndim) < 2:
         return None
     if name == "block_tables":

@@ -15,6 +15,7 @@ Output = tuple[str, Shape]  # dtype and shape
 Inputs = Sequence["TensorSpec | None"]
 Attrs = Mapping[str, Any]
 
+INDEX_DTYPES = ("int32", "int64")
 MAX_TEXT = 256  # characters of an attribute
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, GATED
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, FILTERS, GATED
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 EMPTY = "empty"
@@ -243,6 +243,27 @@ def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return ids.dtype, (ids.numel, weight.shape[1])
 
 
+def _penalties(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    logits, token_ids = inputs[:2]
+    return token_ids.dtype, (logits.shape[1],)
+
+
+def _filters(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """Which of the filters that remove tokens: none, one by its name, or several."""
+    logits = inputs[0]
+    names = [name for name, spec in zip(FILTERS[1:], inputs[-len(FILTERS) + 1 :], strict=True) if spec is not None]
+    return (names[0] if len(names) == 1 else "several" if names else "plain"), (logits.shape[1],)
+
+
+def _verify(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    target, _, draft = inputs[:3]
+    return ("plain" if draft is None else "draft_probs"), (target.shape[2],)
+
+
+def _tree(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    return "plain", (inputs[0].shape[1],)
+
+
 _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_forward": _attention,
@@ -276,6 +297,11 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "quantize": _quantization,
     "dequantize": _quantization,
     "embedding": _embedding,
+    "penalize_logits": _penalties,
+    "filter_logits": _filters,
+    "sample": _filters,
+    "speculative_verify": _verify,
+    "tree_accept": _tree,
 }
 _TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tokenize": lambda attrs: f"{attrs['tokenizer_format']}{'+offsets' if attrs['return_offsets'] else ''}",

@@ -16,6 +16,10 @@ from typing import Any
 from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.sampling_shapes import SAMPLING
+from layerzero.ipc.vocabulary.shape_checks import (
+    INDEX_DTYPES as INDEX_DTYPES,
+)
 from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
     Inputs,
@@ -42,7 +46,6 @@ from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM,
 LAYOUTS = ("BHSD", "BSHD")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 GELU_APPROXIMATIONS = ("none", "tanh")
-INDEX_DTYPES = ("int32", "int64")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 SCALED_DTYPES = ("float32", "bfloat16", "float16")
 PACKED = "float4_e2m1fn_x2"
@@ -381,6 +384,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,
+    **SAMPLING,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
     "null": lambda op, inputs, attrs: (),

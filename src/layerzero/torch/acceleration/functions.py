@@ -7,6 +7,7 @@ what is written in a call; `unfit` looks at its tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch._C import _dispatch_keys
 from torch.autograd import forward_ad
 
 from layerzero.client.connection import arena as arenas
-from layerzero.torch import registration  # noqa: F401  # defines the ops
+from layerzero.torch.registration import KERNELS  # defines the ops, too
 
 ops = torch.ops.layerzero
 Planned = tuple[Callable[..., Tensor], tuple[Any, ...]] | str
@@ -203,25 +204,35 @@ def attention(
         return "dropout_p above 0"
     if attn_mask is not None and is_causal:
         return "attn_mask and is_causal, of which torch takes one"
-    ndim = query.dim()
-    if not 2 <= ndim <= 4 or key.dim() != ndim or value.dim() != ndim:
+    of_query, of_key, of_value = query.shape, key.shape, value.shape  # each look takes as long as all that follows
+    ndim = len(of_query)
+    if not 2 <= ndim <= 4 or len(of_key) != ndim or len(of_value) != ndim:
         return "tensors of other than 2 to 4 dimensions, or not of one number of them"
-    if ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+    if ndim > 2 and not enable_gqa and of_query[-3] != of_key[-3]:
         return "key and value with other heads than query, without enable_gqa"
-    if ndim == 4 and not (query.shape[0] == key.shape[0] == value.shape[0]):
-        return "batches of several sizes"
-    if ndim == 4 and not query.is_contiguous() and query.transpose(1, 2).is_contiguous():
-        # Heads beside each other, as a projection leaves them: torch's result lies so, too, and models count on that.
-        return _by_tokens, (query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if ndim == 4:
+        if not of_query[0] == of_key[0] == of_value[0]:
+            return "batches of several sizes"
+        if not query.is_contiguous() and query.transpose(1, 2).is_contiguous():
+            # Heads beside each other, as a projection leaves them: torch's result lies so, too, and models count on it.
+            return by_tokens, (query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return ops.attention.default, (query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
 
 
-def _by_tokens(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, gqa: bool
+def by_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    gqa: bool,
+    *,
+    attend: Callable[..., Tensor] = ops.attention.default,
 ) -> Tensor:
+    """Attention of tensors whose heads lie beside each other, by the op or by what it does below autograd."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    found: Tensor = ops.attention.default(q, k, v, mask, 0.0, is_causal, scale, gqa, layout="BSHD")
-    return found.transpose(1, 2)
+    return attend(q, k, v, mask, 0.0, is_causal, scale, gqa, layout="BSHD").transpose(1, 2)
 
 
 def embedding(
@@ -245,12 +256,25 @@ def embedding(
         if not -rows <= padding_idx < rows:
             return "padding_idx that is no row of the table"
         row = padding_idx + rows if padding_idx < 0 else padding_idx
-    return _looked_up, (input, weight, row, scale_grad_by_freq, sparse)
+    return looked_up, (input, weight, row, scale_grad_by_freq, sparse)
 
 
-def _looked_up(input: Tensor, weight: Tensor, row: int, by_freq: bool, sparse: bool) -> Tensor:
-    found: Tensor = ops.embedding.default(input, weight, padding_idx=row, scale_grad_by_freq=by_freq, sparse=sparse)
-    return found
+def looked_up(
+    input: Tensor,
+    weight: Tensor,
+    row: int,
+    by_freq: bool,
+    sparse: bool,
+    *,
+    look_up: Callable[..., Tensor] = ops.embedding.default,
+) -> Tensor:
+    """Rows of a table, by the op or by what it does below autograd."""
+    return look_up(input, weight, padding_idx=row, scale_grad_by_freq=by_freq, sparse=sparse)
+
+
+# Below autograd the call needs no dispatcher of torch's: the same function, on the kernel that the op ends in.
+KERNELS[id(by_tokens)] = partial(by_tokens, attend=KERNELS[id(ops.attention.default)])
+KERNELS[id(looked_up)] = partial(looked_up, look_up=KERNELS[id(ops.embedding.default)])
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> Planned:

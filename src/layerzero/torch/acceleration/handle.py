@@ -8,7 +8,7 @@ import difflib
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
@@ -20,12 +20,14 @@ import layerzero as lz
 from layerzero.client.connection import overlay
 from layerzero.client.facade import policy as policies
 from layerzero.ipc.vocabulary.variables import is_disabled
-from layerzero.torch.acceleration import seam
+from layerzero.torch.acceleration import seam, whole_calls
 from layerzero.torch.acceleration.functions import OPS
-from layerzero.torch.acceleration.interception import Interception, Takeover
+from layerzero.torch.acceleration.interception import Interception, Takeover, thread
 from layerzero.torch.acceleration.report import AccelerationReport
+from layerzero.torch.acceleration.resting import Resting
 from layerzero.torch.acceleration.tally import Tally
-from layerzero.torch.evidence import Evidence
+from layerzero.torch.acceleration.whole_calls import WholeCalls, WholeComparison
+from layerzero.torch.evidence import Comparison, Evidence
 
 
 def accelerate(
@@ -40,8 +42,9 @@ def accelerate(
     torch, and layerzero.torch.report() says why.
 
     model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
-    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: on a CPU, calls of a
-    kind go to ours and to torch's in turns, each once, until it is known which are faster; from then on there.
+    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile. if_faster: on a CPU calls of a
+    kind go to ours and to torch's in turns, each once, until it is known which are faster; from then on there. On a GPU
+    whole calls of `model` are timed with each op taken over and with none; ops that made them faster are from then on.
     Takes effect at once, until its `with` block ends, or `remove()`. Connects, unless lz.connect() has. With
     LAYERZERO_DISABLE=1 it does nothing, and its report says so.
     Raises InvalidArgument, BrokerLost.
@@ -80,7 +83,15 @@ class Acceleration:
             if policy:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
         self._evidence = Evidence() if if_faster else None
-        takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy), evidence=self._evidence)
+        self._is_measured = if_faster and model is not None
+        self._pace: Resting | WholeCalls | None = None  # of calls on a CPU, and on a GPU
+        takeover = Takeover(
+            self.ops,
+            self._tally,
+            layers=layers,
+            has_policy=bool(policy),
+            evidence=self._evidence,
+        )
         self.takeover = takeover
         takeover.overlay = self._overlay
         self._mode = _mode_for(takeover, is_reused=model is None)
@@ -134,8 +145,13 @@ class Acceleration:
     @property
     def report(self) -> AccelerationReport:
         """What was taken over until now, and what was left, and why."""
-        comparisons = () if self._evidence is None else self._evidence.comparisons()
-        return AccelerationReport.of(self._tally, self.ops, self.why_off, comparisons)
+        comparisons: tuple[Comparison | WholeComparison, ...] = ()
+        if self._evidence is not None:
+            comparisons = self._evidence.comparisons()
+        if isinstance(self._pace, WholeCalls):
+            comparisons += self._pace.comparisons()
+        resting = () if self._pace is None else self._pace.ops
+        return AccelerationReport.of(self._tally, self.ops, self.why_off, comparisons, resting)
 
     def native(self, call: Callable[[], Any]) -> Any:
         """The result of a call of the model with torch alone. For tools; other threads' calls are torch's, too."""
@@ -165,6 +181,49 @@ class Acceleration:
             return call(*args, **kwargs)
         else:
             run = functools.partial(_within, mode, call, args, kwargs)
+        if not self._is_measured:
+            return self._with_policy(run)
+        native = functools.partial(call, *args, **kwargs)
+        if self._pace is None:
+            if whole_calls.is_on_gpu(args[0], args[1:], kwargs):
+                self._pace, self.takeover.evidence = WholeCalls(self.ops, whole_calls.GpuClock()), None
+            else:
+                self._pace = Resting(self.ops)
+            self.takeover.listener = self._pace
+        if isinstance(self._pace, WholeCalls):
+            return self._whole(self._pace, run, native, args[1:], kwargs)
+        found = self._with_policy(run if self._pace.awake else native)
+        if self._pace.end():
+            self._see(self._pace.awake)
+        return found
+
+    def _whole(
+        self,
+        whole: WholeCalls,
+        run: Callable[[], Any],
+        native: Callable[[], Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """A call of the model, with those ops taken over whose turn it is, or that were faster."""
+        if whole.is_within:
+            return native()
+        turn = whole.begin(args, kwargs)
+        if turn.is_other:
+            self._see(turn.ops)
+        before, thread.ops = thread.ops, turn.ops
+        try:
+            return whole.run(turn, lambda: self._with_policy(run) if turn.ops else native())
+        finally:
+            thread.ops = before
+
+    def _see(self, ops: Iterable[str]) -> None:
+        """Of torch's ops that a model's functions come to, override those of these ops alone."""
+        with _lock:
+            if self.is_on and self._is_by_ops:
+                seam.need(self.takeover, ops)
+
+    def _with_policy(self, run: Callable[[], Any]) -> Any:
         if self._overlay is None:
             return run()
         scope = self._of_calls = self._of_calls or overlay.Scope(self._overlay)

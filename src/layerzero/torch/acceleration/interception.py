@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,9 +36,11 @@ _BEFORE = (lz.InvalidArgument, lz.NoBackend, lz.NotConnected, lz.CudaGraphUnsafe
 
 
 class _Thread(threading.local):
-    """`is_ours`: a call of ours runs just now, maybe by torch in this very process."""
+    """`is_ours`: a call of ours runs just now, maybe by torch in this very process. `ops`: those of a model's that are
+    taken over in this call of it; None for all."""
 
     is_ours = False
+    ops: frozenset[str] | None = None
 
 
 thread = _Thread()
@@ -62,9 +64,14 @@ class _Backward(NamedTuple):
         self.tally.left(self.layer, op, why)
 
 
+class Listener(Protocol):
+    def note(self, op: str) -> None:
+        """A call of it is ours, or timed beside ours."""
+
+
 class Takeover:
     """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all.
-    `evidence`: calls that it shows to be slower are not."""
+    `evidence`: calls that it shows to be slower are not. `listener` hears of the others."""
 
     def __init__(
         self,
@@ -74,6 +81,7 @@ class Takeover:
         layers: frozenset[tuple[str, str]] | None = None,
         has_policy: bool,
         evidence: Evidence | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
         self.ops = frozenset(ops)
@@ -81,12 +89,13 @@ class Takeover:
         self.layers = layers
         self.has_policy = has_policy
         self.evidence = evidence
+        self.listener = listener
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
         self._refusals = Refusals()
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
-        if thread.is_ours:  # a kernel of ours that is torch's
+        if thread.is_ours or (thread.ops is not None and rule.op not in thread.ops):  # a kernel of ours may be torch's
             return function(*args, **kwargs)
         try:
             why: Any = rule.plan(*args, **kwargs)
@@ -126,16 +135,18 @@ class Takeover:
         if refused:
             return refused
         trial = None if self.evidence is None else self.evidence.trial(op, given)
-        if trial is None:
-            return self._made(layer, op, call, given, session)
-        turn = trial.turn()
+        turn = Turn.OURS if trial is None else trial.turn()
         if turn is Turn.NATIVE:
             return SLOWER
+        if self.listener is not None:
+            self.listener.note(op)
         if turn is Turn.TRY_NATIVE:
             return trial
+        if trial is None or turn is Turn.OURS:
+            return self._made(layer, op, call, given, session)
         start_ns = time.perf_counter_ns()
         found = self._made(layer, op, call, given, session)
-        if turn is Turn.TRY_OURS and type(found) is not str:
+        if type(found) is not str:
             trial.add(turn, time.perf_counter_ns() - start_ns)
         return found
 

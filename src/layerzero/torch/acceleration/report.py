@@ -13,6 +13,7 @@ from typing import Any
 from layerzero.client.connection.report import html_of_text
 from layerzero.ipc.wording import counted
 from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.acceleration.whole_calls import WholeComparison
 from layerzero.torch.evidence import Comparison
 
 WIDTH = 80
@@ -55,17 +56,25 @@ class Line:
 @dataclass(frozen=True)
 class AccelerationReport:
     """`lines` in the order of first calls. `taken`, `left`: calls in all, without backward passes, which have lines
-    only. `why_off`: why nothing is taken over. `comparisons`: kinds of calls that were timed beside torch's. Prints as
-    a table in which layers that differ by a number only are one row; `text(verbose=True)` has each."""
+    only. `why_off`: why nothing is taken over. `comparisons`: kinds of calls, or of
+    calls of the model, that were timed beside torch's. `resting`:
+    ops whose calls stay with torch just now, uncounted. Prints as a table in which layers that differ by a number only
+    are one row; `text(verbose=True)` has each."""
 
     lines: tuple[Line, ...]
     ops: tuple[str, ...]
     why_off: str = ""
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[Comparison | WholeComparison, ...] = ()
+    resting: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, tally: Tally, ops: Sequence[str], why_off: str, comparisons: tuple[Comparison, ...] = ()
+        cls,
+        tally: Tally,
+        ops: Sequence[str],
+        why_off: str,
+        comparisons: tuple[Comparison | WholeComparison, ...] = (),
+        resting: tuple[str, ...] = (),
     ) -> AccelerationReport:
         found: dict[tuple[str, str, str, str], Line] = {}
         for key, calls in tally.counts().items():
@@ -74,7 +83,7 @@ class AccelerationReport:
             paths = known.paths if not key.path or key.path in known.paths else (*known.paths, key.path)
             moved = known.moved + tally.moved.get(key, 0)
             found[kind] = Line(key.layer, key.op, known.calls + calls, key.kernel, paths, key.why, moved)
-        return cls(tuple(found.values()), tuple(ops), why_off, comparisons)
+        return cls(tuple(found.values()), tuple(ops), why_off, comparisons, resting)
 
     @property
     def taken(self) -> int:
@@ -102,6 +111,7 @@ class AccelerationReport:
             "ops": list(self.ops),
             "lines": [asdict(line) for line in self.lines],
             "comparisons": [asdict(one) for one in self.comparisons],
+            "resting": list(self.resting),
         }
 
     def text(self, *, verbose: bool = False) -> str:
@@ -121,8 +131,12 @@ class AccelerationReport:
         ]
         if len(rows) > MAX_ROWS:
             text.append(f"  {len(rows) - MAX_ROWS:,} more rows; report.lines has all")
-        for one in self.comparisons:
-            text += [str(one)] if columns is None else textwrap.wrap(f"  {one}", columns, subsequent_indent="    ")
+        told = [str(one) for one in self.comparisons]
+        if self.resting:
+            which = "all ops" if len(self.resting) == len(self.ops) else ", ".join(self.resting)
+            told.append(f"torch's for now, uncounted, since no call was ours for a while: {which}")
+        for line in told:
+            text += [line] if columns is None else textwrap.wrap(f"  {line}", columns, subsequent_indent="    ")
         return "\n".join(text)
 
     def __str__(self) -> str:

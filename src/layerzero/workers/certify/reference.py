@@ -14,7 +14,7 @@ from operator import add, mul
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
-from layerzero.workers.certify import elementwise_reference, norm_reference
+from layerzero.workers.certify import elementwise_reference, norm_reference, sampling_reference
 from layerzero.workers.certify.values import (
     Attrs,
     Shape,
@@ -363,6 +363,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "softmax": softmax,
     "log_softmax": log_softmax,
     **norm_reference.OPS,
+    **sampling_reference.OPS,
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,

@@ -55,7 +55,7 @@ def load() -> Loaded:
         return library.bind_graph(call, graphs[call.op](onnx, numpy, call), inputs, outputs)
 
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
-    binds = {**dict.fromkeys(builders, bind), "linear_activation": bind, **dict.fromkeys(graphs, bind_graph)}
+    binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(graphs, bind_graph)}
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 

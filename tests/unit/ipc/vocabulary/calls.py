@@ -154,6 +154,57 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     "quantize": ({"x": "float32 4 6", "scale": "float32 4 3"}, {"dtype": "int8"}, ("int8 4 6",)),
     "dequantize": ({"x": "int8 4 6", "scale": "float32 4 3"}, {"dtype": "float16"}, ("float16 4 6",)),
     "embedding": ({"ids": "int64 2 3", "weight": "float32 7 5"}, {}, ("float32 2 3 5",)),
+    "penalize_logits": (
+        {
+            "logits": "float32 5 7",
+            "token_ids": "int64 5 3",
+            "repetition_penalty": "float32 5",
+            "presence_penalty": None,
+            "frequency_penalty": "float32 1",
+        },
+        {},
+        ("float32 5 7",),
+    ),
+    "filter_logits": (
+        {
+            "logits": "float16 5 7",
+            "temperature": "float32 1",
+            "top_k": "int64 5",
+            "top_p": "float32 5",
+            "min_p": "float32 5",
+        },
+        {},
+        ("float16 5 7",),
+    ),
+    "sample": (
+        {
+            "logits": "float16 5 7",
+            "seed": "int64 5",
+            "offset": "int64 1",
+            "temperature": "float32 1",
+            "top_k": None,
+            "top_p": "float32 5",
+            "min_p": "float32 5",
+        },
+        {},
+        ("int64 5",),
+    ),
+    "speculative_verify": (
+        {
+            "target_probs": "float32 5 3 7",
+            "draft_ids": "int32 5 2",
+            "draft_probs": "float32 5 2 7",
+            "seed": "int64 5",
+            "offset": "int64 1",
+        },
+        {},
+        ("int64 5 3", "int64 5"),
+    ),
+    "tree_accept": (
+        {"draft_ids": "int32 5 7", "parents": "int64 5 7", "target_ids": "int32 5 7"},
+        {},
+        ("int64 5 7", "int64 5 7", "int64 5"),
+    ),
     "tokenize": (
         {"tokenizer": "uint8 0", "text": "uint8 0", "text_splits": "int64 0"},
         {**TOKENIZER, "add_special_tokens": True, "max_length": None, "return_offsets": False},

@@ -21,7 +21,16 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, CAT_INPUTS, GATED, LINEAR_ACTIVATIONS, OPS, TAKE_OUTS
+from layerzero.ipc.vocabulary.ops import (
+    ATTENTION_OPS,
+    CAT_INPUTS,
+    FILTERS,
+    GATED,
+    LINEAR_ACTIVATIONS,
+    OPS,
+    PENALTIES,
+    TAKE_OUTS,
+)
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -54,7 +63,7 @@ WIDEST: dict[str, Any] = {
     "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
     "index_dtypes": ["int32", "int64", "bool"],
     "supports_empty": True,
-    "optional_args": ["weight", "bias", *CAT_INPUTS[1:]],
+    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]],
     "requires_layouts": ["BHSD", "BSHD"],
     "supports_gqa": True,
     "attn_mask_types": ["bool", "float"],
@@ -62,6 +71,7 @@ WIDEST: dict[str, Any] = {
 }
 NARROW = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
 DTYPES = {"quantize": ["float32"], "dequantize": [*NARROW, "int8"], "append_kv": ["float64", *NARROW[:2], "int8"]}
+DTYPES |= {"tree_accept": ["int64"]}
 DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
 DTYPES |= dict.fromkeys(("add", "mul", "clamp"), WIDEST["dtypes"][:-1])
 DTYPES |= dict.fromkeys(("where", "cat", "cast"), WIDEST["dtypes"])
@@ -223,6 +233,30 @@ def calls(
         attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
         assert inputs[0] is not None
         return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
+    if op in ("penalize_logits", "filter_logits", "sample"):
+        rows = draw(st.integers(1, 3))
+        logits = draw(tensors(dtype, (rows, draw(extent))))
+        inputs = [logits]
+        for name in OPS[op].inputs[1:]:
+            kind = draw(st.sampled_from(["int32", "int64"])) if name in OPS[op].indices else "float32"
+            kind = "int64" if name in ("seed", "offset") else kind
+            given_shape = (rows, 5) if name == "token_ids" else (draw(st.sampled_from([1, rows])),)
+            is_given = name not in OPS[op].optional or (name in kernel.optional_args and draw(st.booleans()))
+            inputs.append(draw(tensors(kind, given_shape)) if is_given else None)
+        result = draw(tensors("int64", (rows,)) if op == "sample" else tensors(dtype, logits.shape))
+        return inputs, result, {}
+    if op == "speculative_verify":
+        rows, steps, size = draw(st.integers(1, 3)), draw(st.integers(2, 4)), draw(extent)
+        ids = draw(tensors(draw(st.sampled_from(["int32", "int64"])), (rows, steps - 1)))
+        draft = draw(tensors(dtype, (rows, steps - 1, size))) if draw(st.booleans()) else None
+        seeds = [draw(tensors("int64", (draw(st.sampled_from([1, rows])),))) for _ in range(2)]
+        inputs = [draw(tensors(dtype, (rows, steps, size))), ids, draft, *seeds]
+        return inputs, draw(tensors("int64", (rows, steps))), {}
+    if op == "tree_accept":
+        rows, nodes = draw(st.integers(1, 3)), draw(extent)
+        parents = draw(tensors(draw(st.sampled_from(["int32", "int64"])), (rows, nodes)))
+        drafts, wanted = (draw(tensors(dtype, (rows, nodes))) for _ in range(2))
+        return [drafts, parents, wanted], draw(tensors("int64", (rows, nodes))), {}
     shape = [*draw(lead), draw(extent)]
     x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
     if op in ("softmax", "log_softmax"):
