@@ -36,7 +36,6 @@ TURNS, WARM = 24, 2  # of each way; the first are not counted
 TURNS_OF_GENERATE = 8
 WARM_CALLS_S = 25.0  # so long calls may take to become what they will be
 QUIET_RUNS = 12  # without another route: then they are
-TIMED_RUNS = 45  # the same where calls are timed first, some kinds once in a run
 COMPILED_RUNS = 5
 TORCH = "torch"
 # A kernel of each of three environments, by name: what is measured is not what the broker would choose.
@@ -152,12 +151,12 @@ def torch_alone(model: Any) -> Iterator[None]:
     if acceleration is None:
         yield
         return
-    resting, takeover = acceleration._resting, acceleration.takeover
+    pace, takeover = acceleration._pace, acceleration.takeover
     seam.leave(takeover)
     try:
         yield
     finally:
-        seam.need(takeover, acceleration.ops if resting is None else resting.awake)
+        seam.need(takeover, acceleration.ops if pace is None else pace.awake)
 
 
 def _ids(tokens: int) -> Any:
@@ -183,12 +182,14 @@ def warm_up(mode: str, model: Any, case: Case) -> None:
         timed(lambda: case.run(model), COMPILED_RUNS)
         return
     end_s, quiet, before = time.monotonic() + WARM_CALLS_S, 0, None
-    while quiet < (TIMED_RUNS if mode == IF_FASTER else QUIET_RUNS) and time.monotonic() < end_s:
+    while quiet < QUIET_RUNS and time.monotonic() < end_s:
         case.run(model)
         torch.cuda.synchronize()
-        status = lz.status()["selection"]["compiled"]
-        now = status, lztorch.report(model).comparisons if mode == IF_FASTER else ()
-        quiet, before = quiet + 1 if now == before and not status["running"] else 0, now
+        status, timed_by = lz.status()["selection"]["compiled"], ()
+        if mode == IF_FASTER:
+            timed_by = lztorch.report(model).comparisons
+        is_quiet = not status["running"] and (timed_by or mode != IF_FASTER)
+        quiet, before = quiet + 1 if is_quiet and (status, timed_by) == before else 0, (status, timed_by)
 
 
 def served(mode: str, model: Any, case: Case) -> Counter[str]:

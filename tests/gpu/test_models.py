@@ -74,6 +74,56 @@ def test_accelerate_serves_a_model(connected: Site, block: Any) -> None:
     assert "one.silu" in said, said
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_if_faster_is_found_out_by_the_gpus_clock(connected: Site, block: Any, needs_grad: bool) -> None:
+    """By whole calls, or steps of training. Results are torch's in each; what was slower is not looked at any more."""
+    x = torch.randn(2, 96, 256, device="cuda", dtype=torch.float16)
+    with torch.set_grad_enabled(needs_grad):
+        wanted = block(x).detach()
+        with lzt.accelerate(block, ops=["attention", "silu"], if_faster=True) as accelerated:
+
+            def step() -> None:
+                found = block(x)
+                torch.testing.assert_close(found.detach(), wanted, rtol=5e-3, atol=5e-3)
+                if needs_grad:
+                    block.zero_grad()
+                    found.float().sum().backward()
+
+            def is_settled() -> bool:
+                step()
+                return bool(accelerated.report.comparisons)
+
+            wait_until(is_settled)
+            (found,) = accelerated.report.comparisons
+            assert found.is_step is needs_grad
+            assert found.alone_us > 0
+            assert {"attention", "silu"} <= found.with_us.keys()
+            step()
+            assert set(accelerated.report.resting) == {"attention", "silu"} - set(found.chosen)
+
+
+def test_a_graph_is_captured_before_anything_is_timed(connected: Site, block: Any) -> None:
+    """Events in a graph have no times: such a call takes over what it has then."""
+    x = torch.randn(2, 96, 256, device="cuda", dtype=torch.float16)
+    with torch.no_grad(), lzt.accelerate(block, ops=["silu"]):
+
+        def is_lifted() -> bool:
+            block(x)
+            return (report().kernel_id, report().path) == ("one.silu", "lifted")
+
+        wait_until(is_lifted)
+    with torch.no_grad(), lzt.accelerate(block, ops=["silu"], if_faster=True) as timed:
+        for _ in range(3):
+            wanted = block(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = block(x)
+        assert not timed.report.comparisons
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y, wanted, rtol=5e-3, atol=5e-3)
+
+
 def test_what_a_backend_lacks_is_left_to_torch_with_the_reason(connected: Site, block: Any) -> None:
     x = torch.randn(2, 96, 256, device="cuda", dtype=torch.float16)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from tests.simulation.workers import Process
 
 from layerzero.broker.core.lease_policy import WATCH_S
 from layerzero.broker.core.leases import MAX_LOST
+from layerzero.broker.core.replacements import RETIRE_GRACE_S
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.io.page_poller import POLL_S
 from layerzero.ipc.vocabulary.worker_codes import LANE_CALL
@@ -51,10 +52,21 @@ class Checks:
                 self._check_gpu_deadlines(process)
         if self.device:
             self._check_rings()
-        for name, worker in state.workers.items():
+        succession = state.lifecycle.succession
+        for worker in succession.all():
+            name = worker.backend
             reason = state.unavailable.get(name)
             due_s = math.inf
             match worker.state:
+                case WorkerState.DRAINING:
+                    self.require(not worker.waiting, f"calls wait for a worker of {name} that another has replaced")
+                    due_s = worker.retired_s + RETIRE_GRACE_S if worker.fault is None else math.inf
+                    if worker.running and worker.fault is None:
+                        due_s = worker.head_deadline_s
+                case WorkerState.READY | WorkerState.KILLING if succession.is_beside(worker):
+                    self.require(not (worker.running or worker.waiting), f"calls are at {name}'s successor")
+                case WorkerState.READY if worker.is_held:
+                    self.require(name in succession.successors, f"{name} gets no calls, and nobody takes over")
                 case WorkerState.READY:
                     self.require(reason is None, f"{name} is ready and reported as {reason}")
                     due_s = worker.head_deadline_s if worker.running else math.inf
@@ -154,7 +166,7 @@ class Checks:
                     lane.stale_since_s.pop(route, None)
 
     def _check_nothing_left(self) -> None:
-        state = self.state
+        state, succession = self.state, self.state.lifecycle.succession
         self.require(not self._arenas, f"arenas {sorted(self._arenas)} are never closed")
         left = {
             "clients": state.clients,
@@ -162,6 +174,7 @@ class Checks:
             "plans": state.signatures.plans,
             "plans in workers": [w.plans for w in state.workers.values() if w.plans],
             "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
+            "workers beside others": [*succession.successors, *succession.draining] if not self._is_stopping else [],
             "calls that wait for compilers": state.compiling.held,
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state.leases.lanes,

@@ -24,7 +24,7 @@ class Exits:
         lanes = [lane for lane in self.lanes.values() if lane.process is process]
         for lane in lanes:
             self._look_at(lane)
-            lane.blamed = process.killed_for if process.kill_reason else executing
+            lane.blamed = executing if process.has_crashed or process.has_renewed else process.killed_for
             if lane.dispatch is not None:
                 lane.dispatch.is_over = True
         heads = list(process.sent)[:1]
@@ -41,7 +41,8 @@ class Exits:
             if n not in lane.left and one.call.point in {c.point for c in page_poller[lane.number].calls}
         ]
         stranded = [(one, is_ready) for one, is_ready in stranded if not one.call.client.has_left]
-        wanted = process.killed_for if process.kill_reason else executing if exit_code != STICKY_EXIT else 0
+        is_killed = not (process.has_crashed or process.has_renewed)
+        wanted = process.killed_for if is_killed else executing if exit_code != STICKY_EXIT else 0
         guilty = next((one for one, _ in stranded if one.number == wanted), None)
         is_sticky = self._lose_enqueued(process, exit_code, executing if process.has_crashed and guilty is None else -1)
         in_running = exit_code != STICKY_EXIT and any(d.number == executing for d in process.sent)
@@ -55,7 +56,7 @@ class Exits:
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
             is_first = position == 0 and not process.killed_for and process.late is None
-            is_blamed = is_first if process.kill_reason else dispatch.number == executing and not is_sticky
+            is_blamed = is_first if is_killed else dispatch.number == executing and not is_sticky
             if is_blamed:
                 dispatch.call.fail_on(backend, process.kill_reason)
         process.sent.clear()
@@ -79,7 +80,10 @@ class Exits:
     def _count_exit(self, process: Process, exit_code: int) -> None:
         """What the restart budget must be."""
         backend, crashes, limits = process.backend, self._crashes[process.backend], self.limits
-        if process.kill_reason == "rest":
+        if process.kill_reason == "rest" or self._has_heir(process):
+            return
+        if process.kill_reason == "forced":
+            self._restart_from_s.pop(backend, None)
             return
         is_crash = process.kill_reason != "deadline" and not process.has_renewed
         if is_crash:
@@ -97,6 +101,14 @@ class Exits:
             self._restart_from_s[backend] = self.now_s + delay_s
             self._times_disabled[backend] += 1
             crashes.clear()
+
+    def _has_heir(self, process: Process) -> bool:
+        """Another worker gets its calls, or will."""
+        succession, backend = self.state.lifecycle.succession, process.backend
+        if succession.workers[backend].generation != process.generation:
+            return True
+        successor = succession.successors.get(backend)
+        return successor is not None and successor.fault is None
 
     def _lose_bound(self, process: Process, is_open: bool) -> bool:
         """What it had bound is bound elsewhere, or ends. Whether one is to blame for its end."""

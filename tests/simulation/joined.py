@@ -256,17 +256,20 @@ class JoinedWorld(World):
         self.push(self.now_s + STOP_GRACE_S + CONFIRM_S, self._give_up, process)
 
     def _reset(self, backend: str) -> None:
+        super()._reset(backend)
+        if backend in self.joined:
+            self._offer(backend)
+
+    def _forget(self, backend: str, rng: random.Random) -> Rejection | None:
         if backend not in self.joined:
-            super()._reset(backend)
-            return
+            return super()._forget(backend, rng)
         self._times_disabled[backend] = 0
         self._times_disabled[backend] = 0
         if self.state.workers[backend].state in (WorkerState.DISABLED, WorkerState.BACKOFF, WorkerState.ABSENT):
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)
             self._crashes[backend].clear()
-        self._deliver(ev.BackendReset(backend, None))
-        self._offer(backend)
+        return None
 
     def _refuse(self, action: act.Refuse) -> None:
         call = self.clients[action.identity].open.get(action.seq)

@@ -66,7 +66,7 @@ class Call:
     def fail_on(self, backend: str, end: str) -> None:
         """`end`: why its worker was killed in it, "" when it died of itself, "raised" when it lives."""
         self.deaths += not end
-        if end in ("", "silent") and backend not in self.failed_on:
+        if end in ("", "silent", "forced") and backend not in self.failed_on:
             self.died_on.add(backend)
         else:
             self.died_on.discard(backend)

@@ -10,6 +10,7 @@ from tests.simulation.workers import Process
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL
+from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.compile_unit import Unit, unit_of
 from layerzero.ipc.errors import EnvChanged, EnvError
@@ -29,9 +30,10 @@ class WorkerActions:
         self.push(self.now_s + self.rng.uniform(0.0, 0.5), self._probed, backend, fails)
 
     def _probed(self, backend: str, fails: bool) -> None:
-        if fails:
-            self._is_broken[backend] = "probe"
-        self._restart_from_s.pop(backend, None)
+        if self.state.workers[backend].state is WorkerState.PROBING:
+            if fails:
+                self._is_broken[backend] = "probe"
+            self._restart_from_s.pop(backend, None)
         error = EnvError("no module named lib", env=backend) if fails else None
         self._deliver(ev.ProbeEnded(backend, error, None if fails or not self.compiles else passed_probe(backend)))
 
@@ -60,7 +62,19 @@ class WorkerActions:
 
     def _spawn(self, action: act.Spawn) -> None:
         backend, generation = action.backend, action.generation
-        others = [p for p in self.processes.values() if p.backend == backend and not p.is_over]
+        is_main = self.state.workers[backend].generation == generation
+        draining, successors = self.state.lifecycle.succession.draining, self.state.lifecycle.succession.successors
+        others = [
+            p
+            for p in self.processes.values()
+            if p.backend == backend and not p.is_over and (backend, p.generation) not in draining
+        ]
+        if not is_main:  # it is to take over from one that serves
+            self.require(successors[backend].generation == generation, "two workers are to take over from one")
+            others = [p for p in others if p.generation != self.state.workers[backend].generation]
+            self.coverage.fates["successor"] += 1
+        elif backend in successors:  # that has failed, and is being killed
+            others = [p for p in others if p.generation != successors[backend].generation]
         self.require(not others, f"{backend} is spawned while its worker before is not known to be dead")
         if self._is_broken.get(backend) == CRASHES:
             del self._is_broken[backend]
@@ -68,7 +82,8 @@ class WorkerActions:
         self.require(backend not in self._is_broken, f"{backend} is restarted in spite of: {self._is_broken}")
         self.require(self.now_s >= self._restart_from_s.get(backend, 0.0), f"{backend} is restarted without back-off")
         if not self.is_calm and self.rng.random() < self._p_spawn_fails:
-            self._is_broken[backend] = "spawn"
+            if is_main:
+                self._is_broken[backend] = "spawn"
             self._handle(ev.SpawnFailed(backend, generation, EnvChanged("a file has changed", env=backend)))
             return
         self._pids += 1
@@ -89,17 +104,19 @@ class WorkerActions:
         is_silent = isinstance(event, ev.WorkerMisbehaved) and event.is_silent
         is_spared = isinstance(event, ev.WorkerSpared)
         self.require(not (is_spared and process.sent), "a worker that has calls is sent to rest")
-        reason = "deadline" if is_deadline else "silent" if is_silent else "rest" if is_spared else "fault"
-        process.kill_reason = reason
+        is_forced = isinstance(event, ev.RestartAsked)
+        reasons = {"forced": is_forced, "deadline": is_deadline, "silent": is_silent, "rest": is_spared}
+        process.kill_reason = next((reason for reason, is_it in reasons.items() if is_it), "fault")
         self.coverage.fates["rested"] += is_spared
         process.is_too_late = type(event) is ev.Tick and not process.was_ready
-        worker = self.state.workers[action.backend]
+        worker = self.state.lifecycle.current(action.backend, action.generation)
+        assert worker is not None
         late = worker.enqueued.get(worker.blame.dispatch) or worker.graph_slots.get(worker.blame.dispatch)
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
         elif isinstance(event, ev.RingsPolled):
-            process.killed_for = self.state.workers[action.backend].blame.mark
+            process.killed_for = worker.blame.mark
             self.coverage.fates["ring_late"] += 1
             (late_one,) = (
                 one
@@ -135,7 +152,7 @@ class WorkerActions:
             is_in_gpu = is_next or process.late.call.client.has_left
             is_long = self.now_s - max(stream.since_s, process.late.answered_s) >= late.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call that its GPU has not had for so long")
-        elif process.sent:
+        elif process.sent and not is_forced:
             process.sent[0].call.faults.add(process.kill_reason)
         self.kill(process)
 
@@ -146,6 +163,14 @@ class WorkerActions:
             self.push(self.now_s + STOP_GRACE_S, process.die, -9)
         else:
             self.kill(process)
+
+    def _retire(self, action: act.RetireWorker) -> None:
+        process = self._worker(action.identity, "Retire")
+        self.require(not process.sent and not process.enqueued, "a worker that has calls is told to exit")
+        self.require(self.state.workers[action.backend].generation > action.generation, "nobody has taken over")
+        process.is_told = True
+        self.coverage.fates["retired"] += 1
+        process.send("stop")
 
     def _worker(self, identity: bytes, what: str) -> Process:
         process = self._by_identity.get(identity)
@@ -226,7 +251,7 @@ class WorkerActions:
         stream = client.streams[action.point.timeline]
         call = stream.calls.get(action.point.value)
         is_stale = call is None or action.point.value <= stream.done
-        if (is_stale and client.has_offended) or (call is None and self.exits):
+        if (is_stale and client.has_offended) or ((call is None or is_stale) and self.exits):
             return  # its offence was not even looked at; or it came when the broker had ended its stream
         self.require(call is not None, "a point fails that was not taken")
         assert call is not None

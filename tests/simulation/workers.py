@@ -37,6 +37,7 @@ class Process:
         self.is_confirmed_dead = False
         self.is_given_up = False  # nobody could confirm that (joined.py)
         self.kill_reason = ""
+        self.is_told = False  # to exit, since another has taken over
         self.is_too_late = False  # it was killed for not having loaded
         self.killed_during = -1
         self.killed_for = 0  # the mark of a lane's call; 0: for its head
@@ -79,13 +80,14 @@ class Process:
 
     @property
     def has_renewed(self) -> bool:
-        """It ended to begin anew, and was not to be killed."""
-        return self.exit_code == RENEWAL_EXIT and not self.kill_reason
+        """It ended to begin anew, or since another has taken over, and was not to be killed."""
+        is_it = self.exit_code == RENEWAL_EXIT or (self.is_told and self.exit_code == 0)
+        return is_it and not self.kill_reason
 
     @property
     def has_crashed(self) -> bool:
         """It ended by itself, and something may be to blame."""
-        return not self.kill_reason and not self.has_renewed
+        return self.kill_reason in ("", "forced") and not self.has_renewed
 
     @property
     def held(self) -> list[Dispatch]:

@@ -149,6 +149,9 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
+        self._restarts = random.Random(seed + 5)
+        self.restarts = self._restarts.choice((0, 0, 0, 2, 8))  # that people ask for
+        self._kept_at_s = math.inf
         self._held_since: dict[Key, int] = {}  # points that were refused and not told -> number of the event of that
         self._newer(random.Random(seed + 4))
         known = GPU_CAPABILITIES if self.device else CAPABILITIES
@@ -169,6 +172,9 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             random.Random(seed + 1),
         )
         self.state.closing.grants.keeping = frozenset({"silu"})  # as users' functions
+        self.keeps = self._restarts.random() < 0.5
+        if self.keeps:
+            self.state.replacements.keeping = frozenset({"silu"})
         self._observe()
 
     def _newer(self, own: random.Random) -> None:
@@ -206,6 +212,12 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
 
         def signalled(worker: Worker, signal: Signal) -> None:
             self.coverage.transitions[worker.state, signal] += 1
+            if signal is Signal.REPLACED:
+                self._crashes[worker.backend].clear()
+            may_keep = self.keeps and "silu" in self.state.capabilities[worker.backend].ops
+            if signal is Signal.REPLACED and may_keep and worker.state is WorkerState.READY:
+                self.require(not worker.running, "another takes over from a worker that may be making an object")
+                self.coverage.fates["replaced_keeper"] += 1
 
         def going_back(call: Any) -> None:
             known = self.clients[call.client.identity].open[call.seq]
@@ -241,6 +253,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
                 self.push(rng.uniform(1.0, BUSY_S), client.act)
         for _ in range(rng.choice((0, 1, 4, 8))):
             self.push(rng.uniform(0.0, BUSY_S), self._reset, rng.choice(list(PRIORITY)))
+        for _ in range(self.restarts):
+            self.push(self._restarts.uniform(0.0, BUSY_S), self._restart)
         for _ in range(rng.choice((0, 0, 2)) + self._kills):
             self.push(rng.uniform(0.0, BUSY_S), self._kill_one)
         if rng.random() < 0.4:
@@ -295,6 +309,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._handle(event)
         self._check()
         self.plan_look()
+        self._plan_look_at_kept()
         if self.state.wakeup_s < self._tick_at_s:
             self._tick_at_s = self.state.wakeup_s
             late_s = self.rng.uniform(0.0, LATE_S) if self.rng.random() < 0.2 else 0.0
@@ -366,8 +381,32 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             stat = Stat(20, self.rng.uniform(1.0, 1000.0), 2000.0, 1.0, 0.0, 0.0)
             self._deliver(ev.TimesLoaded([PerfRow("alpha.silu", key, stat)]))
 
+    def _restart(self) -> None:
+        """Someone types lz restart."""
+        own = self._restarts
+        backend = own.choice(list(PRIORITY))
+        missing, until_s = self._forget(backend, own), self.now_s + own.choice((0.3, 2.0, 10.0))
+        self._deliver(ev.RestartAsked(backend, missing, until_s, own.random() < 0.2))
+
+    def _plan_look_at_kept(self) -> None:
+        if self.state.replacements.awaited and self._kept_at_s == math.inf:
+            self._kept_at_s = self.now_s + 0.02
+            self.push(self._kept_at_s, self._look_at_kept)
+
+    def _look_at_kept(self) -> None:
+        self._kept_at_s = math.inf
+        own, awaited = self._restarts, self.state.replacements.awaited
+        names = [worker.backend for worker in awaited]
+        kept = frozenset(name for name in names if not self.is_calm and own.random() < 0.3)
+        pages = {one.backend: self.processes[one.backend, one.generation].page[0] for one in awaited}
+        self._deliver(ev.KeptPolled(kept, frozenset(name for name in names if pages[name])))
+
     def _reset(self, backend: str) -> None:
-        missing = Rejection(Reason.NOT_INSTALLED, "its environment is not built") if self.rng.random() < 0.2 else None
+        self._deliver(ev.BackendReset(backend, self._forget(backend, self.rng)))
+
+    def _forget(self, backend: str, rng: random.Random) -> Rejection | None:
+        """What a backend has done. Returns why it cannot start all the same."""
+        missing = Rejection(Reason.NOT_INSTALLED, "its environment is not built") if rng.random() < 0.2 else None
         if missing is None:
             self._missing.discard(backend)
         else:
@@ -379,7 +418,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             self._crashes[backend].clear()
         for unit in [u for u, is_good in self._compiled.items() if not is_good and u.kernel_id.startswith(backend)]:
             del self._compiled[unit]  # and may be tried again
-        self._deliver(ev.BackendReset(backend, missing))
+        return missing
 
     def _kill_one(self) -> None:
         """Someone kills a worker, whatever it does."""
@@ -404,6 +443,7 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.Spawn: World._spawn,
     act.Kill: World._kill,
     act.StopWorker: World._stop,
+    act.RetireWorker: World._retire,
     act.SendPrepare: World._prepare,
     act.SendDrop: World._drop,
     act.GrantArena: World._lend,

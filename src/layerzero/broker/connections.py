@@ -264,7 +264,9 @@ class Connections:
             self._handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
             self._links.remove(peer)
-            if not self._state.stopping or peer.backend in self._joined.names:
+            worker = self._state.lifecycle.current(peer.backend, peer.generation)
+            is_told = self._state.stopping or (worker is not None and worker.retired_s < math.inf)  # to exit
+            if not is_told or peer.backend in self._joined.names:
                 self._processes.hung_up(peer.backend, peer.generation)
         elif peer.role == "agent":
             self._joined.part(peer)

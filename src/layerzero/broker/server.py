@@ -19,6 +19,7 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.connections import Connections
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.model import Worker
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import frame_codec
 from layerzero.broker.io.authentication import Authentication
@@ -404,7 +405,7 @@ class Server:
         except Exception as exc:
             self._connections.end_failed(peer, exc)
         if self.state.stopping:
-            self._stop_if_idle(peer.backend)
+            self._stop_if_idle(self.state.lifecycle.current(peer.backend, peer.generation))
 
     def _send_client(self, frame_of: Callable[[Any], bytes], action: Any) -> None:
         self._to_client(action.identity, frame_of(action))
@@ -458,20 +459,20 @@ class Server:
             process.reap()
             self.handle(ev.WorkerGone(backend, generation))
             return
-        self.handle(exit_event(process, self._page_poller.at_what_is_left(backend)))
+        worker = self.state.lifecycle.current(backend, generation)
+        self.handle(exit_event(process, {} if worker is None else self._page_poller.at_what_is_left(worker)))
 
     def _stop_worker(self, action: act.StopWorker) -> None:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S
         self._plan_check()
         if action.identity:
-            self._stop_if_idle(action.backend)
+            self._stop_if_idle(self.state.lifecycle.current(action.backend, action.generation))
         else:
             self.processes.kill(action.backend, action.generation)
 
-    def _stop_if_idle(self, backend: str) -> None:
+    def _stop_if_idle(self, worker: Worker | None) -> None:
         """Not before: when the end of a process is seen, its last answers may still be in ZeroMQ's hands."""
-        worker = self.state.workers[backend]
-        if not worker.running and not worker.enqueued:
+        if worker is not None and not worker.running and not worker.enqueued:
             self._to_worker(worker.identity, frame_codec.STOP)
 
     def _exit(self, _: act.Exit) -> None:

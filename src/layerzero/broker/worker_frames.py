@@ -27,9 +27,9 @@ class WorkerFrames:
         """The event that a worker's frame is; None when nobody is concerned any more. Raises ProtocolError."""
         said = frame_codec.of_worker(peer.identity, frame)
         if isinstance(said, ev.CallRan):
-            enqueued = len(self._state.workers[peer.backend].enqueued)
-            if enqueued and not enqueued % POLL_CALLS:
-                self._page_poller.at_points_of(peer.backend)
+            worker = self._state.lifecycle.current(peer.backend, peer.generation)
+            if worker is not None and worker.enqueued and not len(worker.enqueued) % POLL_CALLS:
+                self._page_poller.at_points_of(worker)
             return said
         if isinstance(said, ev.CallRaised):
             return said

@@ -224,7 +224,8 @@ class _Loop:
                 os.close(fd)
 
     def _finish(self) -> None:
-        """Wait for what was enqueued on GPUs; not for longer than the broker does."""
+        """Serve what is on lanes, and wait for what was enqueued on GPUs; not for longer than the broker does."""
+        self._serve_lanes(self._poll.poll(0))
         while self._gpu is not None and self._gpu.gpus.is_busy:
             try:
                 if control.is_readable(self._control.fileno(), FINISH_PAUSE_S):

@@ -48,6 +48,15 @@ class StopWorker:
 
 
 @record
+class RetireWorker:
+    """It has finished what it had, and another has taken over: it exits once it has read this."""
+
+    backend: str
+    generation: int
+    identity: bytes
+
+
+@record
 class SendPrepare:
     identity: bytes
     plan: int
@@ -292,6 +301,7 @@ Action = (
     | Spawn
     | Kill
     | StopWorker
+    | RetireWorker
     | SendPrepare
     | SendDrop
     | GrantArena

@@ -214,7 +214,7 @@ class Dispatch:
         """What was sent ahead runs first. So while others call a worker, too, a client has few calls there, and one
         while some of them wait for each of theirs. A call that other workers could have waits here for the first that
         is free."""
-        if call.route.signature.spec.is_pooled and worker.running:
+        if worker.is_held or (call.route.signature.spec.is_pooled and worker.running):
             return False
         client = call.client.number
         count, now_s = len(worker.running), self.effects.now_s
@@ -367,7 +367,8 @@ class Dispatch:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
         if self._awaits_restart(call, worker):
             return
-        if worker.state is S.ABSENT and not call.is_unwanted and not self.effects.stopping:  # it had nothing to do
+        is_replaced = worker.state is S.RETIRED  # by one that may have the call; S.ABSENT: it had nothing to do
+        if (is_replaced or worker.state is S.ABSENT) and not call.is_unwanted and not self.effects.stopping:
             self.place(call)
             return
         if worker.state is S.DISABLED:

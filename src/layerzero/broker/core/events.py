@@ -349,6 +349,26 @@ class BackendReset:
 
 
 @record
+class RestartAsked:
+    """Someone wants another worker in the place of the one that runs. It serves until the other is ready, or, with
+    `is_forced`, ends at once. `until_s`: so long the other may take. `missing`: as in BackendReset."""
+
+    backend: str
+    missing: Rejection | None
+    until_s: float
+    is_forced: bool = False
+
+
+@record
+class KeptPolled:
+    """Workers that keep something for clients, or are in a call, as their control pages say: by backend, of those that
+    others wait to take over from."""
+
+    kept: frozenset[str]
+    busy: frozenset[str]
+
+
+@record
 class WorkerSpared:
     """Nobody has needed it for a while, and what was needed of it before runs without it now."""
 
@@ -458,6 +478,8 @@ Event = (
     | BackendOffered
     | BackendLearned
     | BackendReset
+    | RestartAsked
+    | KeptPolled
     | WorkerSpared
     | ShadowCompared
     | TimesLoaded

@@ -81,7 +81,7 @@ class GpuInFlight:
 
     def end_late(self) -> None:
         """Workers whose GPU takes too long for a call are killed."""
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             for call in worker.enqueued.values():
                 if worker.fault is not None:
                     break

@@ -37,7 +37,7 @@ class Grants:
         client.retiring.discard(arena)
         for route in client.routes.values():
             route.checked.clear()
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             if key in worker.arenas:
                 worker.arenas.discard(key)
                 self.effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
@@ -45,7 +45,7 @@ class Grants:
 
     def tell_left(self, client: Client) -> None:
         """No call of it is open any more: workers of functions let go of what they keep for it."""
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             if client.number in worker.clients:
                 worker.clients.discard(client.number)
                 self.effects.emit(act.TellClientLeft(worker.backend, worker.generation, client.number))
@@ -58,7 +58,7 @@ class Grants:
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
         key = (client.number, gpu)
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             worker.no_transport.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)

@@ -71,7 +71,7 @@ class GraphCalls:
                 self._release(call)
 
     def end_client(self, client: Client) -> None:
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             for call in [call for call in worker.graph_slots.values() if call.client is client]:
                 self._release(call)
 
@@ -81,7 +81,7 @@ class GraphCalls:
         count for all later ones."""
         now_s, timeout_s = self.effects.now_s, self.limits.timeout_s
         self.is_awaited = False
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             for call in worker.graph_slots.values():
                 word = event.busy.get(call.dispatch)
                 if call.tried and (word is None or (call.graph_slot_word >= TAKEN and call.graph_slot_word != word)):

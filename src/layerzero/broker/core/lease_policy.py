@@ -43,7 +43,7 @@ class LeasePolicy:
         if route.settled_on != server:
             route.settled_on, route.settled = server, 0
         route.settled += 1
-        if worker.state is not WorkerState.READY or self.effects.stopping:
+        if worker.state is not WorkerState.READY or worker.is_held or self.effects.stopping:
             return
         kind = self._kind(call, worker)
         if route.settled >= SETTLED_CALLS - 1:

@@ -234,7 +234,7 @@ class Call:
 
 @dataclass(eq=False)
 class Worker:
-    """The one worker of a backend; an environment of functions has a backend for each of its workers. `running` was
+    """A worker of a backend; an environment of functions has a backend for each of its workers. `running` was
     sent to it, oldest first; `waiting` was not. `enqueued`: what it has answered and the GPU is not known to be done
     with, by dispatch, oldest first; `graph_slots`: likewise what it has bound."""
 
@@ -265,6 +265,10 @@ class Worker:
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
     is_resting: bool = False  # it is ended for having nothing to do
+    is_forced: bool = False  # it is ended for somebody who did not want to wait
+    is_held: bool = False  # it gets no more calls until those that it has are over: another is to take over
+    retired_s: float = math.inf  # when it was told to exit, since another has taken over
+    has_clear_rings: bool = False  # of one that drains: nothing was on its rings when they were looked at
     fault: LayerZeroError | None = None  # why the broker kills it
     blame: Blame = NOBODY  # for which call
     cause: LayerZeroError | None = None  # why it is not serving

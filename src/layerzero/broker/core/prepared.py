@@ -51,10 +51,10 @@ class PreparedCalls:
         del self.known[signature.place]
         for kernel_id, backend in signature.kernels:
             plan = self.plans.pop((signature.place, kernel_id), None)
-            worker = self.lifecycle.workers.get(backend)
-            if plan is not None and worker is not None and plan in worker.plans:
-                worker.plans.discard(plan)
-                self.effects.emit(act.SendDrop(worker.identity, plan))
+            for worker in self.lifecycle.succession.of(backend) if plan is not None else ():
+                if plan in worker.plans:
+                    worker.plans.discard(plan)
+                    self.effects.emit(act.SendDrop(worker.identity, plan))
 
     def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""

@@ -101,7 +101,7 @@ class Release:
         to it."""
         served = {backend for route in client.routes.values() for backend in route.backends}
         served |= {lane.worker.backend for lane in self.leases.of(client)}
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             if worker.backend not in served and not any(call.client is client for call in _calls_at(worker)):
                 self.grants.take_back_arenas(client, worker)
 
@@ -111,7 +111,7 @@ class Release:
 
     def _calls(self) -> list[Call]:
         calls = self.compiling.calls()
-        for worker in self.lifecycle.workers.values():
+        for worker in self.lifecycle.succession.all():
             calls += _calls_at(worker)
         return calls
 

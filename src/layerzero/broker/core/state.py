@@ -38,6 +38,7 @@ from layerzero.broker.core.model import Client, Worker
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.release import Release
+from layerzero.broker.core.replacements import Replacements
 from layerzero.broker.core.ring_calls import RingCalls
 from layerzero.broker.core.rollout_steps import RolloutSteps
 from layerzero.broker.core.stream_order import StreamOrder
@@ -183,6 +184,9 @@ class BrokerState:
         self.worker_exits = part(WorkerExits)(
             lifecycle=lifecycle, calls=calls, leases=leases, rings=rings, closing=closing, effects=effects
         )
+        self.replacements = part(Replacements)(
+            engine=engine, lifecycle=lifecycle, calls=calls, leases=leases, effects=effects
+        )
         self.unreachable = unreachable = part(UnreachableWorkers)(
             lifecycle=lifecycle, calls=calls, closing=closing, effects=effects
         )
@@ -204,7 +208,7 @@ class BrokerState:
             ev.LanePolled: self.on_lane_seen,
             ev.CountersPolled: lambda event: effects.tally.take(event.grown),
             ev.CallHandedBack: rings.on_call_left,
-            ev.RingsPolled: rings.on_rings_seen,
+            ev.RingsPolled: self.on_rings_seen,
             ev.PointsReached: enqueued.on_points_reached,
             ev.TimelinesPolled: enqueued.on_points_seen,
             ev.ProbeEnded: self.on_probe_ended,
@@ -222,6 +226,8 @@ class BrokerState:
             ev.BackendOffered: lifecycle.take_offer,
             ev.BackendLearned: self.on_backend_learned,
             ev.BackendReset: self.on_backend_reset,
+            ev.RestartAsked: self.on_restart_asked,
+            ev.KeptPolled: self.replacements.on_kept_polled,
             ev.WorkerSpared: self.on_worker_spared,
             ev.PolicyChanged: self.on_policy_changed,
             ev.RolloutsKept: rollouts.on_rollouts_kept,
@@ -239,6 +245,8 @@ class BrokerState:
         effects.now_s, effects.actions = now_s, []
         self._handlers[type(event)](event)
         self.rollouts.settle()
+        if self.replacements:
+            self.replacements.settle()
         if self.engine.epoch != self.lease_policy.leased_epoch:  # it may decide otherwise by now
             self.lease_policy.revoke()
         if self.closing.waiting:
@@ -297,7 +305,7 @@ class BrokerState:
         worker = self.lifecycle.end_probe(event)
         if worker is not None:
             self.calls.leave_disabled(worker)
-            self.calls.leave_uncertified(worker)
+            self.calls.leave_uncertified(self.workers[event.backend])
 
     def on_compile_ended(self, event: ev.CompileEnded) -> None:
         for call in self.compiling.end(event):
@@ -316,7 +324,7 @@ class BrokerState:
 
     def on_worker_exited(self, event: ev.WorkerExited) -> None:
         worker = self.lifecycle.current(event.backend, event.generation)
-        if worker is not None and not event.is_departure:
+        if worker is not None and not (event.is_departure or self.replacements.is_wanted_end(worker, event.exit_code)):
             self.rollouts.note_end(worker, event.exit_code)
         if self.worker_exits.on_worker_exited(event) is not None:
             self._exit_if_stopped()
@@ -324,6 +332,10 @@ class BrokerState:
     def on_worker_lost(self, event: ev.WorkerLost) -> None:
         self.unreachable.on_worker_lost(event)
         self._exit_if_stopped()
+
+    def on_rings_seen(self, event: ev.RingsPolled) -> None:
+        self.rings.on_rings_seen(event)
+        self.replacements.note_rings(event)
 
     def on_lane_overdue(self, event: ev.LaneOverdue) -> None:
         lane = self.leases.lanes.get(event.lane)
@@ -381,6 +393,11 @@ class BrokerState:
             self._shadow.forget(self.capabilities[event.backend].kernel_ids)
             self.lifecycle.reset(event)
 
+    def on_restart_asked(self, event: ev.RestartAsked) -> None:
+        if event.backend in self.workers:
+            self.on_backend_reset(ev.BackendReset(event.backend, event.missing))
+            self.replacements.on_restart_asked(event)
+
     # --- what the broker learns ------------------------------------------------------------------------
 
     def on_policy_changed(self, event: ev.PolicyChanged) -> None:
@@ -430,8 +447,9 @@ class BrokerState:
         effects.wakeup_s = min(self.calls.health_at_s, self.lease_policy.watch_at_s, rolls_at_s)
         self.enqueued.end_late()
         self.calls.end_waits()
-        for worker in self.workers.values():
-            if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
+        self.replacements.watch(event)
+        for worker in list(self.lifecycle.succession.all()):
+            if worker.state in (S.READY, S.DRAINING, S.STOPPING) and worker.running and worker.fault is None:
                 if effects.now_s >= worker.head_deadline_s:
                     self.end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
                 if worker.fault is None:
@@ -464,7 +482,7 @@ class BrokerState:
         self.lease_policy.revoke()
         for call in self.compiling.take():
             self.closing.end_for_shutdown(call)
-        for worker in self.workers.values():
+        for worker in list(self.lifecycle.succession.all()):
             for call in take(worker.waiting):
                 self.closing.end_for_shutdown(call)
             self.lifecycle.stop(worker)

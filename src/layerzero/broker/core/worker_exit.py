@@ -55,15 +55,17 @@ class WorkerExits:
         worker = self.lifecycle.take_exit(event)
         if worker is None:
             return None
-        is_renewal = self._begins_anew(worker, event)
+        is_retirement = worker.state is WorkerState.RETIRED and worker.retired_s < math.inf and not event.exit_code
+        is_renewal = self._begins_anew(worker, event) or is_retirement
         was_stopping = worker.state is WorkerState.STOPPED
+        is_beside = self.lifecycle.succession.is_beside(worker)
         how = exit_text(event.exit_code)
         error = worker.fault or _death(worker, event, how)
         facts = {
             "backend": worker.backend,
             "pid": worker.pid,
             "exit": how,
-            "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
+            "cause": _told(was_stopping, is_retirement, event) or error.message,
             "phase": event.phase,
         }
         self.effects.emit(act.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
@@ -78,7 +80,10 @@ class WorkerExits:
                 self.rings.come_back(one, is_blamed=False)
         else:
             restarts, cause = worker.restarts, "lost" if event.is_departure else _cause(worker, event, is_renewal)
-            if event.is_departure:
+            successor = self.lifecycle.succession.successors.get(worker.backend)
+            if successor is not None and successor is not worker and successor.fault is None and not is_beside:
+                self.lifecycle.take_over(successor)
+            elif event.is_departure:
                 self.lifecycle.replace(worker, error)
             else:
                 self.lifecycle.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
@@ -139,7 +144,7 @@ class WorkerExits:
 def evidence_of(worker: Worker, event: ev.WorkerExited, stranded: Iterable[Stranded], *, is_renewal: bool) -> Evidence:
     """What a worker that has ended leaves behind, before its calls are taken."""
     return Evidence(
-        killed_for=worker.blame if worker.fault is not None else None,
+        killed_for=worker.blame if worker.fault is not None and not worker.is_forced else None,
         is_renewal=is_renewal,
         is_gpu_lost=event.exit_code == STICKY_EXIT,
         executing=event.executing,
@@ -150,10 +155,19 @@ def evidence_of(worker: Worker, event: ev.WorkerExited, stranded: Iterable[Stran
     )
 
 
+def _told(was_stopping: bool, is_retirement: bool, event: ev.WorkerExited) -> str:
+    """Why it ended, when that was wanted."""
+    if is_retirement:
+        return "another worker has taken over"
+    return "it was told to stop" if was_stopping and event.exit_code == 0 else ""
+
+
 def _cause(worker: Worker, event: ev.WorkerExited, is_renewal: bool) -> str:
     """Why it has ended, in one word of few, for counts."""
     if is_renewal:
         return "renewal"
+    if worker.is_forced:
+        return "asked"
     if worker.fault is not None:
         return _FAULTS.get(worker.fault.code, "killed")
     return "out_of_memory" if event.oom else "crash"

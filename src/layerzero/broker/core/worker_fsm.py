@@ -6,7 +6,8 @@ from enum import Enum
 
 
 class WorkerState(Enum):
-    """One worker per backend. A READY worker with open calls shows as busy; that needs no state of its own."""
+    """One worker per backend gets calls; another may start to take over from it, and earlier ones may finish what they
+    have. A READY worker with open calls shows as busy; that needs no state of its own."""
 
     ABSENT = "absent"  # not needed so far
     PROBING = "probing"  # a throw-away process tries the environment
@@ -15,6 +16,8 @@ class WorkerState(Enum):
     KILLING = "killing"  # SIGKILL sent; its memory is still lent until the exit is confirmed
     BACKOFF = "backoff"  # died; restarts at `retry_at_s`
     DISABLED = "disabled"  # until someone repairs it, or, after crashes, until `retry_at_s`; the cause is kept
+    DRAINING = "draining"  # another one has taken over; it finishes what it has
+    RETIRED = "retired"  # and has ended; final
     STOPPING = "stopping"  # told to finish and exit
     STOPPED = "stopped"  # final
 
@@ -30,6 +33,7 @@ class Signal(Enum):
     RETRY_DUE = "retry_due"
     GIVEN_UP = "given_up"  # restart budget spent, it failed when it was tried again, or it said that it cannot load
     RESET = "reset"  # someone repaired it
+    REPLACED = "replaced"  # another one takes over
     STOP = "stop"
 
 
@@ -59,6 +63,12 @@ TRANSITIONS: dict[tuple[WorkerState, Signal], WorkerState] = {
     (_S.DISABLED, _G.RETRY_DUE): _S.STARTING,
     (_S.DISABLED, _G.RESET): _S.ABSENT,
     (_S.DISABLED, _G.STOP): _S.STOPPED,
+    (_S.READY, _G.REPLACED): _S.DRAINING,
+    (_S.KILLING, _G.REPLACED): _S.DRAINING,
+    (_S.BACKOFF, _G.REPLACED): _S.RETIRED,
+    (_S.DRAINING, _G.FAULT): _S.DRAINING,
+    (_S.DRAINING, _G.EXITED): _S.RETIRED,
+    (_S.DRAINING, _G.STOP): _S.STOPPING,
     (_S.STOPPING, _G.FAULT): _S.STOPPING,
     (_S.STOPPING, _G.EXITED): _S.STOPPED,
 }

@@ -21,6 +21,7 @@ from layerzero.broker.core.blame import NOBODY, Blame
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Worker
+from layerzero.broker.core.succession import Succession
 from layerzero.broker.core.worker_fsm import Signal, WorkerState, step
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import Verdict
@@ -58,6 +59,7 @@ class WorkerLifecycle:
         self._rng = rng
         self._effects = effects
         self.workers = {name: Worker(name, is_joined=name in joined) for name in engine.capabilities}
+        self.succession = Succession(self.workers)
         self.pools: defaultdict[str, list[Worker]] = defaultdict(list)  # of functions, by environment
         for worker in self.workers.values():
             self.pools[environment_of(worker.backend)].append(worker)
@@ -81,8 +83,7 @@ class WorkerLifecycle:
 
     def current(self, backend: str, generation: int) -> Worker | None:
         """None when what was said is about an earlier start."""
-        worker = self.workers[backend]
-        return worker if worker.generation == generation else None
+        return self.succession.find(backend, generation)
 
     def answering(self, identity: bytes) -> Worker | None:
         """The worker that a message is from, unless it has ended or is being killed."""
@@ -103,8 +104,8 @@ class WorkerLifecycle:
 
     def end_probe(self, event: ev.ProbeEnded) -> Worker | None:
         """The worker that waited for it, if any: it is started now, or disabled."""
-        worker = self.workers[event.backend]
-        if worker.state is not S.PROBING:
+        worker = next((one for one in self.succession.of(event.backend) if one.state is S.PROBING), None)
+        if worker is None:
             return None
         if event.error is None:
             self._signal(worker, Signal.PROBE_PASSED)
@@ -116,7 +117,7 @@ class WorkerLifecycle:
         return worker
 
     def _spawn(self, worker: Worker) -> None:
-        worker.generation += 1
+        worker.generation = self.succession.next_generation(worker.backend)
         worker.started_s = self._effects.now_s
         worker.was_ready = worker.is_vacant = False
         worker.fault, worker.blame = None, NOBODY
@@ -126,7 +127,11 @@ class WorkerLifecycle:
             if worker.slot >= SLOTS:
                 self._signal(worker, Signal.SPAWN_FAILED)
                 text = f"this broker has started {SLOTS} workers for GPUs; offers of memory have no room for more signs"
-                self._disable(worker, BackendError(text, repair="lz down"), Reason.BACKEND_DISABLED)
+                error = BackendError(text, repair="lz down")
+                if self.succession.is_beside(worker):
+                    self.succession.dismiss(worker, text)
+                else:
+                    self._disable(worker, error, Reason.BACKEND_DISABLED)
                 return
         self._effects.wake_by(self._effects.now_s + self._limits.start_timeout_s)
         self._effects.emit(act.Spawn(worker.backend, worker.generation))
@@ -215,11 +220,12 @@ class WorkerLifecycle:
     def fault(self, worker: Worker, error: LayerZeroError, blame: Blame | None = None) -> None:
         """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `blame`: for
         which call; None: for the oldest that it has not answered, if any."""
-        if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
+        if worker.state in (S.STARTING, S.READY, S.STOPPING, S.DRAINING) and worker.fault is None:
             self._signal(worker, Signal.FAULT)
             head = worker.running[0].dispatch if worker.running else 0
             worker.fault, worker.blame = error, Blame(dispatch=head) if blame is None else blame
-            if worker.was_ready or not worker.times_disabled:  # else it is disabled as before
+            is_beside = self.succession.is_beside(worker)
+            if not is_beside and (worker.was_ready or not worker.times_disabled):  # else it is disabled as before
                 killed = Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
                 self.set_unavailable(worker.backend, killed)
             self._effects.emit(act.Kill(worker.backend, worker.generation))
@@ -258,8 +264,8 @@ class WorkerLifecycle:
         worker.lane_call = 0
 
     def replace(self, worker: Worker, cause: LayerZeroError) -> None:
-        """One that has joined is lost, and nothing is known to be wrong with it: whoever else can starts another at
-        once."""
+        """One that has joined is lost, or somebody has ended it, and nothing is known to be wrong with it: another is
+        started at once."""
         worker.cause = cause
         worker.retry_at_s = self._effects.now_s
         worker.restarts += 1
@@ -269,6 +275,13 @@ class WorkerLifecycle:
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         """It has ended: try again after a back-off, or give it up. `is_renewal`: only to begin anew."""
         limits, now_s = self._limits, self._effects.now_s
+        if self.succession.is_beside(worker):
+            self.succession.dismiss(worker, error.message)
+            return
+        if worker.is_forced:
+            worker.is_forced = False
+            self.replace(worker, error)
+            return
         if worker.is_resting:
             worker.is_resting = False
             self._signal(worker, Signal.RESET)
@@ -316,6 +329,9 @@ class WorkerLifecycle:
 
     def _disable_or_wait(self, worker: Worker, error: LayerZeroError) -> None:
         """Of one that could not be started: what the machine lacks for a moment needs no repair."""
+        if self.succession.is_beside(worker):
+            self.succession.dismiss(worker, error.message)
+            return
         if isinstance(error, OutOfMemory):
             self._try_later(worker, f"could not be started: {error.message}", "")
         else:
@@ -364,6 +380,31 @@ class WorkerLifecycle:
             if worker.waiting:
                 self.need(worker)
 
+    # --- others in their place -------------------------------------------------------------------------
+
+    def begin_replacement(self, worker: Worker) -> None:
+        """Start another one, which takes over when it is ready."""
+        self.need(self.succession.add(worker))
+
+    def take_over(self, successor: Worker) -> Worker:
+        """It gets the backend's calls from now on. Returns the one that did: it drains, or has ended."""
+        old = self.succession.put_in_place(successor)
+        self._signal(old, Signal.REPLACED)
+        if old.state is S.DRAINING:
+            self.succession.draining[old.backend, old.generation] = old
+        pool = self.siblings(old)
+        pool[pool.index(old)] = successor
+        self._effects.tally.restarts[old.backend, "asked"] += 1
+        self.set_unavailable(old.backend, None)
+        return old
+
+    def end_at_once(self, worker: Worker) -> None:
+        """Somebody wants that. What it is in has failed; the next one starts without a pause."""
+        worker.is_forced = True
+        self.fault(worker, BackendError(f"lz restart --force ended the {worker.backend} worker"))
+
+    # --- the end of the broker -------------------------------------------------------------------------
+
     def stop(self, worker: Worker) -> None:
         if worker.state is not S.STOPPED:
             self._signal(worker, Signal.STOP)
@@ -372,7 +413,7 @@ class WorkerLifecycle:
 
     @property
     def is_stopped(self) -> bool:
-        return all(worker.state is S.STOPPED for worker in self.workers.values())
+        return all(worker.state is S.STOPPED for worker in self.succession.all())
 
     def retry_in_s(self, worker: Worker, now_s: float) -> float | None:
         """When a worker that waits for its next start gets it; None for one that does not."""

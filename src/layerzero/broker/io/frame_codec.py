@@ -211,4 +211,5 @@ TO_WORKER: dict[type, Callable[[Any], bytes]] = {
     act.SendDrop: _drop,
     act.SendAllow: _allow,
     act.SendMute: _mute,
+    act.RetireWorker: lambda _: STOP,
 }

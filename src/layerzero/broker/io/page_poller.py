@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import Lane
+from layerzero.broker.core.model import Worker
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.timeline_pages import TimelinePages
@@ -30,7 +31,7 @@ class PagePoller:
         links: WorkerLinks,
         lanes: LanePages,
         pages: TimelinePages,
-        stop_if_idle: Callable[[str], None],
+        stop_if_idle: Callable[[Worker], None],
     ) -> None:
         self._state = state
         self._handle = handle
@@ -44,7 +45,7 @@ class PagePoller:
     @property
     def has_silent(self) -> bool:
         """Whether there may be calls that wake nobody here."""
-        return bool(self._lanes) or any(worker.graph_slots for worker in self._state.workers.values())
+        return bool(self._lanes) or any(worker.graph_slots for worker in self._state.lifecycle.succession.all())
 
     @property
     def due_s(self) -> float:
@@ -52,7 +53,7 @@ class PagePoller:
         if not self._pages:
             return math.inf
         is_awaited = self._state.is_awaited
-        if not is_awaited and not any(worker.enqueued for worker in self._state.workers.values()):
+        if not is_awaited and not any(worker.enqueued for worker in self._state.lifecycle.succession.all()):
             return math.inf
         if is_awaited:
             return self._looked_s + self._pause_s
@@ -69,14 +70,14 @@ class PagePoller:
             self._handle(ev.RingsPolled(page_poller))
 
     def at_graph_slots(self) -> None:
-        calls = [call for worker in self._state.workers.values() for call in worker.graph_slots.values()]
+        calls = [call for worker in self._state.lifecycle.succession.all() for call in worker.graph_slots.values()]
         if calls or self._state.graph_slots.is_awaited:
             self._handle(ev.GraphSlotsPolled(self._pages.busy_graph_slots(calls)))
 
     def at_points(self) -> None:
         """See which calls GPUs are done with."""
-        for name in self._state.workers:
-            self.at_points_of(name)
+        for worker in list(self._state.lifecycle.succession.all()):
+            self.at_points_of(worker)
         self._looked_s = time.monotonic()
         reached = self._pages.reached(self._state.points.held)
         if reached:
@@ -87,24 +88,23 @@ class PagePoller:
             self.at_rings()
             self.at_graph_slots()
 
-    def at_points_of(self, backend: str, *, has_ended: bool = False) -> None:
+    def at_points_of(self, worker: Worker, *, has_ended: bool = False) -> None:
         """Of one worker; of one that has ended also those that it has not answered."""
-        worker = self._state.workers[backend]
         calls = [*worker.enqueued.values(), *(worker.running if has_ended else ())]
         if calls and self._pages:
             done, ready = self._pages.look(calls)
-            self._handle(ev.TimelinesPolled(backend, worker.generation, done, set(ready)))
+            self._handle(ev.TimelinesPolled(worker.backend, worker.generation, done, set(ready)))
             if self._state.stopping:
-                self._stop_if_idle(backend)
+                self._stop_if_idle(worker)
 
-    def at_what_is_left(self, backend: str) -> dict[int, ev.RingSnapshot]:
+    def at_what_is_left(self, worker: Worker) -> dict[int, ev.RingSnapshot]:
         """A worker has ended: see all that it did. Returns what is on its rings."""
         self.at_lanes()
-        rings = self._state.leases.rings(self._state.workers[backend])
+        rings = self._state.leases.rings(worker)
         for ring in rings:  # first: what a client puts after it has seen this, it brings here itself
             self._lanes.tell_end(ring.number)
         self.at_points()  # in which of its calls the GPU was depends on those before them, whoever had these
-        self.at_points_of(backend, has_ended=True)
+        self.at_points_of(worker, has_ended=True)
         page_poller = self._rings(rings)
         self.at_graph_slots()
         return page_poller

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,19 +42,26 @@ class FunctionWorkers:
         poll_lanes: Callable[[], None],
     ) -> None:
         self._state, self._handle, self._poll_lanes = state, handle, poll_lanes
-        self._is_free = processes.is_free
+        self._is_free, self._processes = processes.is_free, processes
         self._reserved: dict[str, Reservation] = {}  # by backend
         self._tokens = itertools.count(1)
         self._freed: set[str] = set()  # whose objects are gone, and that were not seen free since
         self._renewed: dict[str, int] = {}  # generations whose interpreters were built in another state since
         self._rest_s = settings.functions_rest_s or math.inf
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # and since when they are the same
-        self.due_s = math.inf  # when to look next
+        self._due_s = math.inf
+
+    @property
+    def due_s(self) -> float:
+        """When to look next."""
+        is_awaited = bool(self._state.lifecycle.succession.successors)
+        return min(self._due_s, time.monotonic() + FREED_S if is_awaited else math.inf)
 
     def look(self, now_s: float) -> None:
         """End what was not called for long. A worker that keeps something for a client, an object for one, stays."""
-        self.due_s = math.inf
+        self._due_s = math.inf
         self._free_abandoned()
+        self._look_at_kept()
         if self._rest_s == math.inf and not self._freed and not self._renewed:
             return
         self._poll_lanes()
@@ -65,7 +73,7 @@ class FunctionWorkers:
             if (backend in self._freed or is_renewed) and self._is_free(backend, worker.generation):
                 self._rest(backend)
                 if is_renewed:  # it may have been in a call
-                    self.due_s = min(self.due_s, now_s + FREED_S)
+                    self._due_s = min(self._due_s, now_s + FREED_S)
                 continue
             uses = (worker.generation, worker.answered, worker.failed)
             before, since_s = self._uses.get(backend, (None, now_s))
@@ -75,7 +83,21 @@ class FunctionWorkers:
             elif now_s - since_s >= self._rest_s:
                 self._handle(ev.WorkerSpared(backend))
             rest_s = FREED_S if backend in self._freed or is_renewed else max(since_s + self._rest_s - now_s, 1.0)
-            self.due_s = min(self.due_s, now_s + rest_s)
+            self._due_s = min(self._due_s, now_s + rest_s)
+
+    def _look_at_kept(self) -> None:
+        """Others wait to take over from these."""
+        awaited = self._state.replacements.awaited
+        if not awaited:
+            return
+        kept, busy = set(), set()
+        for worker in awaited:
+            process = self._processes.get((worker.backend, worker.generation))
+            if process is not None and process.page.read_kept():
+                kept.add(worker.backend)
+            if process is not None and process.page.read()[0]:
+                busy.add(worker.backend)
+        self._handle(ev.KeptPolled(frozenset(kept), frozenset(busy)))
 
     def reserve(self, environment: str, identity: bytes) -> tuple[str, int]:
         """A worker of an environment that no other object has, for a client; its name, and a token to free it with.
@@ -97,7 +119,7 @@ class FunctionWorkers:
         worker = self._state.workers[backend]
         if worker.state is WorkerState.READY:
             self._renewed[backend] = worker.generation
-            self.due_s = 0.0
+            self._due_s = 0.0
 
     def free(self, backend: str, token: int) -> None:
         """Its object is gone: the worker ends. Nothing where another object has it by now."""

@@ -18,6 +18,7 @@ from layerzero.broker.queries.joint_plans import plan
 from layerzero.broker.queries.metrics import metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
+from layerzero.broker.queries.restarts import METHODS as RESTARTS
 from layerzero.broker.queries.rollouts import METHODS as ROLLOUTS
 from layerzero.broker.queries.rollouts import problems as rollout_problems
 from layerzero.broker.selection import dispatch_table
@@ -139,6 +140,10 @@ def _backend(server: BrokerView, name: str, now_s: float) -> dict[str, Any]:
         "name": name,
         "state": "busy" if running and worker.state.value == "ready" else worker.state.value,
         "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
+        "beside": [
+            {"state": one.state.value, "pid": one.pid or None, "running": len(one.running)}
+            for one in server.state.lifecycle.succession.of(name)[1:]
+        ],
         "ops": sorted(server.launcher.capabilities[name].ops),
         "versions": worker.versions,
         "answered": worker.answered,
@@ -452,4 +457,5 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "plan_choice": plan_choice,
     "keep_plan_choice": keep_plan_choice,
     **ROLLOUTS,
+    **RESTARTS,
 }

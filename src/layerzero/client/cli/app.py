@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli import options
+from layerzero.client.cli import restart as cli_restart
 from layerzero.client.cli import rollout as cli_rollout
 from layerzero.client.cli.attach import attach
 from layerzero.client.cli.cache import cache_app
@@ -87,6 +88,7 @@ app.command()(replay)
 app.command()(attach)
 app.command()(ops)
 app.command()(compare)
+app.command()(cli_restart.restart)
 cli_rollout.add_to(app)
 app.command("bisect")(cli_bisect.bisect)
 
@@ -296,17 +298,6 @@ def doctor(
     from layerzero.client.cli import ready as cli_ready
 
     raise typer.Exit(cli_ready.doctor(backends or (), ready=ready, as_json=as_json))
-
-
-@app.command()
-def restart(
-    backends: Annotated[list[str], typer.Argument(metavar="BACKEND...", help="Backends that were repaired.")],
-    as_json: Json = False,
-) -> None:
-    """Forget a backend's failures after a repair, so that the broker tries it again."""
-    from layerzero.client.cli import broker
-
-    raise typer.Exit(broker.restart(backends, as_json=as_json))
 
 
 @keys_app.command("secret")

@@ -1,4 +1,4 @@
-"""`lz up, down, status, restart`: the broker as seen from a terminal."""
+"""`lz up, down, status`: the broker as seen from a terminal."""
 
 from __future__ import annotations
 
@@ -149,33 +149,6 @@ def stop(where: Endpoints, *, force: bool) -> int | None:
     return pid
 
 
-def restart(names: Sequence[str], *, as_json: bool) -> int:
-    """Forget failures. Returns the exit code: 1 when one of the backends still cannot start."""
-    with connection(start.endpoints()) as session:
-        for name in names:
-            session.ask("reset", backend=name)
-        rows = {row["name"]: row for row in session.ask("status")["backends"]}
-    chosen = [rows[name] for name in names]
-    if as_json:
-        print_json({"backends": chosen})
-    else:
-        for row in chosen:
-            out().print(Text(f"{row['name']}: {_after_reset(row)}"), soft_wrap=True)
-    return FAILED if any(row["unavailable"] for row in chosen) else 0
-
-
-def _after_reset(row: Mapping[str, Any]) -> str:
-    if row["unavailable"]:
-        return f"still unusable: {_what_is_wrong(row['unavailable'])}"
-    if row["state"] == "absent":
-        return "its failures are forgotten; it starts with the next call that needs it"
-    return f"{row['state']}{_pid(row)}; there was nothing to forget"
-
-
-def _pid(row: Mapping[str, Any]) -> str:
-    return f", pid {row['pid']}" if row["pid"] else ""
-
-
 def tell_about_environments(words: Sequence[str]) -> None:
     """After `lz env build` or `probe`: a running broker looks again at the backends among `words`, or at all."""
     try:
@@ -219,6 +192,12 @@ def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_
     out().print()
     elsewhere = [] if shows_all else [row for row in answer["backends"] if _is_elsewhere(row)]
     out().print(_table([row for row in answer["backends"] if row not in elsewhere]))
+    for row in answer["backends"]:
+        for one in row["beside"]:
+            calls = f" with {counted(one['running'], 'call')}" if one["state"] == "draining" else ""
+            pid = f" pid {one['pid']}" if one["pid"] else ""
+            text = f"{row['name']} is being replaced: {one['state']}{pid}{calls}"
+            out().print(Text(text, style="cyan"), soft_wrap=True)
     if elsewhere:
         names = ", ".join(row["name"] for row in elsewhere)
         text = f"not for this machine, --all shows why: {names}"

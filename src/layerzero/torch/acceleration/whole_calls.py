@@ -2,8 +2,8 @@
 
 A call of an op has no time of its own there: the host goes on while the GPU computes, and which of both the program
 waits for is not seen in one call. So whole calls of the model are timed, with no op taken over and with each one alone,
-in turns, between two events on the GPU; where gradients are wanted from one call's begin to the next one's, which is a
-step of training with its backward pass and its optimizer."""
+in turns, between two events on the GPU; what was faster is tried once more, alone and together. Where gradients are
+wanted a call lasts until the next one's begin: a step of training, with its backward pass and its optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 WARM, WARM_S = 24, 5.0  # calls of all ops at least, for so long at least: until kernels are lifted
 ROUNDS = 9  # timed calls of each way
-FASTER = 0.98  # of the time of torch alone at most
+FASTER = 0.97  # of the time of torch alone at most, twice
 HOLDS, LONGER = 1_000, 10_000  # calls, after the first trial and after others; then they are timed anew
 MAX_KINDS = 64  # of others the calls are torch's
 
@@ -92,7 +92,7 @@ class _Kind:
     turns: int = 0
     trial: int = 0  # of how many ways were begun: a late time may be of earlier ones
     found: dict[Ops, float] = field(default_factory=dict)  # ms
-    best: tuple[Ops, float] | None = None  # of single ops, where several were faster, and its part of torch's time
+    is_second: bool = False  # trial, of what was faster in the first
     chosen: Ops | None = None
     left: int = 0
     holds: int = HOLDS
@@ -213,7 +213,7 @@ class WholeCalls:
 
     def _warm_again(self, kind: _Kind) -> None:
         kind.chosen, kind.ways, kind.seen, kind.calls, kind.until_s = None, (), set(), 0, 0.0
-        kind.found, kind.best = {}, None
+        kind.found, kind.is_second = {}, False
 
     def _try(self, kind: _Kind, ways: Sequence[Ops]) -> None:
         kind.ways = (NONE, *ways)
@@ -238,18 +238,15 @@ class WholeCalls:
         if min(map(len, kind.times)) < ROUNDS:
             return
         medians = [statistics.median(times) for times in kind.times]
-        kind.found |= {ops: ms for ops, ms in zip(kind.ways, medians, strict=True) if ops or not kind.found}
+        kind.found |= dict(zip(kind.ways, medians, strict=True))
         ratios = {ops: ms / medians[0] for ops, ms in zip(kind.ways[1:], medians[1:], strict=True) if medians[0]}
-        best = min(ratios.items(), key=lambda one: one[1], default=(NONE, 1.0))
-        if kind.best is not None:  # several together, beside the best alone
-            self._choose(kind, min(best, kind.best, key=lambda one: one[1])[0])
-            return
         good = [ops for ops, ratio in ratios.items() if ratio <= FASTER]
-        if len(good) > 1:
-            kind.best = best
-            self._try(kind, [frozenset[str]().union(*good)])
-        else:
-            self._choose(kind, best[0] if good else NONE)
+        best = min(good, key=lambda ops: ratios[ops], default=NONE)
+        if kind.is_second or not best:
+            self._choose(kind, best)
+        else:  # once may be chance; and several together are not what each is alone
+            kind.is_second = True
+            self._try(kind, list(dict.fromkeys((best, frozenset[str]().union(*good)))))
 
     def _choose(self, kind: _Kind, ops: Ops) -> None:
         kind.chosen, kind.left, kind.holds = ops, kind.holds, LONGER

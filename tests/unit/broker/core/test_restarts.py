@@ -254,6 +254,6 @@ def test_step_knows_the_table_and_nothing_else() -> None:
 
 
 def test_every_state_can_be_reached_and_left() -> None:
-    """Only STOPPED is final."""
-    assert {state for state, _ in TRANSITIONS} == set(WorkerState) - {WorkerState.STOPPED}
+    """Only STOPPED and RETIRED are final."""
+    assert {state for state, _ in TRANSITIONS} == set(WorkerState) - {WorkerState.STOPPED, WorkerState.RETIRED}
     assert set(TRANSITIONS.values()) == set(WorkerState)

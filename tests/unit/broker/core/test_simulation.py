@@ -35,6 +35,7 @@ from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases, Lost
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Release
+from layerzero.broker.core.replacements import Replacements
 from layerzero.broker.core.ring_calls import RingCalls
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.stream_order import OpenPoint
@@ -673,6 +674,32 @@ class BindsBeforeExit(BrokerState):
                 for one in take(self.workers[action.backend].graph_slots.values()):
                     self.calls.place(one)
         return self.effects.actions
+
+
+class TakesOverFromWhoKeeps(Replacements):
+    """Leaves objects of clients behind in a worker that nobody calls any more."""
+
+    def may_keep(self, worker: Worker) -> bool:
+        return False
+
+
+class NeverRetires(Replacements):
+    def has_drained(self, worker: Worker) -> bool:
+        return False
+
+
+class LeavesCallsWithTheOld(Replacements):
+    """Does not take along what waits for the worker before."""
+
+    def take_over(self, successor: Worker) -> None:
+        self.lifecycle.take_over(successor)
+
+
+class EndsWhoServes(WorkerLifecycle):
+    """Takes the failure of one that was to take over for that of the worker which serves."""
+
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        super().plan_restart(self.workers[worker.backend], error, stderr_tail, is_renewal=is_renewal)
 
 
 class ThinksThatTheLostAreDead(UnreachableWorkers):
