@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import layerzero as lz
+from layerzero.ipc.vocabulary.ops import CAST_DTYPES
 
 Array = np.ndarray
 Call = Callable[..., Array]  # takes `backend`
@@ -202,9 +203,52 @@ def gather(node: Node) -> Call:
     return partial(lz.embedding, indices, data)
 
 
+def pair(op: Call, node: Node) -> Call:
+    need(node.opset >= 7, "broadcasting of opset 6")
+    return partial(op, node.array(0), node.array(1))
+
+
+def clip(node: Node) -> Call:
+    """ONNX's bounds are tensors of one number each."""
+    low, high = (None if bound is None else bound.item() for bound in (node.input(1), node.input(2)))
+    need(low is not None or high is not None, "no bounds")
+    return partial(lz.clamp, node.array(0), low, high)
+
+
+def where(node: Node) -> Call:
+    return partial(lz.where, node.array(0), node.array(1), node.array(2))
+
+
+def concat(node: Node) -> Call:
+    tensors = [one for one in node.inputs if one is not None]
+    need(len(tensors) <= 8, "more than 8 tensors")
+    return partial(lz.cat, *tensors, dim=node.attr("axis", 0))
+
+
+def cast(node: Node) -> Call:
+    """Of 8-bit floats as their numbers by a scale of 1."""
+    from onnx import helper
+
+    x, to = node.array(0), str(helper.tensor_dtype_to_np_dtype(node.attr("to", 0)))
+    given, narrow, wide = str(x.dtype), ("float8_e4m3fn", "float8_e5m2"), ("float32", "bfloat16", "float16")
+    one = np.ones((), np.float32)
+    if to in narrow and given in wide:
+        need(bool(node.attr("saturate", 1)), f"to {to}, not saturated")
+        return partial(lz.quantize, x, one, dtype=to)
+    if given in narrow and to in wide:
+        return partial(lz.dequantize, x, one, dtype=to)
+    for dtype in (given, to):
+        need(dtype in CAST_DTYPES, f"{'text' if dtype in ('object', 'StringDType()') else dtype}")
+    return partial(lz.cast, x, to)
+
+
 CALLS: dict[str, Callable[[Node], Call]] = {
+    "Add": partial(pair, lz.add),
     "Attention": attention,
     "BatchNormalization": batch_norm,
+    "Cast": cast,
+    "Clip": clip,
+    "Concat": concat,
     "DequantizeLinear": dequantize,
     "Gather": gather,
     "Gelu": gelu,
@@ -216,6 +260,7 @@ CALLS: dict[str, Callable[[Node], Call]] = {
     "LogSoftmax": partial(softmax, lz.log_softmax),
     "MatMul": matmul,
     "Mish": partial(each, lz.mish),
+    "Mul": partial(pair, lz.mul),
     "QuantizeLinear": quantize,
     "RMSNormalization": rms_norm,
     "Relu": partial(each, lz.relu),
@@ -225,4 +270,5 @@ CALLS: dict[str, Callable[[Node], Call]] = {
     "SwiGLU": swiglu,
     "Swish": swish,
     "Tanh": partial(each, lz.tanh),
+    "Where": where,
 }

@@ -249,6 +249,12 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, activation: st
     return {"relu": relu, "silu": silu}[activation](made)
 
 
+def gated_mlp(x: Array, gate_up: Array, down: Array, *, activation: str) -> Array:
+    half = down.shape[1]
+    gate = linear(x, gate_up[:half], activation=activation)
+    return linear(gate * linear(x, gate_up[half:]), down)
+
+
 def softmax(x: Array, *, dim: int, dtype: str = "") -> F64:
     x = (from_bits(to_bits(x, dtype), dtype) if dtype else x).astype(np.float64)
     if x.size == 0:
@@ -351,6 +357,36 @@ def _norm_gradients(
     return np.asarray(by_x), np.asarray(by_weight), np.asarray(by_bias)
 
 
+@np.errstate(invalid="ignore")
+def add(x: Array, other: Array) -> Array:
+    return np.asarray(wide(x) + wide(other))
+
+
+@np.errstate(invalid="ignore")
+def mul(x: Array, other: Array) -> Array:
+    return np.asarray(wide(x) * wide(other))
+
+
+def clamp(x: Array, *, min: float | None, max: float | None) -> Array:
+    low = x if min is None else np.maximum(wide(x), min)
+    return np.asarray(low if max is None else np.minimum(wide(low), max)).astype(wide(x).dtype)
+
+
+def where(condition: Array, x: Array, other: Array) -> Array:
+    return np.asarray(np.where(condition, wide(x), wide(other)))
+
+
+def cat(*tensors: Array | None, dim: int) -> Array:
+    return np.concatenate([wide(x) for x in tensors if x is not None], axis=dim)
+
+
+@np.errstate(all="ignore")
+def cast(x: Array, *, dtype: str) -> Array:
+    if dtype in TOLERANCE:
+        return from_bits(to_bits(x, dtype), dtype).astype(np.float64)
+    return np.asarray(x != 0 if dtype == "bool" else (np.trunc(x) if x.dtype.kind == "f" else x).astype(dtype))
+
+
 def gelu(x: Array, *, approximate: str) -> F64:
     x = x.astype(np.float64)
     if approximate == "tanh":
@@ -447,6 +483,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,
+    "gated_mlp": gated_mlp,
     "softmax": softmax,
     "log_softmax": log_softmax,
     "layer_norm": layer_norm,
@@ -468,6 +505,12 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "quick_gelu": quick_gelu,
     "hardswish": hardswish,
     "mish": mish,
+    "add": add,
+    "mul": mul,
+    "clamp": clamp,
+    "where": where,
+    "cat": cat,
+    "cast": cast,
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,

@@ -10,6 +10,7 @@ from typing import Any
 from layerzero.client.planning import (
     activation_plans,
     attention_plans,
+    elementwise_plans,
     norm_plans,
     plans,
     product_plans,
@@ -18,7 +19,7 @@ from layerzero.client.planning import (
 )
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
-from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import CAST_DTYPES, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
@@ -131,6 +132,38 @@ def _matmul(rng: Random) -> Plan:
     return plans.plan_matmul(_tensor(rng, dtype, *lead, m, k), _tensor(rng, dtype, *rng.choice(((), lead)), k, n))
 
 
+def _pair(rng: Random, plan: Callable[..., Plan]) -> Plan:
+    dtype, shape = rng.choice((_float(rng), "int32")), _extents(rng, 2)
+    return plan(
+        _tensor(rng, dtype, *shape), _tensor(rng, dtype, *[rng.choice((1, n)) for n in shape][rng.randint(0, 2) :])
+    )
+
+
+def _clamp(rng: Random) -> Plan:
+    x = _tensor(rng, rng.choice((_float(rng), "int8")), *_extents(rng, 2))
+    return elementwise_plans.plan_clamp(x, *rng.choice(((None, 2), (-1, None), (-1, 2))))
+
+
+def _where(rng: Random) -> Plan:
+    dtype, shape = rng.choice((_float(rng), "bool")), _extents(rng, 2)
+    condition, x, other = ([rng.choice((1, n)) for n in shape][rng.randint(0, 2) :] for _ in range(3))
+    return elementwise_plans.plan_where(
+        _tensor(rng, "bool", *condition), _tensor(rng, dtype, *x), _tensor(rng, dtype, *other)
+    )
+
+
+def _cat(rng: Random) -> Plan:
+    dtype, shape, dim = _float(rng), _extents(rng, 2), rng.randrange(2)
+    shapes = [[*shape[:dim], rng.randint(0, 4), *shape[dim + 1 :]] for _ in range(rng.randint(1, 8))]
+    tensors = [_tensor(rng, dtype, *one) for one in shapes]
+    return elementwise_plans.plan_cat(*tensors, *[None] * (8 - len(tensors)), dim=dim)
+
+
+def _cast(rng: Random) -> Plan:
+    x = _tensor(rng, rng.choice(CAST_DTYPES), *_extents(rng, 2))
+    return elementwise_plans.plan_cast(x, rng.choice(CAST_DTYPES))
+
+
 def _addmm(rng: Random) -> Plan:
     dtype, (m, k, n) = _float(rng), _extents(rng, 3)
     x = _tensor(rng, dtype, *rng.choice(((), (n,), (1, n), (m, 1), (m, n))))
@@ -143,6 +176,14 @@ def _linear(rng: Random) -> Plan:
     bias = rng.choice((None, TensorSpec.contiguous(dtype, (n,))))
     activation = rng.choice((None, *LINEAR_ACTIVATIONS))
     return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias, activation)
+
+
+def _gated_mlp(rng: Random) -> Plan:
+    dtype, (rows, k, hidden, n) = _float(rng), _extents(rng, 4)
+    shapes = ((rows, k), (2 * hidden, k), (n, hidden))
+    return product_plans.plan_gated_mlp(
+        *(_tensor(rng, dtype, *shape) for shape in shapes), rng.choice(LINEAR_ACTIVATIONS)
+    )
 
 
 def _softmax(rng: Random) -> Plan:
@@ -287,6 +328,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "layer_norm": _layer_norm,
@@ -301,6 +343,12 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "geglu": lambda rng: activation_plans.plan_geglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),
     "reglu": lambda rng: activation_plans.plan_reglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),
     **{op: partial(_activation, plan) for op, plan in activation_plans.PLANS.items()},
+    "add": partial(_pair, plan=elementwise_plans.plan_add),
+    "mul": partial(_pair, plan=elementwise_plans.plan_mul),
+    "clamp": _clamp,
+    "where": _where,
+    "cat": _cat,
+    "cast": _cast,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

@@ -39,6 +39,14 @@ if TYPE_CHECKING:
         attention_backward as attention_backward,
         attention_forward as attention_forward,
     )
+    from layerzero.client.facade.elementwise_ops import (
+        add as add,
+        cast as cast,
+        cat as cat,
+        clamp as clamp,
+        mul as mul,
+        where as where,
+    )
     from layerzero.client.facade.norm_ops import (
         add_rms_norm as add_rms_norm,
         batch_norm as batch_norm,
@@ -67,7 +75,7 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
-    from layerzero.client.facade.product_ops import addmm as addmm
+    from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.sampling_ops import (
         filter_logits as filter_logits,
         penalize_logits as penalize_logits,
@@ -159,6 +167,7 @@ _HOME = {
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
+    "layerzero.client.facade.elementwise_ops": "add cast cat clamp mul where",
     "layerzero.client.facade.norm_ops": (
         "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"
     ),
@@ -166,7 +175,7 @@ _HOME = {
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention quantize rms_norm rope silu softmax swiglu"
     ),
-    "layerzero.client.facade.product_ops": "addmm",
+    "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",

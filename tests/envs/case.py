@@ -1,4 +1,4 @@
-"""A call that test_conformance.py makes."""
+"""One call that test_conformance.py makes, and how its tensors may lie in memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class Case:
     attrs: dict[str, Any] = field(default_factory=dict)
     layouts: tuple[str, ...] = ()  # per tensor; contiguous where there are fewer
     out_layout: str = "contiguous"
+
+
+SWAPS = {"transposed": (-1, -2), "heads": (1, 2), "first last": (0, -1)}
+LAYOUTS = ("contiguous", "transposed", "gaps", "rows", "broadcast")
 
 
 def normal(rng: np.random.Generator, *shape: int) -> reference.F64:

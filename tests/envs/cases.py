@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 from tests import reference
-from tests.envs.case import Case as Case
-from tests.envs.case import normal
+from tests.envs import elementwise_cases
+from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.sampling import LIMITS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
-
-SWAPS = {"transposed": (-1, -2), "heads": (1, 2), "first last": (0, -1)}
-LAYOUTS = ("contiguous", "transposed", "gaps", "rows", "broadcast")
 
 
 def lay_out(values: reference.Array, dtype: str, layout: str) -> tuple[TensorSpec, reference.Array]:
@@ -86,6 +83,8 @@ def refilled(name: str, values: reference.Array) -> reference.Array:
         return np.where(np.arange(values.shape[-1]) % 3 == 0, -1, values)
     if name.endswith("_probs"):
         return np.asarray(values[..., ::-1] * 0.5)
+    if values.dtype.kind == "f" and values.size and np.all(values >= 0):  # what has to have no sign
+        return np.asarray(values * 0.5)
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
     if name.startswith("cu_seqlens"):
@@ -414,6 +413,31 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
             yield case(f"{activation}, {layout} output", x, weight, bias, activation=activation, out_layout=layout)
 
 
+def gated_mlp_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Weights as wide as models have them: of variance 1 over what is summed."""
+
+    def made(shape: tuple[int, ...], hidden: int, features: int) -> tuple[reference.Array, ...]:
+        gate_up, down = normal(rng, 2 * hidden, shape[-1]), normal(rng, features, hidden)
+        return normal(rng, *shape), gate_up / shape[-1] ** 0.5, down / hidden**0.5
+
+    for activation in LINEAR_ACTIVATIONS:
+        attrs = {"activation": activation}
+        for shape, hidden, features in (
+            ((3, 4), 5, 4),
+            ((1, 1), 1, 1),
+            ((7,), 3, 7),
+            ((2, 3, 8), 6, 8),
+            ((65, 130), 33, 70),
+            ((1, 200), 600, 200),
+            ((64, 128), 352, 128),
+        ):
+            yield Case(f"{activation} of {shape} by {hidden}", made(shape, hidden, features), attrs)
+        for layout in ("transposed", "gaps", "rows"):
+            yield Case(f"{activation}, {layout}", made((4, 6, 8), 5, 7), attrs, layouts=(layout,) * 3)
+            yield Case(f"{activation}, {layout} output", made((4, 6, 8), 5, 7), attrs, out_layout=layout)
+        yield Case(f"{activation}, empty", (normal(rng, 0, 4), normal(rng, 6, 4), normal(rng, 5, 3)), attrs)
+
+
 def softmax_cases(rng: np.random.Generator, *, is_log: bool = False) -> Iterator[Case]:
     for shape in ((5,), (1,), (3, 7), (2, 3, 5), (2, 3, 4, 5), (4, 1000), (3, 1)):
         for dim in range(len(shape)):
@@ -611,6 +635,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "matmul": matmul_cases,
     "addmm": addmm_cases,
     "linear": linear_cases,
+    "gated_mlp": gated_mlp_cases,
     "softmax": softmax_cases,
     "log_softmax": functools.partial(softmax_cases, is_log=True),
     "add_rms_norm": add_rms_norm_cases,
@@ -621,6 +646,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "rms_norm_backward": norm_backward_cases,
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
+    **elementwise_cases.CASES,
     "quantize": quantize_cases,
     "dequantize": dequantize_cases,
     "embedding": embedding_cases,

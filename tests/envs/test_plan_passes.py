@@ -201,8 +201,14 @@ def test_gating_in_place_is_one_call_and_a_used_gate_is_none(weights: Arrays) ->
         gate *= lz.gelu(y)
         return lz.gelu(gate) + total
 
+    def by_mul(x: Any, y: Any) -> Any:
+        return lz.gelu(lz.mul(lz.gelu(y), lz.silu(lz.gelu(x))))
+
+    def pinned(x: Any, y: Any) -> Any:
+        return lz.gelu(lz.mul(lz.silu(x), lz.gelu(y), backend="torch"))
+
     x, y = numbers(1, S, D), numbers(2, S, D)
-    for function, is_fused in ((inside, True), (used, False)):
+    for function, is_fused in ((inside, True), (by_mul, True), (pinned, False), (used, False)):
         plan = lz.plan(function, keep_choice=False)
         for _ in range(4):
             np.testing.assert_allclose(plan(x, y), function(x, y), rtol=1e-3, atol=1e-4)
@@ -216,6 +222,15 @@ def layers(x: Any, w: Any, norm: Any) -> Any:
     total = x + lz.linear(lz.rms_norm(x, D, norm), w)
     total = total + lz.linear(lz.rms_norm(total, D, norm), w)
     return lz.gelu(lz.rms_norm(total, D, norm)), total
+
+
+def by_lz_add(x: Any, w: Any, norm: Any) -> Any:
+    total = lz.add(x, lz.linear(x, w))
+    return lz.gelu(lz.rms_norm(total, D, norm)), total
+
+
+def pinned_sum(x: Any, w: Any, norm: Any) -> Any:
+    return lz.rms_norm(lz.add(x, lz.gelu(x), backend="torch"), D, norm)
 
 
 def sum_between(x: Any, w: Any, norm: Any) -> Any:
@@ -246,8 +261,9 @@ def made_weight(x: Any, w: Any, norm: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "fused"),
-    [(layers, 2), (sum_between, 1), (broadcast_sum, 0), (sum_written, 0), (pinned_norm, 0), (made_weight, 0)],
-)
+    [(layers, 2), (by_lz_add, 1), (pinned_sum, 0), (sum_between, 1), (broadcast_sum, 0), (sum_written, 0),
+     (pinned_norm, 0), (made_weight, 0)],
+)  # fmt: skip
 def test_a_sum_and_its_norm_are_one_call(installation: Site, function: Callable[..., Any], fused: int) -> None:
     """Where the sum is used elsewhere, too; not where it is written to, or the weight is not there yet."""
     w, norm = lz.share(numbers(1, D, D) / 4), lz.share(numbers(2, D))

@@ -60,6 +60,14 @@ SERVED = [
     Served("bmm", lzt.matmul, least=1),
     Served("mv", lzt.matmul, least=1),
     Served("addmm", torch.ops.layerzero.addmm),
+    Served("add", lambda x, other, alpha=1: torch.ops.layerzero.add(x, alpha * other)),
+    Served("mul", torch.ops.layerzero.mul),
+    # Its own samples have tensors for bounds.
+    Served(
+        "nn.functional.hardtanh", lambda x, min_val=-1.0, max_val=1.0: torch.ops.layerzero.clamp(x, min_val, max_val)
+    ),
+    Served("where", lambda x, condition, other: torch.ops.layerzero.where(condition, x, other)),
+    Served("cat", lzt.cat, "", lambda sample: len(sample.input) > 8 or len({t.dim() for t in sample.input}) > 1),
     Served("nn.functional.embedding", lambda weight, ids, **options: lzt.embedding(ids, weight, **options)),
     Served("nn.functional.scaled_dot_product_attention", lzt.scaled_dot_product_attention, "", _sdpa_is_refused),
 ]
@@ -104,7 +112,8 @@ def test_samples_have_torchs_gradients(served: Served) -> None:
     """In float64, also by gradcheck for the small ones; a second derivative is refused by name."""
     count = 0
     for theirs, sample in samples(served, torch.float64, True):
-        given = [a for a in (sample.input, *sample.args, *sample.kwargs.values()) if _is_leaf(a)]
+        first = sample.input if isinstance(sample.input, (list, tuple)) else (sample.input,)  # several, of cat
+        given = [a for a in (*first, *sample.args, *sample.kwargs.values()) if _is_leaf(a)]
         expected = theirs(sample.input, *sample.args, **sample.kwargs)
         if not expected.requires_grad or expected.isnan().any():
             continue
@@ -133,8 +142,12 @@ def _of(call: Call, sample: Any, given: list[torch.Tensor]) -> Call:
 
     def of(*tensors: torch.Tensor) -> torch.Tensor:
         new = {id(old): tensor for old, tensor in zip(given, tensors, strict=True)}
-        args = [new.get(id(a), a) for a in (sample.input, *sample.args)]
-        return call(*args, **{name: new.get(id(a), a) for name, a in sample.kwargs.items()})
+
+        def ours(a: Any) -> Any:
+            return [ours(one) for one in a] if isinstance(a, (list, tuple)) else new.get(id(a), a)
+
+        args = [ours(a) for a in (sample.input, *sample.args)]
+        return call(*args, **{name: ours(a) for name, a in sample.kwargs.items()})
 
     return of
 

@@ -103,6 +103,12 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 4), t(4, seed=1)), {}),
             ((t(4), t(4, seed=1)), {}),
         ],
+        "gated_mlp": [
+            *(((t(2, 3, 4), t(10, 4, seed=1), t(6, 5, seed=2), name), {}) for name in LINEAR_ACTIVATIONS),
+            ((t(4), t(10, 4, seed=1), t(4, 5, seed=2)), {}),
+            ((t(4, 3).t(), t(10, 4, seed=1), t(5, 6, seed=2).t()), {}),
+            ((t(0, 4), t(10, 4, seed=1), t(4, 5, seed=2)), {}),
+        ],
         "addmm": [
             ((t(5, seed=2), t(3, 4), t(4, 5, seed=1)), {}),
             ((t(3, 1, seed=2), t(3, 4), t(4, 5, seed=1)), {"beta": 0.5, "alpha": -2.0}),
@@ -168,6 +174,21 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {},
             )
         ],
+        "add": [((t(3, 4), t(3, 4, seed=1)), {}), ((t(3, 1), t(2, 1, 4, seed=1)), {}), ((t(0, 4), t(4, seed=1)), {})],
+        "mul": [((t(3, 4), t(3, 4, seed=1)), {}), ((t(4, 3).t(), t(seed=1)), {}), ((t(4), t(2, 3, 4, seed=1)), {})],
+        "clamp": [((t(3, 4), -0.5, 0.5), {}), ((t(3, 4), 0.1), {}), ((t(), None, 0.0), {})],
+        "where": [
+            ((mask[:, :4], t(3, 4), t(3, 4, seed=1)), {}),
+            ((mask[:, :1], t(4), t(2, 3, 1, seed=1)), {}),
+            ((mask[0, 0], t(seed=3), t(3, 4, seed=1)), {}),
+        ],
+        "cat": [
+            ((t(3, 4), t(3, 2, seed=1)), {"dim": 1}),
+            ((t(3, 4), t(1, 4, seed=1), t(2, 4, seed=2)), {}),
+            ((t(2, 4, 3).transpose(1, 2), t(2, 3, 4, seed=1)), {"dim": -1}),
+            ((t(4),), {}),
+        ],
+        "cast": [((x,), {"dtype": "float64"}) for x in (t(3, 4), t(4, 3).t(), t(), t(0, 4))],
         "penalize_logits": [
             ((t(3, 5), torch.tensor([[0, 2, 2], [4, -1, 0], [1, 1, 1]]), torch.tensor([1.25])), {}),
             ((t(5), torch.tensor([0, 2]), None, torch.tensor(0.5), torch.tensor([0.25])), {}),
@@ -249,6 +270,11 @@ def _linear(
     return after[activation](made) if activation else made
 
 
+def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    gate, up = gate_up.chunk(2)
+    return F.linear(_linear(x, gate, None, activation) * F.linear(x, up), down)
+
+
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """As complex numbers, of which the pairs are rotated."""
     pairs = cos.shape[-1]
@@ -312,7 +338,14 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "layer_norm": F.layer_norm,
     "rms_norm": F.rms_norm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "addmm": torch.addmm,
+    "add": torch.add,
+    "mul": torch.mul,
+    "clamp": torch.clamp,
+    "where": torch.where,
+    "cat": lambda *tensors, dim=0: torch.cat(tensors, dim),
+    "cast": lambda x, dtype: x.to(getattr(torch, dtype)),
     "matmul": torch.matmul,
     "embedding": F.embedding,
     "rope": _rope,

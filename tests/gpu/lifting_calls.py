@@ -98,6 +98,22 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
         yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16
         yield "(33, 70, 5), odd", (of(33, 70), of(70, 5)), (of(33, 5),), {}, 8
+    elif op == "gated_mlp":
+        inputs = (of(64, 1024), of(5632, 1024), of(1024, 2816))
+        yield "64 rows, 1024 by 2816", inputs, (of(64, 1024),), {"activation": "silu"}, _WELL
+    elif op in ("add", "mul"):
+        yield "512 x 2048", (of(512, 2048), of(512, 2048)), (of(512, 2048),), {}, _WELL
+        yield "512 x 2048 and a row", (of(512, 2048), of(2048)), (of(512, 2048),), {}, _WELL
+    elif op == "clamp":
+        yield "512 x 2048", (of(512, 2048),), (of(512, 2048),), {"min": -0.5, "max": 0.5}, _WELL
+    elif op == "where":
+        condition = of(512, 2048, dtype="bool")
+        yield "512 x 2048", (condition, of(512, 2048), of(2048)), (of(512, 2048),), {}, _WELL
+    elif op == "cat":
+        given = (of(512, 1024), of(512, 2048), *[None] * 6)
+        yield "512 x 1024 and 512 x 2048", given, (of(512, 3072),), {"dim": 1}, _WELL
+    elif op == "cast":
+        yield "512 x 2048 to float32", (of(512, 2048),), (of(512, 2048, dtype="float32"),), {"dtype": "float32"}, _WELL
     elif op == "addmm":
         inputs = (of(1, 1000), of(1000, 512), of(512, 1000))
         yield "1000 x 512 x 1000 and a row", inputs, (of(1000, 1000),), {"beta": 0.5, "alpha": 2.0}, _WELL

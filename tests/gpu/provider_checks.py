@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -44,6 +45,7 @@ INDICES = {  # the dtypes of tensors that have their own
     "quantize": {"scale": "float32"},
     "dequantize": {"scale": "float32"},
     "attention_backward": {"lse": "float32"},
+    "where": {"condition": "bool"},
 }
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
 
@@ -220,6 +222,12 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             m, k, n = extent(), extent(), extent()
             attrs = {"beta": (1.0, 0.5, 0.0)[number % 3], "alpha": (1.0, -2.0)[number % 2]}
             inputs = [numbers(rng.choice((1, m)), rng.choice((1, n))), numbers(m, k), numbers(k, n)]
+        elif op == "gated_mlp":
+            rows, k, hidden, n = (extent() for _ in range(4))
+            known = kernel["attrs"]["activation"]
+            attrs = {"activation": known[number % len(known)]}
+            shapes = ((rows, k), (2 * hidden, k), (n, hidden))
+            inputs = [numbers(*shape, scale=1 / 16) for shape in shapes]
         elif op == "linear":
             k, n, known = extent(), extent(), kernel["attrs"]["activation"]
             attrs = {"activation": known[number % len(known)]}
@@ -232,6 +240,21 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             if op == "batch_norm":
                 params = [numbers(channels), Values((channels,), [0.25 + n / 8 for n in range(channels)]), *params]
             inputs = [numbers(rng.choice((1, 3)), channels, extent()), *params]
+        elif op in ("add", "mul", "where"):
+            shape = (rng.choice((1, 3, 40)), extent() * rng.choice((1, 3, 8)))
+            inputs = [numbers(*[rng.choice((1, n)) for n in shape]) for _ in range(2)]
+            if op == "where":
+                inputs = [Values(shape, [rng.random() < 0.5 for _ in range(math.prod(shape))]), *inputs]
+        elif op == "clamp":
+            attrs = {"min": rng.choice((None, -0.5)), "max": 0.75}
+            inputs = [numbers(rng.choice((1, 3, 40)), extent())]
+        elif op == "cat":
+            attrs, rows = {"dim": 1}, rng.choice((1, 3, 40))
+            inputs = [numbers(rows, extent()) for _ in range(rng.randint(1, 8))]
+            inputs += [None] * (len(OPS[op].inputs) - len(inputs))
+        elif op == "cast":
+            attrs = {"dtype": rng.choice(("float16", "bfloat16", "float32", "int32"))}
+            inputs = [numbers(rng.choice((1, 3, 40)), extent())]
         elif op == "embedding":
             inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
         else:
@@ -248,7 +271,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         indices = INDICES.get(op, {})
         kinds = tuple(indices.get(name, "") for name in OPS[op].inputs)
         shapes = [list(values.shape) for values in inputs if values is not None]
-        yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds)
+        families = ("float",) if op == "clamp" else ()  # whose bounds these are
+        yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
 
 
 def bind(bench: GpuBench, loaded: Loaded, op: str, kernel: Claims, case: Case) -> tuple[Bound, list[Block]]:

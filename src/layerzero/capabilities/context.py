@@ -17,7 +17,8 @@ from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, TOKENIZER_ATTRS, He
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 # Attributes whose value is data: kernels take as long for one as for another.
-DATA_ATTRS = frozenset({"scale", "eps", *TOKENIZER_ATTRS}) - {"tokenizer_format", "normalizer_id"}
+_OF_FILES = frozenset(TOKENIZER_ATTRS) - {"tokenizer_format", "normalizer_id"}
+DATA_ATTRS = frozenset({"scale", "eps", "alpha", "beta", "min", "max"}) | _OF_FILES
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from layerzero.torch.acceleration.benchmark import BenchmarkReport, benchmark
 from layerzero.torch.acceleration.handle import Acceleration, accelerate, report
 from layerzero.torch.acceleration.report import AccelerationReport
 from layerzero.torch.functional import (
+    cat,
     embedding,
     gelu,
     layer_norm,
@@ -35,6 +36,7 @@ __all__ = [
     "BenchmarkReport",
     "accelerate",
     "benchmark",
+    "cat",
     "embedding",
     "gelu",
     "layer_norm",

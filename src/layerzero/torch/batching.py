@@ -245,6 +245,27 @@ def linear(
     return (result.squeeze(-1) if is_vector else result), 0
 
 
+def gated_mlp(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str = "silu",
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """Weights of each sample make it the calls that it stands for, of batches."""
+    x = _mapped(input, dims[0], info.batch_size)
+    if dims[1] is None and dims[2] is None:
+        return ops.gated_mlp(x, gate_up, down, activation, **options), 0
+    rows = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+    gate, up = ops.matmul(rows, _mapped(gate_up, dims[1], info.batch_size).mT, **options).chunk(2, -1)
+    op, _, approximate = activation.partition("_")
+    hidden = getattr(ops, op)(gate, *([approximate] if approximate else []), **options) * up
+    result = ops.matmul(hidden, _mapped(down, dims[2], info.batch_size).mT, **options)
+    return result.reshape((*x.shape[:-1], result.shape[-1])), 0
+
+
 def rope(
     info: Any, dims: Dims, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **options: Any
 ) -> tuple[Tensor, int]:

@@ -198,6 +198,20 @@ def linear(
     return input.new_empty((*input.shape[:-1], *weight.shape[:-1]))
 
 
+def gated_mlp(input: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu", **_: Any) -> Tensor:
+    """(..., in_features) -> (..., out_features)."""
+    _same("gated_mlp", input=input, gate_up=gate_up, down=down)
+    text = "(..., in_features), (2 * hidden, in_features) and (out_features, hidden)"
+
+    def found() -> str:
+        return _shapes("gated_mlp", text, input=input, gate_up=gate_up, down=down)
+
+    _need(input.dim() > 0 and gate_up.dim() == 2 and down.dim() == 2, found)
+    _need(input.shape[-1] == gate_up.shape[1], found)
+    _need(gate_up.shape[0] == 2 * down.shape[1], found)
+    return input.new_empty((*input.shape[:-1], down.shape[0]))
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **_: Any) -> Tensor:
     """As `x`."""
     _same("rope", x=x, cos=cos, sin=sin)

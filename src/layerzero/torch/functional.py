@@ -108,6 +108,14 @@ def matmul(a: Tensor, b: Tensor, *, backend: str | None = None, timeout_s: float
     return ops.matmul.default(a, b, backend=backend, timeout_s=timeout_s)
 
 
+def cat(
+    tensors: Sequence[Tensor], dim: int = 0, *, backend: str | None = None, timeout_s: float | None = None
+) -> Tensor:
+    """Up to eight tensors one after the other along `dim`, of equal shapes but for that; one dtype, any. As
+    torch.cat."""
+    return ops.cat.default(*tensors, dim=dim, backend=backend, timeout_s=timeout_s)
+
+
 def rope(
     x: Tensor,
     cos: Tensor,

@@ -142,6 +142,31 @@ def linear(grad: Tensor, call: Call) -> Gradients:
     return found
 
 
+def gated_mlp(grad: Tensor, call: Call) -> Gradients:
+    """Through the two products, whose first is computed anew, as that of linear with an activation is."""
+    x, gate_up, activation = call["input"], call["gate_up"], call["activation"]
+    gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, -1)
+    opened = _activated(activation, gate)
+    found: Gradients = {}
+    if "down" in call.needs:
+        found["down"] = torch.matmul(_rows(grad).t(), _rows(opened * up))
+    if call.needs & {"input", "gate_up"}:
+        by_hidden = torch.matmul(grad, call["down"])
+        by_product = torch.cat((_through(activation, by_hidden * up, gate), by_hidden * opened), -1)
+        if "input" in call.needs:
+            found["input"] = torch.matmul(by_product, gate_up)
+        if "gate_up" in call.needs:
+            found["gate_up"] = torch.matmul(_rows(by_product).t(), _rows(x))
+    return found
+
+
+def _activated(activation: str, x: Tensor) -> Tensor:
+    if activation in ("relu", "silu"):
+        made: Tensor = getattr(torch.nn.functional, activation)(x)
+        return made
+    return torch.nn.functional.gelu(x, approximate=activation.partition("_")[2] or "none")
+
+
 def _through(activation: str, grad: Tensor, x: Tensor) -> Tensor:
     """The gradient by what an activation of linear is applied to."""
     if activation == "relu":

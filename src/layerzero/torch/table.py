@@ -12,7 +12,17 @@ from typing import Any
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch import activations, attention, autocasting, batching, channel_norms, fakes, gradients, norms
+from layerzero.torch import (
+    activations,
+    attention,
+    autocasting,
+    batching,
+    channel_norms,
+    elementwise,
+    fakes,
+    gradients,
+    norms,
+)
 
 ANY: frozenset[str] = frozenset()
 
@@ -192,6 +202,15 @@ TABLE: dict[str, OpEntry] = {
             autocasting.lower,
             batching.linear,
         ),
+        OpEntry(
+            "gated_mlp",
+            'Tensor input, Tensor gate_up, Tensor down, str activation="silu"',
+            fakes.gated_mlp,
+            gradients.gated_mlp,
+            {"input": ANY, "gate_up": ANY, "down": frozenset({"input", "gate_up"})},
+            autocasting.lower,
+            batching.gated_mlp,
+        ),
         *(
             OpEntry(
                 name,
@@ -324,6 +343,56 @@ TABLE: dict[str, OpEntry] = {
             {"gate": ANY, "up": frozenset({"gate"})},
             autocasting.widest,
             batching.gated("reglu"),
+        ),
+        OpEntry(
+            "add",
+            "Tensor input, Tensor other",
+            elementwise.pair_fake("add"),
+            elementwise.add_gradients,
+            autocast=autocasting.widest,
+            batch=elementwise.by_elements("add", 2),
+        ),
+        OpEntry(
+            "mul",
+            "Tensor input, Tensor other",
+            elementwise.pair_fake("mul"),
+            elementwise.mul_gradients,
+            {"input": frozenset({"other"}), "other": frozenset({"input"})},
+            autocasting.widest,
+            elementwise.by_elements("mul", 2),
+        ),
+        OpEntry(
+            "clamp",
+            "Tensor input, Scalar? min=None, Scalar? max=None",
+            elementwise.clamp_fake,
+            elementwise.clamp_gradients,
+            {"input": ANY},
+            batch=elementwise.by_elements("clamp", 1),
+        ),
+        OpEntry(
+            "where",
+            "Tensor condition, Tensor input, Tensor other",
+            elementwise.where_fake,
+            elementwise.where_gradients,
+            {"condition": ANY},
+            autocasting.widest,
+            elementwise.by_elements("where", 3),
+        ),
+        OpEntry(
+            "cat",
+            elementwise.CAT_ARGUMENTS,
+            elementwise.cat_fake,
+            elementwise.cat_gradients,
+            autocast=autocasting.widest,
+            batch=elementwise.cat_batch,
+            runs=elementwise.cat,
+        ),
+        OpEntry(
+            "cast",
+            "Tensor input, str dtype",
+            elementwise.cast_fake,
+            elementwise.cast_gradients,
+            batch=elementwise.by_elements("cast", 1),
         ),
         OpEntry(
             "quantize",

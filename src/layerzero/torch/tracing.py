@@ -33,8 +33,9 @@ def traced(request: Request) -> Any:
         args = (*request.args, *(options.pop(name) for name in ("training", "momentum", "eps")))
     elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))
-    elif request.op == "linear":
-        args = (*request.args, options.pop("activation"))
+    elif request.op in ("linear", "gated_mlp", "clamp", "cast"):
+        named = {"clamp": ("min", "max"), "cast": ("dtype",)}.get(request.op, ("activation",))
+        args = (*request.args, *(options.pop(name) for name in named))
     elif request.op in ("gelu", "geglu"):
         args = (*request.args, options.pop("approximate"))
     elif request.op == "attention":

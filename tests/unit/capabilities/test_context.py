@@ -364,5 +364,7 @@ def test_perf_key_buckets_extents_and_says_what_it_is() -> None:
 def test_perf_key_ignores_what_costs_no_time() -> None:
     """Every scale would otherwise start without a measurement."""
     assert attention_call(Q, scale=0.1).perf_key() == attention_call(Q, scale=0.2).perf_key()
+    one, other = (call("clamp", Q, min=low, max=None).perf_key() for low in (0.0, 1.0))
+    assert one == other
     assert attention_call(Q, is_causal=True).perf_key() != attention_call(Q).perf_key()
     assert attention_call(Q).perf_key() != attention_call(spec(2, 8, 9, 16)).perf_key()

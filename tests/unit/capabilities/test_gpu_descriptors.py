@@ -50,6 +50,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         ),
         "matmul": (dense(64, 128), dense(128, 64)),
         "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
+        "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),
         "linear": (dense(64, 128), dense(256, 128), None),
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
@@ -69,6 +70,9 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             TensorSpec.contiguous("int64", (4,)),
         ),
+        **dict.fromkeys(("add", "mul"), (dense(64, 128), dense(128))),
+        "where": (TensorSpec.contiguous("bool", (64, 1)), dense(64, 128), dense(128)),
+        "cat": (dense(64, 64), dense(64, 64), *[None] * 6),
         "quantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
         "dequantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
         "penalize_logits": (dense(4, 512), TensorSpec.contiguous("int64", (4, 32)), *[single] * 3),
@@ -89,7 +93,8 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
         "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh", "activation": "gelu",
         "beta": 0.5, "alpha": 2.0,
-        "dtype": {"quantize": "int8", "dequantize": "float16"}.get(op, ""),
+        "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
+        "min": -1.0, "max": None,
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}
     specs = inputs.get(op, (dense(64, 128),))

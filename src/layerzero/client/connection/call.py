@@ -305,7 +305,8 @@ def parameter(op: str, name: str) -> str:
 
 
 _OF_INPUT = frozenset(
-    {"addmm", "linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
+    {"add", "mul", "clamp", "where", "cast"}
+    | {"addmm", "gated_mlp", "linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
     | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
     | {"add_rms_norm", "group_norm", "instance_norm", "batch_norm"}
 )

@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.facade import activation_ops, attention_ops, norm_ops, ops, product_ops, sampling_ops, text_ops
+from layerzero.client.facade import (
+    activation_ops,
+    attention_ops,
+    elementwise_ops,
+    norm_ops,
+    ops,
+    product_ops,
+    sampling_ops,
+    text_ops,
+)
 from layerzero.client.facade.default_session import session
 from layerzero.client.facade.running import Future, handler, send
 from layerzero.ipc.errors import InvalidArgument
@@ -88,7 +97,7 @@ def function_of(op: str) -> Callable[..., Any]:
     return function
 
 
-_MODULES = (ops, activation_ops, attention_ops, norm_ops, product_ops, sampling_ops, text_ops)
+_MODULES = (ops, activation_ops, attention_ops, elementwise_ops, norm_ops, product_ops, sampling_ops, text_ops)
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 
 
@@ -117,4 +126,5 @@ def _no_op(op: object) -> InvalidArgument:
 _ELSEWHERE = {
     "scaled_dot_product_attention": "attention",
     **dict.fromkeys(("bmm", "mm", "mv", "dot"), "matmul"),
+    **{"multiply": "mul", "clip": "clamp", "concat": "cat", "concatenate": "cat", "to": "cast", "astype": "cast"},
 }

@@ -1,4 +1,4 @@
-"""The pass that makes silu(gate) * up one call of lz.swiglu."""
+"""The pass that makes silu(gate) * up one call of lz.swiglu. The product may be lz.mul's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "gating fusion"
 def fuse_gating(session: Session, program: Program) -> None:
     fusing = Fusing(session, program, NAME)
     for step in list(program.steps):
-        if kind_of(step) == "mul" and step.request is None and len(step.args) == 2 and not step.kwargs:
+        if kind_of(step) in ("mul", "lz.mul") and len(step.args) == 2 and not step.kwargs:
             flow = Flow(program)
             for gate, up in (step.args, step.args[::-1]):
                 source = flow.source(gate, step)
@@ -34,7 +34,7 @@ def _replace(fusing: Fusing, flow: Flow, silu: Step, product: Step, up: Use) -> 
     x, y = program.value(silu.args[0]), program.value(up)
     if y.obj.shape != x.obj.shape or str(y.obj.dtype) != str(x.obj.dtype) or y.array is None or x.array is None:
         return fusing.refuse("gate and up are of several shapes or dtypes")
-    if silu.request.backend or silu.request.timeout_s:
+    if any(one is not None and (one.backend or one.timeout_s) for one in (silu.request, product.request)):
         return fusing.refuse("its call names a backend or a time limit")
     is_in_place = not product.fresh and [w.writers for w in product.writes] == [[product.number]]
     if not is_in_place and (product.writes or not flow.is_inside([silu], product)):

@@ -1,4 +1,5 @@
-"""The pass that makes lz.rms_norm(x + residual) one call of lz.add_rms_norm, which gives the sum, too."""
+"""The pass that makes lz.rms_norm(x + residual) one call of lz.add_rms_norm, which gives the sum, too. The sum may be
+lz.add's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def fuse_residuals(session: Session, program: Program) -> None:
         if kind_of(norm) == "lz.rms_norm" and not norm.kwargs and not norm.writes:
             flow = Flow(program)
             added = flow.source(norm.args[0], norm)
-            if added is not None and kind_of(added) == "add" and len(added.args) == 2 and not added.kwargs:
+            is_sum = added is not None and kind_of(added) in ("add", "lz.add")
+            if added is not None and is_sum and len(added.args) == 2 and not added.kwargs:
                 _replace(fusing, flow, added, norm)
     fusing.close()
 
@@ -39,7 +41,7 @@ def _replace(fusing: Fusing, flow: Flow, added: Step, norm: Step) -> None:
     shape, dtype = summed.obj.shape, str(summed.obj.dtype)
     if any(one.obj.shape != shape or str(one.obj.dtype) != dtype or one.array is None for one in terms):
         return fusing.refuse("what is added has several shapes or dtypes")
-    if asked.backend or asked.timeout_s:
+    if any(one is not None and (one.backend or one.timeout_s) for one in (asked, added.request)):
         return fusing.refuse("its call names a backend or a time limit")
     if added.writes or len(added.fresh) != 1 or summed.storage.writers or out.storage.writers:
         return fusing.refuse("the sum or its norm is written to")

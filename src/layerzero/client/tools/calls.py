@@ -151,6 +151,10 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "addmm": (Call("addmm", {"input": _f32(512), "a": _f32(256, 512), "b": _f32(512, 512)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
+    "gated_mlp": tuple(
+        Call("gated_mlp", {"input": _f32(n, 512), "gate_up": _f32(2816, 512), "down": _f32(512, 1408)})
+        for n in (1, 256)
+    ),
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
     "log_softmax": (Call("log_softmax", {"input": _f32(256, 8192)}, {"dim": -1}),),
     "add_rms_norm": (
@@ -192,6 +196,19 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),
     **{op: (Call(op, {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),) for op in GATED},
     **{op: (Call(op, {"input": _f32(256, 2048)}),) for op in ACTIVATIONS},
+    **{op: (Call(op, {"input": _f32(256, 2048), "other": _f32(256, 2048)}),) for op in ("add", "mul")},
+    "clamp": (Call("clamp", {"input": _f32(256, 2048)}, {"min": -1.0, "max": 1.0}),),
+    "where": (
+        Call(
+            "where",
+            {
+                "condition": TensorSpec.contiguous("bool", (256, 2048)),
+                **dict.fromkeys(("input", "other"), _f32(256, 2048)),
+            },
+        ),
+    ),
+    "cat": (Call("cat", {"t0": _f32(256, 512), "t1": _f32(256, 512)}, {"dim": -1}),),
+    "cast": (Call("cast", {"input": _f32(256, 2048)}, {"dtype": "float16"}),),
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
     "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
     "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),

@@ -17,7 +17,8 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 @dataclass(frozen=True)
 class Op:
     """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
-    `indices` hold integers, whatever the dtype of the data: where to look, counts, seeds; those in `singles` float32.
+    `indices` hold integers or bools, whatever the dtype of the data: where to look, counts, seeds; those in `singles`
+    float32.
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
@@ -56,6 +57,13 @@ ACTIVATIONS = ("relu", "sigmoid", "tanh", "quick_gelu", "hardswish", "mish")
 GATED = ("geglu", "reglu")
 # What linear may apply to its result: "gelu" is that of erf.
 LINEAR_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+# What cast converts to and from; all but bool are numbers.
+CAST_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+CAT_INPUTS = tuple(f"t{n}" for n in range(8))
 
 # What changes logits before a token is drawn, in the order in which it is applied.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -146,6 +154,9 @@ OPS: dict[str, Op] = {
         Op("addmm", ("x", "a", "b"), attrs=("beta", "alpha")),
         # x (...,K), weight (N,K), bias (N) -> (...,N), through the activation; "" for none
         Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"}), attrs=("activation",)),
+        # x (...,K), gate_up (2 I,K), down (N,I) -> (...,N): the rows of gate_up are I gates, then I others; floats.
+        # activation: one of LINEAR_ACTIVATIONS
+        Op("gated_mlp", ("x", "gate_up", "down"), attrs=("activation",)),
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),
@@ -203,6 +214,19 @@ OPS: dict[str, Op] = {
         # relu(gate) * up
         Op("reglu", ("gate", "up")),
         *(Op(name, ("x",)) for name in ACTIVATIONS),
+        # shapes that broadcast, one dtype, numbers; integers wrap
+        Op("add", ("x", "other")),
+        Op("mul", ("x", "other")),
+        # min, max: None, or a number: a float for floats, else an integer of the dtype; one of them at least. NaN
+        # stays, and where min is above max all are max.
+        Op("clamp", ("x",), attrs=("min", "max")),
+        # condition bool; x and other of one dtype, any; shapes that broadcast
+        Op("where", ("condition", "x", "other"), indices=frozenset({"condition"})),
+        # of one dtype, any, and shapes that are equal but for `dim`; those that are given come first
+        Op("cat", CAT_INPUTS, optional=frozenset(CAT_INPUTS[1:]), attrs=("dim",)),
+        # dtype: one of CAST_DTYPES, as x's is. Floats are rounded to nearest, ties to even; to integers cut
+        # towards 0, and what the dtype does not have may become anything. Integers wrap; bool is what is not 0.
+        Op("cast", ("x",), attrs=("dtype",)),
         # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
         # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
         # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).

@@ -47,7 +47,7 @@ def shape_class(op: str, inputs: Inputs, attrs: Mapping[str, Any], outputs: Sequ
 
 def class_dtype(op: str, inputs: Inputs) -> str:
     """The dtype a certificate is about: that of the call's data, or "any" where the op has none."""
-    position = {"embedding": 1}.get(op, 0)
+    position = {"embedding": 1, "where": 1}.get(op, 0)
     if op not in _FACETS or len(inputs) <= position:
         return ANY
     spec = inputs[position]
@@ -144,6 +144,11 @@ def _linear(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return variant + ("+bias" if bias is not None else ""), (rows, *weight.shape)
 
 
+def _gated_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, gate_up, down = inputs
+    return str(attrs["activation"]), (x.numel // max(x.shape[-1], 1), gate_up.shape[1], *down.shape)
+
+
 def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     (x,) = inputs
     dim = attrs["dim"]
@@ -194,6 +199,39 @@ def _elementwise(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return str(attrs.get("approximate", "plain")), (inputs[0].numel,)
 
 
+def _broadcast(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    shapes = {spec.shape for spec in inputs}
+    numel = max(spec.numel for spec in inputs) if len(shapes) == 1 else _numel_of_result(inputs)
+    return ("equal" if len(shapes) == 1 else "broadcast"), _folded(numel)
+
+
+def _numel_of_result(inputs: Inputs) -> int:
+    ndim = max(spec.ndim for spec in inputs)
+    padded = [(1,) * (ndim - spec.ndim) + spec.shape for spec in inputs]
+    numel = 1
+    for extents in zip(*padded, strict=True):
+        numel *= max(extents)
+    return numel
+
+
+def _folded(numel: int) -> Sequence[int]:
+    """Of ops on one element after the other: such calls are long, or small."""
+    return (numel,) if numel > LONG else ()
+
+
+def _clamp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    return "+".join(name for name in ("min", "max") if attrs[name] is not None), _folded(inputs[0].numel)
+
+
+def _cat(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    numel = sum(spec.numel for spec in inputs if spec is not None)
+    return ("inner" if attrs["dim"] else "first"), _folded(numel)
+
+
+def _cast(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    return f"to_{attrs['dtype']}", _folded(inputs[0].numel)
+
+
 def _quantization(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     x, scale = inputs
     parts = [attrs["dtype"], "groups" if scale.shape[-1] > 1 else "rows" if scale.numel > 1 else "one"]
@@ -237,6 +275,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _norm,
@@ -251,6 +290,10 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "silu": _elementwise,
     "swiglu": _elementwise,
     **dict.fromkeys((*ACTIVATIONS, *GATED), _elementwise),
+    **dict.fromkeys(("add", "mul", "where"), _broadcast),
+    "clamp": _clamp,
+    "cat": _cat,
+    "cast": _cast,
     "quantize": _quantization,
     "dequantize": _quantization,
     "embedding": _embedding,

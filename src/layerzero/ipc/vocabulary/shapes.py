@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.sampling_shapes import SAMPLING
@@ -244,6 +245,20 @@ def _linear(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return ((dtype, (*x.shape[:-1], weight.shape[0])),)
 
 
+def _gated_mlp(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    x, gate_up, down = required(inputs, 3)
+    dtype = float_dtype(op, (x, gate_up, down), ("x", "gate_up", "down"))
+    least_ndim(op, "x", x, 2)
+    of_ndim(op, "gate_up", gate_up, 2)
+    of_ndim(op, "down", down, 2)
+    if x.shape[-1] != gate_up.shape[1]:
+        refuse(op, f"x has shape {list(x.shape)} and gate_up {list(gate_up.shape)}", "equal last extents")
+    if gate_up.shape[0] != 2 * down.shape[1]:
+        refuse(op, f"gate_up has shape {list(gate_up.shape)} and down {list(down.shape)}", "twice down's last extent")
+    choice(op, attrs, "activation", LINEAR_ACTIVATIONS)
+    return ((dtype, (*x.shape[:-1], down.shape[0])),)
+
+
 def _softmax(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     (x,) = required(inputs, 1)
     dtype = float_dtype(op, inputs, ("x",))
@@ -355,6 +370,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _softmax,
     **NORMS,
@@ -364,6 +380,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "geglu": _geglu,
     "reglu": _swiglu,
     **dict.fromkeys(ACTIVATIONS, _silu),
+    **ELEMENTWISE,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

@@ -20,7 +20,7 @@ from layerzero.ipc.vocabulary.numerics import pack
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, TAKE_OUTS
 from layerzero.ipc.vocabulary.shape_class import shape_class
 from layerzero.ipc.vocabulary.shapes import outputs_of
-from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.tokenizer_identity import tokenizer_parts
 from layerzero.workers.certify import claims as claimed
 from layerzero.workers.certify.claims import Claims
@@ -68,7 +68,7 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
         yield from (case for case in _stored(op) if claimed.admits(op, claims, case.inputs, case.outputs, case.attrs))
         return
     for problem in problems:
-        if problem.is_of_floats and dtype not in FLOAT_DTYPES:
+        if problem.families and family(dtype) not in problem.families:
             continue
         seen: set[Any] = set()
         data = functools.cache(functools.partial(_packed, problem, dtype))  # the same in every layout

@@ -17,15 +17,15 @@ from layerzero.workers.certify.values import Values
 
 @dataclass
 class Problem:
-    """`kinds` names the dtypes that do not follow the one under test; `is_of_floats`: that one is floating-point, of an
-    op that takes others, too."""
+    """`kinds` names the dtypes that do not follow the one under test; `families`: of an op that takes dtypes of
+    several, those that the problem is of."""
 
     op: str
     name: str
     attrs: dict[str, Any]
     inputs: tuple[Values | None, ...]
     kinds: tuple[str, ...] = ("", "", "", "")
-    is_of_floats: bool = False
+    families: tuple[str, ...] = ()
     _solved: dict[str, tuple[Values, ...]] = field(default_factory=dict)
 
     def numbers(self, kind: str) -> list[Values | None]:

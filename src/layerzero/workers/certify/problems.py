@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
-from layerzero.workers.certify import attention_problems, norm_problems, sampling_problems
+from layerzero.workers.certify import attention_problems, elementwise_problems, norm_problems, sampling_problems
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
@@ -63,7 +63,19 @@ def _linear(_: Claims) -> Iterator[Problem]:
 def _projected(numbers: Numbers, name: str, shape: Shape, rows: int, has_bias: bool, activation: str) -> Problem:
     bias = numbers(rows) if has_bias else None
     inputs = numbers(*shape), numbers(rows, shape[-1]), bias
-    return Problem("linear", name, {"activation": activation}, inputs, is_of_floats=bool(activation))
+    return Problem("linear", name, {"activation": activation}, inputs, families=("float",) if activation else ())
+
+
+def _gated_mlp(_: Claims) -> Iterator[Problem]:
+    """Of small numbers: products of three have to stay within float16's range."""
+    numbers = Numbers(27)
+    shapes: list[tuple[Shape, int, int]] = [((3, 8), 5, 7), ((2, 8, 32), 16, 16), ((17, 33), 7, 33), ((1, 300), 5, 5)]
+    shapes += [((2, 8), 272, 5), ((3, 8), 5, 272), ((0, 4), 3, 5)]
+    for activation in LINEAR_ACTIVATIONS:
+        for shape, hidden, features in shapes:
+            inputs = tuple(numbers(*one, scale=1 / 16) for one in (shape, (2 * hidden, shape[-1]), (features, hidden)))
+            title = f"{activation} of {list(shape)} by {hidden} to {features}"
+            yield Problem("gated_mlp", title, {"activation": activation}, inputs)
 
 
 def _softmax(op: str) -> Callable[[Claims], Iterator[Problem]]:
@@ -129,10 +141,12 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
+    **elementwise_problems.PROBLEMS,
     **sampling_problems.PROBLEMS,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
+    "gated_mlp": _gated_mlp,
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),
     "gelu": _elementwise("gelu", [{"approximate": "none"}, {"approximate": "tanh"}]),

@@ -1,5 +1,5 @@
 """What each tensor op means, in plain Python: float64 arithmetic, or exact integers that the caller wraps. Norms are in
-workers/certify/norm_reference.py.
+workers/certify/norm_reference.py, ops on one element after the other in elementwise_reference.py.
 
 No library takes part, so a kernel in any environment can be compared with it. Tensors are flat row-major lists beside
 their shapes. tests/reference.py says the same in NumPy; a test holds the two against each other.
@@ -14,8 +14,17 @@ from operator import add, mul
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
-from layerzero.workers.certify import norm_reference, sampling_reference
-from layerzero.workers.certify.values import Attrs, Shape, Values, given, rows_of
+from layerzero.workers.certify import elementwise_reference, norm_reference, sampling_reference
+from layerzero.workers.certify.values import (
+    Attrs,
+    Shape,
+    Values,
+    broadcast_shape,
+    broadcast_value,
+    given,
+    offset,
+    rows_of,
+)
 
 
 def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -97,7 +106,7 @@ def _rows_of_weights(
             for j in range(keys):
                 bias = 0.0
                 if mask is not None:
-                    bias = _broadcast(mask, (b, h, i, j))
+                    bias = broadcast_value(mask, (b, h, i, j))
                     bias = (0.0 if bias else -math.inf) if isinstance(bias, bool) else bias
                 if attrs["is_causal"] and j > i + shift:
                     bias = -math.inf
@@ -175,11 +184,11 @@ def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     """a @ b with broadcast leading dimensions."""
     a, b = given(inputs)
     (m, n), inner = a.shape[-2:], b.shape[-1]
-    lead = _broadcast_shape(a.shape[:-2], b.shape[:-2])
+    lead = broadcast_shape(a.shape[:-2], b.shape[:-2])
     out: list[Any] = []
     for index in itertools.product(*map(range, lead)):
-        a_rows = rows_of(a.flat, n, _offset(a.shape[:-2], index) * m, m)
-        start = _offset(b.shape[:-2], index) * n * inner
+        a_rows = rows_of(a.flat, n, offset(a.shape[:-2], index) * m, m)
+        start = offset(b.shape[:-2], index) * n * inner
         b_columns = [b.flat[start + c : start + n * inner : inner] for c in range(inner)]
         out += [sum(map(mul, row, column)) for row in a_rows for column in b_columns]
     return Values((*lead, m, inner), out)
@@ -190,7 +199,7 @@ def addmm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     x, a, b = given(inputs)
     made, beta = matmul([a, b], {}), attrs["beta"]
     columns = made.shape[1]
-    added = [beta * _broadcast(x, divmod(n, columns)) if beta else 0.0 for n in range(len(made.flat))]
+    added = [beta * broadcast_value(x, divmod(n, columns)) if beta else 0.0 for n in range(len(made.flat))]
     return Values(made.shape, [attrs["alpha"] * v + more for v, more in zip(made.flat, added, strict=True)])
 
 
@@ -209,6 +218,19 @@ def linear(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
         return made
     op, _, approximate = attrs["activation"].partition("_")
     return _one(OPS[op]([made], {"approximate": approximate or "none"}))
+
+
+def gated_mlp(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """Gates are the first half of what gate_up makes of each row."""
+    x, gate_up, down = given(inputs)
+    made, half = linear([x, gate_up, None], {"activation": ""}), down.shape[1]
+    rows = rows_of(made.flat, 2 * half, 0, math.prod(x.shape[:-1]))
+    gates = Values((len(rows), half), [v for row in rows for v in row[:half]])
+    others = [v for row in rows for v in row[half:]]
+    op, _, approximate = attrs["activation"].partition("_")
+    opened = _one(OPS[op]([gates], {"approximate": approximate or "none"}))
+    hidden = Values((*x.shape[:-1], half), list(map(mul, opened.flat, others)))
+    return linear([hidden, down, None], {"activation": ""})
 
 
 def _one(made: Values | tuple[Values, ...]) -> Values:
@@ -313,7 +335,7 @@ def _steps(shape: Shape, scale: Values) -> list[float]:
     """The scale of each element."""
     each = shape[-1] // scale.shape[-1]
     return [
-        _broadcast(scale, (*lead, column // each))
+        broadcast_value(scale, (*lead, column // each))
         for lead in itertools.product(*map(range, shape[:-1]))
         for column in range(shape[-1])
     ]
@@ -337,6 +359,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,
+    "gated_mlp": gated_mlp,
     "softmax": softmax,
     "log_softmax": log_softmax,
     **norm_reference.OPS,
@@ -352,6 +375,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "quick_gelu": _each(lambda v: v / (1 + math.exp(-1.702 * v))),
     "hardswish": _each(lambda v: v * min(max(v + 3, 0.0), 6.0) / 6),
     "mish": _each(lambda v: v * math.tanh(math.log1p(math.exp(v)))),
+    **elementwise_reference.OPS,
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,
@@ -373,20 +397,3 @@ def _attended(query: Sequence[float], k: Values, v: Values, rows: Sequence[int],
     weights = [math.exp(score - top) for score in scores]
     total = sum(weights)
     return [sum(map(mul, weights, column)) / total for column in zip(*(_row(v, row) for row in rows), strict=True)]
-
-
-def _broadcast_shape(one: Shape, other: Shape) -> Shape:
-    pairs = itertools.zip_longest(reversed(one), reversed(other), fillvalue=1)
-    return tuple(b if a == 1 else a for a, b in pairs)[::-1]
-
-
-def _offset(shape: Shape, index: Sequence[int]) -> int:
-    """The flat position of a broadcast index; extra leading dimensions of the index do not count."""
-    place = 0
-    for extent, i in zip(shape, index[len(index) - len(shape) :], strict=True):
-        place = place * extent + (0 if extent == 1 else i)
-    return place
-
-
-def _broadcast(values: Values, index: Sequence[int]) -> Any:
-    return values.flat[_offset(values.shape, index)]

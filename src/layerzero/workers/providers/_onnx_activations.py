@@ -23,10 +23,10 @@ def nodes(helper: Any, call: Call) -> list[Any]:
     return [*gate, helper.make_node("Mul", ["gate", "w"], ["y"])]
 
 
-def after(helper: Any, activation: str, given: str) -> list[Any]:
-    """From a tensor to `y`: an activation of linear."""
+def after(helper: Any, activation: str, given: str, made: str = "y") -> list[Any]:
+    """From one tensor to another: an activation of linear."""
     op, _, approximate = activation.partition("_")
-    return _activation(helper, op, approximate or "none", given, "y")
+    return _activation(helper, op, approximate or "none", given, made)
 
 
 def _activation(helper: Any, op: str, approximate: str, given: str, made: str) -> list[Any]:

@@ -16,7 +16,10 @@ Run = Callable[[Any], Any]  # fills the tensor, or of ops with several outputs e
 Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
 
 # Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
-_WRITES_STRIDED = frozenset({"attention", "attention_varlen", "paged_attention", "rope", "softmax"})
+_WRITES_STRIDED = frozenset(
+    {"attention", "attention_varlen", "paged_attention", "rope", "softmax"}
+    | {"add", "mul", "clamp", "where", "cat", "cast"}
+)
 
 
 def host_view(torch: Any) -> Callable[[Block], Any]:
@@ -81,6 +84,7 @@ class TorchOps:
             "matmul": self.matmul,
             "addmm": self.addmm,
             "linear": self.linear,
+            "gated_mlp": self.gated_mlp,
             "softmax": self.softmax,
             "log_softmax": self.log_softmax,
             "layer_norm": self.layer_norm,
@@ -158,16 +162,34 @@ class TorchOps:
         aten, activation = self.torch.ops.aten, call.attrs["activation"]
         if not activation:
             return lambda out: aten.linear.out(x, weight, bias, out=out)
-        in_place: Run = {
+        activate = self._in_place(activation)
+
+        def run(out: Any) -> None:
+            aten.linear.out(x, weight, bias, out=out)
+            activate(out)
+
+        return run
+
+    def _in_place(self, activation: str) -> Run:
+        """An activation of linear."""
+        aten = self.torch.ops.aten
+        found: dict[str, Run] = {
             "relu": aten.relu_.default,
             "gelu": functools.partial(aten.gelu_.default, approximate="none"),
             "gelu_tanh": functools.partial(aten.gelu_.default, approximate="tanh"),
             "silu": aten.silu_.default,
-        }[activation]
+        }
+        return found[activation]
+
+    def gated_mlp(self, views: Sequence[Any], call: Call) -> Run:
+        """Gates and others by one product, then three more kernels of torch."""
+        x, gate_up, down = views
+        aten, activate = self.torch.ops.aten, self._in_place(call.attrs["activation"])
 
         def run(out: Any) -> None:
-            aten.linear.out(x, weight, bias, out=out)
-            in_place(out)
+            gate, up = self.torch.nn.functional.linear(x, gate_up).chunk(2, -1)
+            activate(gate)
+            aten.linear.out(gate * up, down, None, out=out)
 
         return run
 

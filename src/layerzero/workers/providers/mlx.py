@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _mlx_activations
+from layerzero.workers.providers import _mlx_activations, _mlx_elementwise
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
 
@@ -36,6 +36,7 @@ def load() -> Loaded:
         **ChannelNorms(mx).builders(),
         **Sampling(mx).builders(),
         **_mlx_activations.builders(mx),
+        **_mlx_elementwise.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _onnx_activations, _onnx_attention, _onnx_graph, _onnx_norms
+from layerzero.workers.providers import _onnx_activations, _onnx_attention, _onnx_elementwise, _onnx_graph, _onnx_norms
 
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
@@ -32,6 +32,7 @@ def load() -> Loaded:
         "linear": library.linear,
         "matmul": library.matmul,
         "addmm": library.addmm,
+        "gated_mlp": library.gated_mlp,
         "softmax": library.softmax,
         "log_softmax": library.softmax,
         **dict.fromkeys(_onnx_activations.OPS, library.activation),
@@ -47,6 +48,7 @@ def load() -> Loaded:
         "group_norm": _onnx_norms.group_norm,
         "instance_norm": _onnx_norms.group_norm,
         "batch_norm": _onnx_norms.batch_norm,
+        **dict.fromkeys(_onnx_elementwise.SERVED, _onnx_elementwise.graph),
     }
 
     def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
@@ -177,6 +179,21 @@ class _Runtime:
     def addmm(self, call: Call) -> tuple[_Nodes, _Shapes]:
         attrs = {name: call.attrs[name] for name in ("beta", "alpha")}
         return [self.onnx.helper.make_node("Gemm", ["w", "b", "x"], ["y"], **attrs)], _shapes(call)
+
+    def gated_mlp(self, call: Call) -> tuple[_Nodes, _Shapes]:
+        x, gate_up, down = call.inputs
+        assert x is not None
+        assert gate_up is not None
+        assert down is not None
+        rows, helper = math.prod(x.shape[:-1]), self.onnx.helper
+        nodes = [
+            helper.make_node("Gemm", ["x", "w"], ["product"], transB=1),
+            helper.make_node("Split", ["product"], ["gate", "up"], axis=-1),
+            *_onnx_activations.after(helper, call.attrs["activation"], "gate", "opened"),
+            helper.make_node("Mul", ["opened", "up"], ["hidden"]),
+            helper.make_node("Gemm", ["hidden", "b"], ["y"], transB=1),
+        ]
+        return nodes, ((rows, x.shape[-1]), gate_up.shape, down.shape, (rows, down.shape[0]))
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
         name = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}[call.op]

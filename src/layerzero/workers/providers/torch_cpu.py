@@ -8,7 +8,7 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
-from layerzero.workers.providers import _torch_activations
+from layerzero.workers.providers import _torch_activations, _torch_elementwise
 from layerzero.workers.providers._torch_attention import FlashAttention
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
@@ -94,6 +94,7 @@ def load() -> Loaded:
         **ChannelNorms(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **_torch_activations.builders(torch),
+        **_torch_elementwise.builders(torch),
     }
     return Loaded(
         versions={"torch": torch.__version__, "numpy": version("numpy")},

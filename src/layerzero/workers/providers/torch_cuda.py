@@ -12,7 +12,7 @@ from typing import Any
 
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
-from layerzero.workers.providers import _torch_activations
+from layerzero.workers.providers import _torch_activations, _torch_elementwise
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
@@ -44,6 +44,7 @@ def load() -> Loaded:
         **ChannelNorms(torch, is_gpu=True).builders(),
         **Sampling(torch, is_gpu=True).builders(),
         **_torch_activations.builders(torch),
+        **_torch_elementwise.builders(torch),
     }
     builders["attention_varlen.math"] = builders.pop("attention_varlen")
     cudnn = str(torch.backends.cudnn.version())

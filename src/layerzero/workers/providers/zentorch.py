@@ -29,6 +29,7 @@ def load() -> Loaded:
     kernels = {
         "zentorch.attention": library.attention,
         "zentorch.linear": library.linear,
+        "zentorch.gated_mlp": library.gated_mlp,
         "zentorch.rms_norm": library.rms_norm,
         "zentorch.add_rms_norm": library.add_rms_norm,
     }
@@ -86,6 +87,19 @@ class _Zentorch:
 
         def bound() -> None:
             kernel(x, weight, bias, post_op=activation, out=out)
+
+        return bound
+
+    def gated_mlp(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        """ZenDNN's product of gates and others with the activation fused into it, and the product after it. Of gelu it
+        has that by erf alone, whatever the name."""
+        x, gate_up, down = self.views(inputs)
+        out = self.view(outputs[0])
+        rows, results = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        kernel, activation = self.ops.zentorch_fused_ffn_concat.out, call.attrs["activation"]
+
+        def bound() -> None:
+            kernel(results, rows, gate_up, down, None, None, activation)
 
         return bound
 

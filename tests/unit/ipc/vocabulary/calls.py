@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
@@ -86,6 +86,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"activation": "silu"},
         ("float32 4 6 2 5",),
     ),
+    "gated_mlp": (
+        {"x": "float32 4 2 3", "gate_up": "float32 14 3", "down": "float32 5 7"},
+        {"activation": "silu"},
+        ("float32 4 2 5",),
+    ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (
@@ -136,6 +141,16 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     "geglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {"approximate": "none"}, ("float32 2 3",)),
     "reglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {}, ("float32 2 3",)),
     **{op: ({"x": "float32 2 3"}, {}, ("float32 2 3",)) for op in ACTIVATIONS},
+    "add": ({"x": "int32 2 1 3", "other": "int32 5 3"}, {}, ("int32 2 5 3",)),
+    "mul": ({"x": "float32 2 3", "other": "float32"}, {}, ("float32 2 3",)),
+    "clamp": ({"x": "float32 2 3"}, {"min": -1.0, "max": None}, ("float32 2 3",)),
+    "where": ({"condition": "bool 2 1", "x": "int8 3", "other": "int8 2 3"}, {}, ("int8 2 3",)),
+    "cat": (
+        {"t0": "float32 2 3", "t1": "float32 2 5", **dict.fromkeys(CAT_INPUTS[2:])},
+        {"dim": 1},
+        ("float32 2 8",),
+    ),
+    "cast": ({"x": "float32 2 3"}, {"dtype": "int8"}, ("int8 2 3",)),
     "quantize": ({"x": "float32 4 6", "scale": "float32 4 3"}, {"dtype": "int8"}, ("int8 4 6",)),
     "dequantize": ({"x": "int8 4 6", "scale": "float32 4 3"}, {"dtype": "float16"}, ("float16 4 6",)),
     "embedding": ({"ids": "int64 2 3", "weight": "float32 7 5"}, {}, ("float32 2 3 5",)),

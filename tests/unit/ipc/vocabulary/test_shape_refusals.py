@@ -7,13 +7,14 @@ import pytest
 from tests.unit.ipc.vocabulary.calls import CALLS, Change, call, spec
 
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import CAST_DTYPES, OPS
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
 FLOATS = "bfloat16, float16, float32, float64"
 ALIGNMENTS = "top_left or bottom_right"
 QUANTIZED = "float8_e4m3fn or float8_e5m2 or int8"
+NUMBERS = ", ".join(CAST_DTYPES[1:])
 
 
 def outputs(op: str, change: Change) -> list[str]:
@@ -59,6 +60,12 @@ ACCEPTED: list[tuple[str, Change, str]] = [
     ("addmm", {"x": "float32 2 1"}, "float32 2 7"),
     ("addmm", {"x": "float32 1 0", "b": "float32 3 0", "beta": 0.0}, "float32 2 0"),
     ("linear", {"x": "float32 2 3", "bias": None}, "float32 2 5"),
+    ("add", {"x": "int32"}, "int32 5 3"),
+    ("clamp", {"x": "int8 3", "min": -128, "max": 127}, "int8 3"),
+    ("where", {"x": "bool 3", "other": "bool 2 3"}, "bool 2 3"),
+    ("cat", {"t1": None}, "float32 2 3"),
+    ("cat", {"t1": "float32 0 3", "dim": 0}, "float32 2 3"),
+    ("cast", {"dtype": "float32"}, "float32 2 3"),
     ("linear", {"x": "int8 2 3", "weight": "int8 5 3", "bias": None, "activation": ""}, "int8 2 5"),
     ("softmax", {"x": "float16 4", "dim": 0}, "float16 4"),
     ("softmax", {"x": "float16 4", "dim": 0, "dtype": "float64"}, "float64 4"),
@@ -358,6 +365,34 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ),
     ("linear", {"bias": "float32 3"}, "bias has shape [3]", "[5], weight's first extent"),
     ("linear", {"bias": "float32 1 5"}, "bias has shape [1, 5]", "[5], weight's first extent"),
+    ("gated_mlp", {"down": "float64 5 7"}, "x is float32, gate_up is float32, down is float64", "one dtype for all"),
+    ("gated_mlp", {"x": "int8 2 3", "gate_up": "int8 14 3", "down": "int8 5 7"}, "x is int8", FLOATS),
+    ("gated_mlp", {"x": "float32 3"}, "x has shape [3]", "at least 2 dimensions"),
+    ("gated_mlp", {"gate_up": "float32 1 14 3"}, "gate_up has shape [1, 14, 3]", "2 dimensions"),
+    ("gated_mlp", {"down": "float32 5"}, "down has shape [5]", "2 dimensions"),
+    ("gated_mlp", {"x": "float32 2 4"}, "x has shape [2, 4] and gate_up [14, 3]", "equal last extents"),
+    ("gated_mlp", {"down": "float32 5 14"}, "gate_up has shape [14, 3] and down [5, 14]", "twice down's last extent"),
+    ("gated_mlp", {"activation": ""}, "activation is ''", "relu or gelu or gelu_tanh or silu"),
+    ("add", {"x": "float32 2 1 3"}, "x is float32, other is int32", "one dtype for all"),
+    ("add", {"x": "int32 4"}, "leading dimensions [1, 4] and [5, 3]", "equal extents, or 1"),
+    ("mul", {"x": "bool 3", "other": "bool"}, "x is bool", NUMBERS),
+    ("mul", {"x": "float8_e5m2 3", "other": "float8_e5m2"}, "x is float8_e5m2", NUMBERS),
+    ("clamp", {"min": None}, "min and max are None", "one of them, or both"),
+    ("clamp", {"min": -1}, "min is -1", "a finite float, or None"),
+    ("clamp", {"max": float("nan")}, "max is nan", "a finite float, or None"),
+    ("clamp", {"x": "int8 3", "min": 200}, "min is 200", "an integer from -128 to 127"),
+    ("clamp", {"x": "uint8 3", "min": 1.0}, "min is 1.0", "an integer from 0 to 255"),
+    ("where", {"condition": "int8 3"}, "condition is int8", "bool"),
+    ("where", {"other": "int16 3"}, "x is int8, other is int16", "one dtype for all"),
+    ("where", {"condition": "bool 4"}, "leading dimensions [1, 4] and [2, 3]", "equal extents, or 1"),
+    ("cat", {"t1": "float16 2 5"}, "t0 is float32, t1 is float16", "one dtype for all"),
+    ("cat", {"t1": "float32 3 5"}, "t1 has shape [3, 5] and t0 [2, 3]", "equal but for 1"),
+    ("cat", {"t1": "float32 5"}, "t1 has shape [5] and t0 [2, 3]", "equal but for 1"),
+    ("cat", {"dim": 2}, "dim is 2", "an integer from 0 to 1"),
+    ("cat", {"t0": "float32", "t1": "float32"}, "t0 has shape []", "at least 1 dimensions"),
+    ("cat", {"t1": None, "t2": "float32 2 5"}, "a tensor is left out before another", "those that are given, first"),
+    ("cast", {"x": "float8_e5m2 3"}, "x is float8_e5m2", f"bool, {NUMBERS}"),
+    ("cast", {"dtype": "float8_e5m2"}, "dtype is 'float8_e5m2'", " or ".join(CAST_DTYPES)),
     ("linear", {"activation": "tanh"}, "activation is 'tanh'", "relu or gelu or gelu_tanh or silu"),
     ("linear", {"activation": 1}, "activation is 1", "relu or gelu or gelu_tanh or silu"),
     ("linear", {"x": "int8 2 3", "weight": "int8 5 3", "bias": None}, "x is int8", FLOATS),

@@ -21,7 +21,16 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FILTERS, GATED, LINEAR_ACTIVATIONS, OPS, PENALTIES, TAKE_OUTS
+from layerzero.ipc.vocabulary.ops import (
+    ATTENTION_OPS,
+    CAT_INPUTS,
+    FILTERS,
+    GATED,
+    LINEAR_ACTIVATIONS,
+    OPS,
+    PENALTIES,
+    TAKE_OUTS,
+)
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -52,9 +61,9 @@ def refusals(
 # Everything that any kernel may claim.
 WIDEST: dict[str, Any] = {
     "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
-    "index_dtypes": ["int32", "int64"],
+    "index_dtypes": ["int32", "int64", "bool"],
     "supports_empty": True,
-    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS, "draft_probs"],
+    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]],
     "requires_layouts": ["BHSD", "BSHD"],
     "supports_gqa": True,
     "attn_mask_types": ["bool", "float"],
@@ -64,6 +73,8 @@ NARROW = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
 DTYPES = {"quantize": ["float32"], "dequantize": [*NARROW, "int8"], "append_kv": ["float64", *NARROW[:2], "int8"]}
 DTYPES |= {"tree_accept": ["int64"]}
 DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
+DTYPES |= dict.fromkeys(("add", "mul", "clamp"), WIDEST["dtypes"][:-1])
+DTYPES |= dict.fromkeys(("where", "cat", "cast"), WIDEST["dtypes"])
 
 
 @functools.cache
@@ -204,6 +215,10 @@ def calls(
         activations = ["", *LINEAR_ACTIVATIONS] if dtype in FLOAT_DTYPES else [""]
         attrs = {"activation": draw(st.sampled_from(activations))}
         return [x, weight, bias], draw(tensors(dtype, (*rows, n))), attrs
+    if op == "gated_mlp":
+        rows, k, hidden, n = [*draw(lead), draw(extent)], draw(extent), draw(extent), draw(extent)
+        inputs = [draw(tensors(dtype, shape)) for shape in ((*rows, k), (2 * hidden, k), (n, hidden))]
+        return inputs, draw(tensors(dtype, (*rows, n))), {"activation": draw(st.sampled_from(LINEAR_ACTIVATIONS))}
     if op == "embedding":
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
@@ -260,6 +275,25 @@ def calls(
     if op in ("swiglu", *GATED):
         attrs = {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "geglu" else {}
         return [x, draw(tensors(dtype, shape))], out_spec, attrs
+    if op in ("add", "mul", "where"):
+        shapes = [[draw(st.sampled_from([1, n])) for n in shape][draw(st.integers(0, len(shape))) :] for _ in range(3)]
+        inputs = [draw(tensors(dtype, one)) for one in shapes[:2]]
+        if op == "where":
+            inputs = [draw(tensors("bool", shapes[2])), *inputs]
+        return inputs, draw(tensors(dtype, np.broadcast_shapes(*(spec.shape for spec in inputs if spec)))), {}
+    if op == "clamp":
+        low, high = (1, 3) if dtype not in FLOAT_DTYPES else (1.0, 3.0)
+        low, high = draw(st.sampled_from([(low, high), (None, high), (low, None)]))
+        return [x], out_spec, {"min": low, "max": high}
+    if op == "cat":
+        dim = draw(st.integers(0, len(shape) - 1))
+        extents = [shape[dim], *draw(st.lists(st.integers(1, 40), max_size=7))]
+        whole = [[*shape[:dim], n, *shape[dim + 1 :]] for n in (*extents, sum(extents))]
+        inputs = [x, *(draw(tensors(dtype, one)) for one in whole[1:-1])]
+        return [*inputs, *[None] * (8 - len(inputs))], draw(tensors(dtype, whole[-1])), {"dim": dim}
+    if op == "cast":
+        made = str(draw(st.sampled_from(kernel.attrs["dtype"])))
+        return [x], draw(tensors(made, shape)), {"dtype": made}
     if op in ("quantize", "dequantize"):
         pairs = 2 if dtype == "float4_e2m1fn_x2" else 1
         groups = draw(st.sampled_from([n for n in (1, 2, 4) if shape[-1] * pairs % n == 0]))
