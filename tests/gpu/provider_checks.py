@@ -47,6 +47,10 @@ INDICES = {  # the dtypes of tensors that have their own
     "attention_backward": {"lse": "float32"},
     "where": {"condition": "bool"},
 }
+INDICES |= {
+    op: {name: "float32" if name in OPS[op].singles else "int64" for name in OPS[op].singles | OPS[op].indices}
+    for op in ("penalize_logits", "filter_logits", "sample", "speculative_verify", "tree_accept")
+}
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
 
 
@@ -130,6 +134,8 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
             values if values is None or kind else Values(values.shape, [-v / 2 for v in values.flat])
             for values, kind in zip(problem.inputs, problem.kinds, strict=False)
         ]
+        if op == "speculative_verify":  # whose probabilities are none below zero
+            inputs = [inputs[0] and Values(problem.inputs[0].shape, problem.inputs[0].flat[::-1]), *problem.inputs[1:]]
         if op == "batch_norm":  # whose variances are none below zero
             inputs[2] = problem.inputs[2]
         other = Problem(op, f"{problem.name}, other numbers", problem.attrs, tuple(inputs), problem.kinds)
@@ -255,6 +261,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         elif op == "cast":
             attrs = {"dtype": rng.choice(("float16", "bfloat16", "float32", "int32"))}
             inputs = [numbers(rng.choice((1, 3, 40)), extent())]
+        elif op in INDICES and OPS[op].inputs[0] in ("logits", "target_probs", "draft_ids"):
+            inputs = sampling_inputs(op, rng, rng.choice((1, 3, 8)), extent() * rng.choice((1, 3, 30)))
         elif op == "embedding":
             inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
         else:
@@ -273,6 +281,28 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         shapes = [list(values.shape) for values in inputs if values is not None]
         families = ("float",) if op == "clamp" else ()  # whose bounds these are
         yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
+
+
+def sampling_inputs(op: str, rng: random.Random, rows: int, size: int) -> list[Values | None]:
+    """Settings of each row; of the ids of a tree, sixteenths, as numbers of integers are."""
+
+    def of(shape: tuple[int, ...], low: int, high: int, step: float = 1) -> Values:
+        return Values(shape, [rng.randrange(low, high) * step for _ in range(math.prod(shape))])
+
+    if op == "tree_accept":
+        above = [rng.randrange(-1, max(n % 40, 1)) if n % 40 else -1 for n in range(40 * rows)]
+        drafts, wanted = (of((rows, 40), -1, 3, 1 / 16) for _ in range(2))
+        return [drafts, Values((rows, 40), above), wanted]
+    seeds = [of((rng.choice((1, rows)),), -(2**63), 2**63) for _ in range(2)]
+    if op == "speculative_verify":
+        target, draft = (of((rows, steps, size), 0, 16, 1 / 16) for steps in (4, 3))
+        return [target, of((rows, 3), -1, size), rng.choice((draft, None)), *seeds]
+    logits, settings = of((rows, size), -48, 48, 1 / 8), [of((rows,), 1, 16, 1 / 16) for _ in range(4)]
+    if op == "penalize_logits":
+        return [logits, of((rows, 30), -2, size), *settings[:3]]
+    settings[1] = of((rows,), 0, 2 * size)
+    kept = [rng.choice((one, None)) for one in settings]
+    return [logits, *seeds, *kept] if op == "sample" else [logits, *kept]
 
 
 def bind(bench: GpuBench, loaded: Loaded, op: str, kernel: Claims, case: Case) -> tuple[Bound, list[Block]]:
