@@ -43,6 +43,13 @@ def _is_training(sample: Any) -> bool:
     return bool(sample.kwargs.get("training")) or sample.args[0] is None or sample.input.dim() < 2
 
 
+def _instance_norm(x: torch.Tensor, *, weight: Any = None, bias: Any = None, eps: float = 1e-5, **other: Any) -> Any:
+    """torch's samples have running statistics, which it updates, and does not use: use_input_stats is not false."""
+    assert other.get("use_input_stats", True)
+    assert other.keys() <= {"running_mean", "running_var", "momentum", "use_input_stats"}
+    return torch.ops.layerzero.instance_norm(x, weight, bias, eps)
+
+
 SERVED = [
     Served("nn.functional.silu", lzt.silu),
     Served("nn.functional.gelu", lzt.gelu),
@@ -53,6 +60,7 @@ SERVED = [
     Served("log_softmax", torch.ops.layerzero.log_softmax),
     Served("nn.functional.group_norm", torch.ops.layerzero.group_norm, "", _has_negative_eps),
     Served("nn.functional.batch_norm", torch.ops.layerzero.batch_norm, "", _is_training),
+    Served("nn.functional.instance_norm", _instance_norm),
     # torch takes some biases that broadcast.
     Served("nn.functional.linear", lzt.linear, "", lambda sample: len(sample.args) > 1 and not _is_plain(sample)),
     Served("matmul", lzt.matmul),
