@@ -21,17 +21,16 @@ from layerzero.ipc.vocabulary import sampling
 if TYPE_CHECKING:
     from layerzero.client.arrays.array_types import AnyArray
 
-    Setting = float | AnyArray | None  # tools take what is annotated as an array for data of the call
-    Count = int | AnyArray | None
-    Seed = int | AnyArray | None
+    FloatOrArray = float | AnyArray | None  # tools take what is annotated as an array for data of the call
+    IntOrArray = int | AnyArray | None
 
 
 def penalize_logits(
     logits: ArrayT,
     token_ids: AnyArray,
-    repetition_penalty: Setting = None,
-    presence_penalty: Setting = None,
-    frequency_penalty: Setting = None,
+    repetition_penalty: FloatOrArray = None,
+    presence_penalty: FloatOrArray = None,
+    frequency_penalty: FloatOrArray = None,
     *,
     out: ArrayT | None = None,
     backend: str | None = None,
@@ -57,10 +56,10 @@ def penalize_logits(
 
 def filter_logits(
     logits: ArrayT,
-    temperature: Setting = None,
-    top_k: Count = None,
-    top_p: Setting = None,
-    min_p: Setting = None,
+    temperature: FloatOrArray = None,
+    top_k: IntOrArray = None,
+    top_p: FloatOrArray = None,
+    min_p: FloatOrArray = None,
     *,
     out: ArrayT | None = None,
     backend: str | None = None,
@@ -84,12 +83,12 @@ def filter_logits(
 
 def sample(
     logits: ArrayT,
-    temperature: Setting = None,
-    top_k: Count = None,
-    top_p: Setting = None,
-    min_p: Setting = None,
-    seed: Seed = None,
-    offset: Seed = None,
+    temperature: FloatOrArray = None,
+    top_k: IntOrArray = None,
+    top_p: FloatOrArray = None,
+    min_p: FloatOrArray = None,
+    seed: IntOrArray = None,
+    offset: IntOrArray = None,
     *,
     out: ArrayT | None = None,
     backend: str | None = None,
@@ -116,8 +115,8 @@ def speculative_verify(
     target_probs: ArrayT,
     draft_ids: AnyArray,
     draft_probs: AnyArray | None = None,
-    seed: Seed = None,
-    offset: Seed = None,
+    seed: IntOrArray = None,
+    offset: IntOrArray = None,
     *,
     backend: str | None = None,
     timeout_s: float | None = None,
