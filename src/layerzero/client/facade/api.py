@@ -74,6 +74,11 @@ def signature(op: str | Callable[..., Any], *args: Any, device: str | None = Non
     return _with_handler(handle, op, args, kwargs)  # type: ignore[no-any-return]
 
 
+def request(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Request:
+    """A call, checked and not made. Raises InvalidArgument."""
+    return _with_handler(lambda made: made, op, args, kwargs)  # type: ignore[no-any-return]
+
+
 def run_apart(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, SelectionReport]:
     """Result and report of a call of a tool, waited for also on a GPU (Session.run_apart). Raises what the op
     raises."""

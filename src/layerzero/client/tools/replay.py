@@ -15,13 +15,12 @@ from unittest import mock
 from layerzero.client.capsules.form import ALIGNMENTS, Argument, Capsule, Segment
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.facade import default_session
+from layerzero.client.facade import api, default_session
 from layerzero.client.facade.memory import empty
-from layerzero.client.planning import attention_plans, plans, token_plans
-from layerzero.client.tools.inputs import random_inputs
+from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import DeadlineExceeded, EnvError, InvalidArgument, LayerZeroError, NoBackend
 from layerzero.ipc.vocabulary.numerics import TOLERANCE
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
 
 # The broker of a replay: a worker that dies is there again at once, and inputs may kill as many as they are sent to.
 _SETTINGS = {
@@ -152,13 +151,14 @@ def lay_out(
 def request_of(
     op: str, params: Mapping[str, Any], arguments: Mapping[str, Any], backend: str | None, timeout_s: float | None
 ) -> Request:
-    """Raises InvalidArgument for an op whose calls cannot be made from their arguments alone."""
-    name = f"plan_{op}"
-    planner = next((getattr(m, name) for m in (plans, attention_plans, token_plans) if hasattr(m, name)), None)
-    if planner is None:
+    """A call with the params of an earlier one's request. `arguments`: by the names that OPS has for the op's inputs.
+    Raises InvalidArgument, also for an op whose calls cannot be made from these alone."""
+    if op not in PUBLIC_OPS or PUBLIC_OPS[op].sized_output:  # a text's tokenizer is not among these
         raise InvalidArgument(f"calls of {op} cannot be made again; what is known of them can be shown")
-    args = tuple(arguments.get(one) for one in OPS[op].inputs)
-    return Request(op, args, dict(params), planner, None, backend, timeout_s)
+    function, inputs = api.function_of(op), OPS[op].inputs
+    own = {name: name if name in inputs else one for name, one in zip(tensor_names(function), inputs, strict=True)}
+    tensors = {name: arguments[one] for name, one in own.items() if arguments.get(one) is not None}
+    return api.request(function, **tensors, **params, backend=backend, timeout_s=timeout_s)
 
 
 def _run(
