@@ -4,6 +4,8 @@ the distribution says."""
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -49,11 +51,11 @@ def test_same_seed_and_offset_same_tokens_on_every_backend(settings: dict[str, A
         assert first.tolist() == other.tolist()
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS[1:4], SETTINGS[-1]], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_as_frequent_as_they_are_probable(backend: str, settings: dict[str, Any]) -> None:
-    """8,000 draws of one distribution, by a fixed seed, against float64 probabilities that other code gives."""
-    rows, vocabulary = 8_000, 60
+    """4,000 draws of one distribution, by a fixed seed, against float64 probabilities that other code gives."""
+    rows, vocabulary = 4_000, 60
     row = logits(1, vocabulary, seed=3) / 2
     as_arrays = {name: np.array([value]) for name, value in settings.items()}
     wanted = rows * sampling_reference.probabilities(row, **as_arrays)[0][0]
@@ -69,10 +71,10 @@ def test_tokens_are_as_frequent_as_they_are_probable(backend: str, settings: dic
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_of_one_row_draw_independently(backend: str) -> None:
     """As a program counts them: of pairs of neighbours each is as frequent as any other."""
-    flat = np.zeros((4096, 8), np.float32)
-    found = lz.sample(flat, seed=np.full(4096, 5), offset=np.arange(4096), backend=backend)
+    flat = np.zeros((2048, 8), np.float32)
+    found = lz.sample(flat, seed=np.full(2048, 5), offset=np.arange(2048), backend=backend)
     pairs = np.bincount(found[:-1] * 8 + found[1:], minlength=64)
-    assert chi_square(pairs, np.full(64, 4095 / 64)) < limit(63)
+    assert chi_square(pairs, np.full(64, 2047 / 64)) < limit(63)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -140,6 +142,42 @@ def test_seed_and_offset_are_asked_for() -> None:
             lz.sample(x, **given)
 
 
+# --- a decoding loop ---------------------------------------------------------------------------------------------
+
+WEIGHTS = logits(300, 300, seed=9) / 2  # of a model that looks at the last two tokens
+
+
+def generated(backend: str | None, seeds: list[int], prompts: list[int], steps: int = 24) -> list[list[int]]:
+    """What each request is continued with, by its own settings."""
+    rows = len(seeds)
+    every = np.float32([[0.8, 0.9, 1.0], [1.0, 1.0, 1.3], [0.0, 1.0, 1.1], [1.5, 0.7, 1.0]])
+    temperature, top_p, repetition = every[np.array(seeds) % 4].T.copy()
+    ids = np.array(prompts)[:, None]
+    for step in range(steps):
+        x = WEIGHTS[ids[:, -1]] + 0.5 * WEIGHTS[ids[:, -2 if step else -1]][:, ::-1]
+        x = lz.penalize_logits(
+            x, ids, repetition_penalty=repetition, frequency_penalty=0.1, presence_penalty=0.3, backend=backend
+        )
+        token = lz.sample(
+            x, temperature, 40, top_p, 0.01, seed=np.array(seeds), offset=np.full(rows, step), backend=backend
+        )
+        ids = np.concatenate([ids, token[:, None]], axis=1)
+    return ids[:, 1:].tolist()
+
+
+def test_a_decoding_loop_gives_the_same_text_everywhere() -> None:
+    """On each backend, in any batch, and also where the worker dies on the way and another backend takes over."""
+    seeds, prompts = [40, 41, 42, 43, 47], [1, 2, 3, 4, 2]
+    texts = {backend: generated(backend, seeds, prompts) for backend in BACKENDS}
+    assert texts["torch"] == texts["mlx"]
+    assert all(len(set(text)) > 6 for text in texts["torch"])
+    assert generated("mlx", seeds[::-1], prompts[::-1]) == texts["torch"][::-1]
+    assert generated("torch", seeds[1:2], prompts[1:2]) == texts["torch"][1:2]
+    victim = next(row["pid"] for row in lz.status()["backends"] if row["name"] == "torch")
+    os.kill(victim, signal.SIGKILL)
+    assert generated(None, seeds, prompts) == texts["torch"]
+
+
 # --- drafts ------------------------------------------------------------------------------------------------------
 
 P = np.array([[0.30, 0.25, 0.20, 0.15, 0.10, 0.0], [0.05, 0.45, 0.0, 0.2, 0.2, 0.1], [0.1, 0.1, 0.2, 0.2, 0.2, 0.2]])
@@ -162,7 +200,7 @@ def verified(backend: str, rows: int, has_draft: bool = True) -> tuple[Any, Any,
 def test_verified_tokens_are_distributed_as_the_targets(backend: str, has_draft: bool) -> None:
     """Whatever the draft proposes: of the first token, and of each later one where the one before was accepted. As many
     are accepted as p and q have in common."""
-    rows = 8_000
+    rows = 4_000
     tokens, accepted, ids = verified(backend, rows, has_draft)
     columns = np.arange(3)
     assert ((tokens >= 0) == (columns <= accepted[:, None])).all()

@@ -36,7 +36,7 @@ class Sampling:
     def penalize_logits(self, views: Sequence[Any], call: Call) -> Run:
         torch, (logits, token_ids, *given) = self.torch, views
         rows, vocabulary = logits.shape
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        wide = torch.float64
 
         def run(out: Any) -> None:
             repetition, presence, frequency = self._settings(call, given)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 import layerzero as lz
-from layerzero.client.planning.sampling_plans import plan_filter_logits, plan_penalize_logits
+from layerzero.client.planning.sampling_plans import (
+    plan_filter_logits,
+    plan_penalize_logits,
+    plan_sample,
+    plan_speculative_verify,
+    plan_tree_accept,
+)
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.sampling import exponential, weight_bits
 from layerzero.ipc.vocabulary.shapes import check_call
@@ -40,8 +46,35 @@ def test_plan_is_what_the_broker_admits(made: Any, inputs: Any, result: list[int
 
 
 @pytest.mark.parametrize(
+    ("made", "results"),
+    [
+        (plan_sample(t(2, 6), ids(), ids(2), t(2), None, t()), [[2]]),
+        (plan_sample(t(6), ids(1), ids()), [[]]),
+        (plan_sample(t(0, 6), ids(), ids(0)), [[0]]),
+        (plan_speculative_verify(t(2, 4, 6), ids(2, 3), t(2, 3, 6), ids(2), ids()), [[2, 4], [2]]),
+        (plan_speculative_verify(t(4, 6), ids(3), None, ids(), ids(1)), [[4], []]),
+        (plan_speculative_verify(t(2, 1, 6), ids(2, 0), None, ids(), ids()), [[2, 1], [2]]),
+        (plan_tree_accept(ids(2, 5), t(2, 5, dtype="int32"), ids(2, 5)), [[2, 5], [2, 5], [2]]),
+        (plan_tree_accept(ids(5), ids(5), ids(5)), [[5], [5], []]),
+    ],
+)
+def test_tokens_and_counts_are_integers_of_64_bits(made: Any, results: list[list[int]]) -> None:
+    """With and without rows."""
+    assert [(spec.dtype, list(spec.shape)) for spec in made.results] == [("int64", shape) for shape in results]
+    check_call(made.op, made.inputs, made.outputs, made.attrs)
+
+
+@pytest.mark.parametrize(
     ("call", "says"),
     [
+        (lambda: plan_sample(t(2, 0), ids(), ids()), "allowed: a vocabulary of one token or more"),
+        (lambda: plan_sample(t(2, 6), ids(3), ids()), r"seed has shape \[3\] for logits of shape \[2, 6\]"),
+        (lambda: plan_speculative_verify(t(2, 0, 6), ids(2, 0), None, ids(), ids()), r"allowed: \(rows, drafts \+ 1"),
+        (lambda: plan_speculative_verify(t(2, 4, 6), ids(2, 4), None, ids(), ids()), r"draft_ids .*allowed: \[2, 3\]"),
+        (lambda: plan_speculative_verify(t(2, 2, 6), ids(2, 1), t(2, 1, 5), ids(), ids()), "draft_probs has shape"),
+        (lambda: plan_tree_accept(ids(2, 0), ids(2, 0), ids(2, 0)), "pass the settled token as node 0"),
+        (lambda: plan_tree_accept(ids(2, 5), t(2, 5), ids(2, 5)), "parents is float32; allowed: int32 or int64"),
+        (lambda: plan_tree_accept(ids(2, 5), ids(2, 5), t(2, 5, dtype="int32")), "one dtype for all"),
         (lambda: plan_filter_logits(t(2, 6, dtype="int32")), "logits is int32; allowed: bfloat16, float16"),
         (lambda: plan_filter_logits(t(2, 3, 6)), r"logits has shape \[2, 3, 6\]; allowed: \(rows, vocabulary\)"),
         (lambda: plan_filter_logits(t()), r"logits has shape \[\]"),
