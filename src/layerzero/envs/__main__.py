@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 a build, probe or lock failed, 2 wrong usage.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from layerzero.envs.build.installers import pick
 from layerzero.envs.build.lock import is_in_a_package
 from layerzero.envs.build.lock import lock as write_lock
 from layerzero.envs.build.several import ensure_all
-from layerzero.envs.cli import add_cli, transfer_cli
+from layerzero.envs.cli import add_cli, locking, transfer_cli
 from layerzero.envs.cli.options import (
     STORE,
     Base,
@@ -219,10 +220,22 @@ def probe(
 
 @app.command()
 def lock(
-    names: Names = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|FILE]...",
+            help="Environments, all of LayerZero's if left out; or what a program is declared by: requirements.txt, "
+            "pyproject.toml, a script, a lock file.",
+        ),
+    ] = None,
+    store: StoreDir = STORE,
     manifests: Folders = None,
     variant: Annotated[Variant | None, typer.Option("--variant", help="Default: all of the manifest's.")] = None,
     python: Minor = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="LOCK", help="Of a file; default: STEM.lock.txt beside it.")
+    ] = None,
+    extras: Annotated[list[str] | None, typer.Option("--extra", help="Of a pyproject.toml, to be locked, too.")] = None,
     hub_folder: HubFolder = None,
     key_file: Annotated[
         Path | None, typer.Option("--key", metavar="FILE", help="Sign the locks of kernels of the hub (lz lift key).")
@@ -231,12 +244,24 @@ def lock(
 ) -> None:
     """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only, and kernels of the hub."""
     rows: list[dict[str, Any]] = []
-    chosen, refused = choose(names, manifests, python, takes_programs=True)
+    files = [name for name in names or () if os.sep in name or Path(name).exists()]
+    if files or output or extras:
+        if len(files) != 1 or len(names or ()) != 1:
+            raise typer.BadParameter("name one file, and no environment", param_hint="FILE")
+        locking.lock_file(Path(files[0]), store, python=python, output=output, extras=extras or (), as_json=as_json)
+        return
+    with failing_cleanly():
+        names = [functions.full_name(name, store) for name in names or ()]
+    folders = [*functions.folders(store, manifests or ())] if names else manifests
+    chosen, refused = choose(names, folders, python, takes_programs=True)
     fail_on(refused)
     repository = _repository(chosen, refused, hub_folder)
     with failing_cleanly():
         key = None if key_file is None else signing.read_private(key_file)
     for manifest in chosen:
+        if manifest.locked_by is not None:
+            rows.append(locking.lock_program(manifest, store, as_json=as_json))
+            continue
         wanted: list[VariantName] = [variant.value] if variant else list(manifest.variants)
         for name in wanted:
             if is_in_a_package(manifest):

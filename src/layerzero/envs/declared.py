@@ -7,33 +7,48 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import ConfigError, InvalidArgument
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 PYTHON = re.compile(r"3\.[1-9][0-9]")
 DIGITS = 8
+MAX_LOCK_BYTES = 8 << 20
 _ANY = "3.10"  # of no meaning where an interpreter is named
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What is asked for. `python`: "3.11"; empty where `interpreter`, an absolute path, is the one to use."""
+    """What is asked for. `python`: "3.11"; empty where `interpreter`, an absolute path, is the one to use. `lock`: the
+    absolute path of the lock file that it holds to, empty for none; `lock_text`: what that has, None where it is not
+    there."""
 
     name: str
     requires: tuple[str, ...]
     python: str
     interpreter: str = ""
+    lock: str = ""
+    lock_text: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(
-        cls, name: str, requires: Sequence[str], python: str, interpreter: str | os.PathLike[str] | None = None
+        cls,
+        name: str,
+        requires: Sequence[str],
+        python: str,
+        interpreter: str | os.PathLike[str] | None = None,
+        lock: str | os.PathLike[str] | None = None,
     ) -> Declared:
-        """Raises InvalidArgument."""
+        """Raises InvalidArgument, and ConfigError for a lock that cannot be read."""
+        if lock is not None:
+            if interpreter is not None:
+                text = "nothing is installed into an interpreter of yours; `requires` is what it must have"
+                raise InvalidArgument(f"lz.env: lock and from_interpreter are both named: {text}")
+            return cls.of(name, requires, python).with_lock(_path(lock))
         if interpreter is not None:
             return replace(cls.of(name, requires, _ANY), python="", interpreter=_absolute(interpreter))
         if not NAME.fullmatch(name):
@@ -51,11 +66,34 @@ class Declared:
                 raise InvalidArgument(f"lz.env: {text!r:.200} is no requirement such as 'numpy<2'") from exc
         return cls(name, tuple(sorted(set(requires))), python)
 
+    def with_lock(self, path: str) -> Declared:
+        """The same, with what that file has now. Raises ConfigError."""
+        try:
+            with open(path, "rb") as file:
+                content = file.read(MAX_LOCK_BYTES + 1)
+            if len(content) > MAX_LOCK_BYTES:
+                raise ConfigError(f"{path}: larger than {MAX_LOCK_BYTES:,} bytes, the most that a lock may have")
+            text: str | None = content.decode()
+        except FileNotFoundError:
+            text = None
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"lz.env: lock {path} cannot be read: {exc}") from exc
+        return replace(self, lock=path, lock_text=text)
+
     @cached_property
     def backend(self) -> str:
         """The name of its backend: of the manifest, too."""
-        content = json.dumps([self.requires, self.python, *([self.interpreter] if self.interpreter else [])])
-        return f"{self.name}.{hashlib.sha256(content.encode()).hexdigest()[:DIGITS]}"
+        asked: list[object] = [self.requires, self.python, *([self.interpreter] if self.interpreter else [])]
+        if self.lock:  # the same on every machine that has the file, wherever it lies
+            asked.append({"lock": hashlib.sha256((self.lock_text or "").encode()).hexdigest()})
+        return f"{self.name}.{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:DIGITS]}"
+
+
+def _path(lock: str | os.PathLike[str]) -> str:
+    text = os.fspath(lock) if isinstance(lock, (str, os.PathLike)) else lock
+    if not isinstance(text, str) or not text or not text.isprintable():
+        raise InvalidArgument(f"lz.env: lock is {lock!r:.80}; allowed: the path of a file that lz env lock writes")
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def _absolute(interpreter: str | os.PathLike[str]) -> str:

@@ -16,12 +16,13 @@ from pathlib import Path
 import platformdirs
 
 from layerzero.capabilities.descriptor import Capability
+from layerzero.envs import locked
 from layerzero.envs import manifest as manifests
 from layerzero.envs.build import existing
 from layerzero.envs.build import store as locks
 from layerzero.envs.build.build import base_drift, ensure, find
 from layerzero.envs.build.env import Env
-from layerzero.envs.build.lock import find_lock, read_lock
+from layerzero.envs.build.lock import Lock, find_lock, read_lock
 from layerzero.envs.build.lock import lock as write_lock
 from layerzero.envs.build.progress import Progress
 from layerzero.envs.declared import Declared
@@ -63,11 +64,57 @@ def declare(declared: Declared, store: Path) -> EnvManifest:
     if not path.is_file():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if is_locked(declared):
+                _write(path.parent / f"{declared.backend}.cpu.txt", str(declared.lock_text))
             _write(path.with_suffix(".json"), json.dumps(_descriptor(declared), indent=1) + "\n")
             _write(path, _manifest(declared))
         except OSError as exc:
             raise ConfigError(f"{path} cannot be written: {exc.strerror or exc}; set LAYERZERO_STORE") from exc
     return manifests.load(path)
+
+
+def is_locked(declared: Declared) -> bool:
+    """Whether it has a lock file that holds for it."""
+    try:
+        locked.demand(declared)
+    except EnvError:
+        return False
+    return bool(declared.lock)
+
+
+def declared_by(manifest: EnvManifest) -> Declared:
+    """What a manifest of ours was written for, with its lock file as it is now. Raises ConfigError."""
+    name, _, _ = manifest.name.rpartition(".")
+    asked = Declared.of(name, manifest.variants["cpu"].requirements, str(manifest.python))
+    return asked.with_lock(manifest.locked_by) if manifest.locked_by else asked
+
+
+def lock(manifest: EnvManifest, store: Path) -> tuple[Lock, str]:
+    """Resolve again what a program has declared with a lock file, and write that; with the name of the backend that it
+    is from then on. Raises EnvError, ConfigError."""
+    asked = declared_by(manifest)
+    return write(asked, store)
+
+
+def write(asked: Declared, store: Path) -> tuple[Lock, str]:
+    """As `lock`, of a declaration that has the path of a lock file."""
+    path = Path(asked.lock)
+    head = locked.head(asked.requires, path)
+    written = write_lock(declare(asked, store), "cpu", path=path, title=asked.name, head=head)
+    new = asked.with_lock(asked.lock)
+    locked.demand(new)
+    declare(new, store)
+    if new.backend != asked.backend and not asked.lock_text:  # nobody can build that one
+        remove(asked.backend, store)
+    return written, new.backend
+
+
+def full_name(name: str, store: Path) -> str:
+    """The backend that a name means: itself, or the one environment of functions that is called so."""
+    alike = sorted(path.stem for path in folder(store).glob("*.toml") if path.stem.rpartition(".")[0] == name)
+    if len(alike) > 1:
+        raise ConfigError(f"name one of {', '.join(alike)}: {name} is short for each of them")
+    return alike[0] if alike else name
 
 
 def found(declared: Declared, store: Path) -> str:
@@ -107,6 +154,8 @@ def lock_where_missing(manifest: EnvManifest, progress: Progress) -> None:
         kept = find_lock(manifest, "cpu")
         if kept is not None and len(kept.pins) > len(manifest.requirements("cpu")):  # it lacked more then
             kept.path.unlink(missing_ok=True)
+    if manifest.locked_by is not None:
+        _demand_locked(manifest)
     for variant in manifest.variants:
         try:
             read_lock(manifest, variant)
@@ -115,8 +164,21 @@ def lock_where_missing(manifest: EnvManifest, progress: Progress) -> None:
             write_lock(manifest, variant)
 
 
+def _demand_locked(manifest: EnvManifest) -> None:
+    """One that holds to a lock file is never resolved on the way. Raises EnvError, ConfigError."""
+    if find_lock(manifest, "cpu") is not None:
+        return
+    asked = declared_by(manifest)
+    if asked.backend == manifest.name:
+        locked.demand(asked)
+    declare(asked, manifest.path.parent.parent)
+    text = f"run: lz env build {asked.backend}\n{asked.lock} is another by now, and so is its environment"
+    raise EnvError(text, env=manifest.name, cause="its lock is another by now", repair=f"lz env build {asked.backend}")
+
+
 def build(declared: Declared, store: Path, progress: Progress, *, force: bool = False) -> Env:
     """Lock, build and probe what is missing. Raises EnvError, ConfigError."""
+    locked.demand(declared)
     manifest = declare(declared, store)
     lock_where_missing(manifest, progress)
     env = ensure(manifest, store=store.absolute(), progress=progress, force=force)
@@ -168,6 +230,7 @@ def _manifest(declared: Declared) -> str:
         'provider = "functions"',
         f"descriptor = {_text(f'{declared.backend}.json')}",
         *where,
+        *([f"locked_by = {_text(declared.lock)}"] if declared.lock else []),
         "",
         "[env]",
         f"{VARIABLE} = {_text(declared.backend)}",

@@ -138,6 +138,7 @@ class EnvManifest(BaseModel):
     env: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, AfterValidator(_variable_value)]] = {}
     variants: dict[VariantName, Variant] = {}
     hub: Hub | None = None
+    locked_by: str | None = None  # the lock file of the program that declared it (envs/locked.py)
 
     @field_validator("provider", "descriptor")
     @classmethod
@@ -174,6 +175,9 @@ class EnvManifest(BaseModel):
             raise ValueError('interpreter "existing" has the Python that it is, and [variants.cpu] alone')
         if is_existing and (self.provider != "functions" or self.hub is not None):
             raise ValueError('interpreter "existing" is for functions: provider = "functions", and no [hub]')
+        is_lockable = self.provider == "functions" and self.interpreter == "venv"
+        if self.locked_by is not None and not (is_lockable and Path(self.locked_by).is_absolute()):
+            raise ValueError("`locked_by` is for environments of functions that are built, and an absolute path")
         if self.hub is not None and set(self.hub.build) != set(self.variants):
             raise ValueError("hub.build must name a folder of the repository's build/ for each of [variants.*]")
         return self

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from layerzero.envs import sources
 from layerzero.envs.declared import Declared
-from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument, LayerZeroError
+from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary import pools
 
 HERE = f"3.{sys.version_info[1]}"  # this interpreter's Python
-SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # PEP 723's own expression
-MAX_FILE_BYTES = 1 << 20
 
 
 class FunctionEnv:
@@ -28,8 +27,9 @@ class FunctionEnv:
         python: str,
         workers: int = 1,
         from_interpreter: str | os.PathLike[str] | None = None,
+        lock: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._declared = Declared.of(name, requires, python, from_interpreter)
+        self._declared = Declared.of(name, requires, python, from_interpreter, lock)
         pools.demand_workers(workers)
         self._workers = workers
 
@@ -58,13 +58,18 @@ class FunctionEnv:
         return self._declared.interpreter
 
     @property
+    def lock(self) -> str | None:
+        """The absolute path of the lock file that it holds to; None without one."""
+        return self._declared.lock or None
+
+    @property
     def workers(self) -> int:
         """How many workers its functions have, unless they say so themselves."""
         return self._workers
 
     def options(self, *, workers: int) -> FunctionEnv:
         """The same environment whose functions have so many workers. Raises InvalidArgument."""
-        return FunctionEnv(self.name, self.requires, self.python or HERE, workers, self.interpreter or None)
+        return FunctionEnv(self.name, self.requires, self.python or HERE, workers, self.interpreter or None, self.lock)
 
     @property
     def backend(self) -> str:
@@ -130,8 +135,13 @@ class FunctionEnv:
 
     def unready(self) -> EnvError | None:
         """Why it cannot be used as it is on disk: not built, or changed since."""
-        from layerzero.envs import functions
+        from layerzero.envs import functions, locked
 
+        try:
+            locked.demand(self._declared)
+        except EnvError as exc:
+            functions.declare(self._declared, self._store)  # the command must find it
+            return exc
         try:
             asked = ", ".join(self.requires) or HERE
             asked = functions.found(self._declared, self._store) or asked
@@ -171,6 +181,7 @@ class Environments:
         build: str | None = None,
         workers: int = 1,
         from_interpreter: str | os.PathLike[str] | None = None,
+        lock: str | os.PathLike[str] | None = None,
     ) -> FunctionEnv:
         """An environment with these packages. Nothing is built, unless `build="now"`: a call into one that is not
         built is an error that says the command.
@@ -179,11 +190,14 @@ class Environments:
         as "3.11"; this interpreter's when left out. from_interpreter: the path of a Python, or of the folder of a venv
         or conda environment, that is used as it is: nothing is installed there, and `requires` is what it must have.
         workers: how many processes its functions have, so that calls run
-        side by side; each is started when it is needed. Raises InvalidArgument, and with build="now" EnvError.
+        side by side; each is started when it is needed. lock: the path of a lock file, which `lz env lock` writes: the
+        environment has what that says, and is not resolved; one that is missing, or not for these requirements, this
+        Python or platform, is an EnvError of the first call. Raises InvalidArgument, ConfigError for a lock that cannot
+        be read, and with build="now" EnvError.
         """
         if from_interpreter is not None and python is not None:
             raise InvalidArgument("lz.env: python and from_interpreter are both named; that interpreter has its Python")
-        found = FunctionEnv(name, requires, HERE if python is None else python, workers, from_interpreter)
+        found = FunctionEnv(name, requires, HERE if python is None else python, workers, from_interpreter, lock)
         if build is None:
             return found
         if build != "now":
@@ -191,18 +205,17 @@ class Environments:
         return found.build()
 
     def from_requirements(
-        self, path: str | os.PathLike[str], name: str | None = None, *, python: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        *,
+        python: str | None = None,
+        lock: str | os.PathLike[str] | None = None,
     ) -> FunctionEnv:
         """From a requirements file: its requirements, one a line. Options (-r, -e, --hash ...) are refused: the lock
         has hashes of its own."""
-        file, requires = Path(path), []
-        for number, line in enumerate(_read(file).splitlines(), start=1):
-            text = re.sub(r"(^|\s)#.*$", "", line).strip()
-            if text.startswith("-") or text.endswith("\\") or " --" in text:
-                raise ConfigError(f"{file}:{number}: {text!r:.80} is an option; allowed: requirements, one a line")
-            if text:
-                requires.append(text)
-        return self(name or _name(file.stem), requires=requires, python=python)
+        asked = sources.of_requirements(path)
+        return self(name or asked.name, requires=asked.requires, python=python, lock=lock)
 
     def from_pyproject(
         self,
@@ -211,49 +224,25 @@ class Environments:
         *,
         extras: Sequence[str] = (),
         python: str | None = None,
+        lock: str | os.PathLike[str] | None = None,
     ) -> FunctionEnv:
         """From the `dependencies` of a pyproject.toml, and those of its optional `extras`; the project itself is not
         installed."""
-        file = Path(path)
-        file = file / "pyproject.toml" if file.is_dir() else file
-        project = _toml(_read(file), str(file)).get("project")
-        if not isinstance(project, dict):
-            raise ConfigError(f"{file}: has no table [project]; name the requirements with lz.env(requires=...)")
-        requires = list(_texts(project.get("dependencies", []), f"{file}: project.dependencies"))
-        optional = project.get("optional-dependencies", {})
-        for extra in extras:
-            if extra not in optional:
-                raise ConfigError(
-                    f"{file}: project.optional-dependencies has no {extra!r}; it has: {', '.join(optional)}"
-                )
-            requires += _texts(optional[extra], f"{file}: project.optional-dependencies.{extra}")
-        return self(name or _name(str(project.get("name", file.parent.name))), requires=requires, python=python)
+        asked = sources.of_pyproject(path, extras)
+        return self(name or asked.name, requires=asked.requires, python=python, lock=lock)
 
     def from_script(
-        self, path: str | os.PathLike[str], name: str | None = None, *, python: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        *,
+        python: str | None = None,
+        lock: str | os.PathLike[str] | None = None,
     ) -> FunctionEnv:
         """From the inline metadata of a script (PEP 723): its `dependencies`. `requires-python` is compared with the
         Python that is used."""
-        file = Path(path)
-        blocks = [match.group("content") for match in SCRIPT.finditer(_read(file))]
-        if len(blocks) != 1:
-            raise ConfigError(f"{file}: has {len(blocks)} blocks '# /// script'; allowed: one (PEP 723)")
-        text = "".join(line[2:] if line.startswith("# ") else line[1:] for line in blocks[0].splitlines(keepends=True))
-        data = _toml(text, str(file))
-        wanted, chosen = data.get("requires-python"), HERE if python is None else python
-        if wanted is not None:
-            from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
-            try:
-                is_fit = SpecifierSet(wanted).contains(f"{chosen}.99")
-            except (InvalidSpecifier, TypeError) as exc:
-                raise ConfigError(f"{file}: requires-python is {wanted!r:.80}; allowed: such as '>=3.11'") from exc
-            if not is_fit:
-                raise ConfigError(
-                    f"{file}: requires-python is {wanted}, and Python {chosen} would be used; pass python="
-                )
-        requires = _texts(data.get("dependencies", []), f"{file}: dependencies")
-        return self(name or _name(file.stem), requires=requires, python=python)
+        asked = sources.of_script(path, HERE if python is None else python)
+        return self(name or asked.name, requires=asked.requires, python=python, lock=lock)
 
 
 env = Environments()
@@ -272,31 +261,3 @@ def env_of(where: object, name: str) -> FunctionEnv:
     raise InvalidArgument(
         f"lz.isolated: the environment is {where!r:.80}; allowed: what lz.env gives, or a list of requirements"
     )
-
-
-def _read(file: Path) -> str:
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file}: larger than {MAX_FILE_BYTES:,} bytes, the most that such a file may have")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{file}: cannot be read: {exc}") from exc
-
-
-def _toml(text: str, where: str) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as exc:
-        raise ConfigError(f"{where}: cannot be read as TOML: {exc}") from exc
-
-
-def _texts(value: object, where: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{where}: must be a list of texts")
-    return value
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:40] or "script"

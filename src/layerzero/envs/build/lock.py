@@ -107,8 +107,17 @@ def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
     return found
 
 
-def lock(manifest: EnvManifest, variant: VariantName, *, installer: Uv | None = None) -> Lock:
-    """Resolve a variant's requirements afresh on the user's indexes and write its lock. Downloads metadata only.
+def lock(
+    manifest: EnvManifest,
+    variant: VariantName,
+    *,
+    installer: Uv | None = None,
+    path: Path | None = None,
+    title: str = "",
+    head: str = "",
+) -> Lock:
+    """Resolve a variant's requirements afresh on the user's indexes and write its lock, or `path`, with `title` in the
+    place of the manifest's name, and `head` of the lines below the first. Downloads metadata only.
 
     Raises EnvError when they do not resolve to wheels, or when uv is missing (pip cannot write hashes).
     """
@@ -145,17 +154,17 @@ def lock(manifest: EnvManifest, variant: VariantName, *, installer: Uv | None = 
             repair=f"edit variants.{variant}.requirements in {manifest.path}, then: {lock_command(manifest, variant)}",
         )
     where = ", in this folder" if manifest.folder is not None else ""
-    header = (
-        f"# {manifest.name}, {variant}: Python {manifest.python}, x86_64, {manifest.platform} or newer.\n"
-        f"# Do not edit. Regenerate{where}: {lock_command(manifest, variant, Path('.'))}\n"
-    )
-    written = Lock(manifest.lock_path(variant), header + answer.stdout)
+    header = f"# {title or manifest.name}, {variant}: Python {manifest.python}, x86_64, {manifest.platform} or newer.\n"
+    header += head or f"# Do not edit. Regenerate{where}: {lock_command(manifest, variant, Path('.'))}\n"
+    written = Lock(path or manifest.lock_path(variant), header + answer.stdout)
     aside = written.path.with_name(f".{written.path.name}.{os.getpid()}")
     try:
         aside.write_text(written.text, encoding="utf-8")
         aside.replace(written.path)
     except OSError as exc:
         cause = f"{written.path} cannot be written: {exc.strerror or exc}"
-        repair = "lock it in a checkout of LayerZero, or make that folder writable"
+        repair = (
+            "make that folder writable" if path else "lock it in a checkout of LayerZero, or make that folder writable"
+        )
         raise EnvError(cause, env=manifest.name, cause=cause, repair=repair) from exc
     return written
