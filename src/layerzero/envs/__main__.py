@@ -118,6 +118,17 @@ def list_(
 
 
 @app.command()
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An environment of functions, also in short.")],
+    store: StoreDir = STORE,
+    as_json: Json = False,
+) -> None:
+    """Show what a program has declared with lz.env: what it requires, its lock, whether it is built, and why it cannot
+    be in the interpreter of this command."""
+    locking.show(name, store, as_json=as_json)
+
+
+@app.command()
 def build(
     ctx: typer.Context,
     names: Names = None,

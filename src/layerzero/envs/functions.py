@@ -85,7 +85,10 @@ def is_locked(declared: Declared) -> bool:
 def declared_by(manifest: EnvManifest) -> Declared:
     """What a manifest of ours was written for, with its lock file as it is now. Raises ConfigError."""
     name, _, _ = manifest.name.rpartition(".")
-    asked = Declared.of(name, manifest.variants["cpu"].requirements, str(manifest.python))
+    requires = manifest.variants["cpu"].requirements
+    if manifest.executable is not None:
+        return Declared.of(name, requires, "", manifest.executable)
+    asked = Declared.of(name, requires, str(manifest.python))
     return asked.with_lock(manifest.locked_by) if manifest.locked_by else asked
 
 
@@ -139,6 +142,16 @@ def built(declared: Declared, store: Path) -> Env | None:
     except (EnvError, ConfigError):
         return None
     return env if env.is_built else None
+
+
+def pins(declared: Declared, store: Path) -> dict[str, str]:
+    """What its lock has, canonical name to version; nothing where there is none yet."""
+    path = manifest_path(declared, store)
+    try:
+        kept = find_lock(manifests.load(path), "cpu") if path.is_file() else None
+    except ConfigError:
+        return {}
+    return {} if kept is None else kept.pins
 
 
 def lock_where_missing(manifest: EnvManifest, progress: Progress) -> None:

@@ -7,12 +7,15 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.envs import sources
 from layerzero.envs.declared import Declared
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary import pools
+
+if TYPE_CHECKING:
+    from layerzero.envs.conflicts import Conflicts
 
 HERE = f"3.{sys.version_info[1]}"  # this interpreter's Python
 
@@ -155,6 +158,16 @@ class FunctionEnv:
         told = f"is not built ({asked})" if cause == "not built" else f"has changed: {cause}"
         text = f"run: {self.build_command}\nenvironment {self.name} {told}"
         return EnvError(text, env=self.backend, cause=cause, repair=self.build_command)
+
+    def conflicts(self) -> Conflicts:
+        """Why it cannot be this process's own environment: a Conflict (`requirement`, `here`, `needs`) for each
+        requirement, of it or of what it leads to, that does not hold here, and for another Python; none where all hold.
+        As text a table of 80 columns. Who refuses a version that it has is known once it is locked, or where
+        that is exact."""
+        from layerzero.envs import conflicts, functions
+
+        pins = functions.pins(self._declared, self._store)
+        return conflicts.find(self.requires, self.python, self.interpreter, pins)
 
     def found(self) -> str:
         """Its existing interpreter as it is now: path, Python, how many distributions, and a hash of what is installed;

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client.connection import overlay
 from layerzero.client.facade.policy import policy
+from layerzero.envs import conflicts
 from layerzero.functions.calling import Inside
 from layerzero.functions.calls import Call, Options, Owner, Placement
 from layerzero.functions.environment import HERE, FunctionEnv
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError
 
 if TYPE_CHECKING:
-    from layerzero.envs.build.base import Distribution
+    pass
 
 THIS_PROCESS = "this process"
 POLICY_S = 1.0  # so long what policy says is taken as it was; a broker looks at its file as often
@@ -165,37 +165,19 @@ class Threads:
 def _requirements(env: FunctionEnv) -> tuple[tuple[str, str] | None, str]:
     """(why they do not hold in this process and what would help, or None; why they do). What is installed is taken as
     it was at the first look."""
-    from packaging.markers import default_environment
-
     from layerzero.envs.build.requirements import unmet
 
     if env.interpreter:
-        named = os.path.realpath(env.interpreter)
-        folder = named if os.path.isdir(named) else os.path.dirname(os.path.dirname(os.path.abspath(env.interpreter)))
-        if os.path.realpath(folder) != os.path.realpath(sys.prefix):
+        if not conflicts.is_this_interpreter(env.interpreter):
             return (f"{env.interpreter} is another interpreter than {sys.executable}", f"{env.interpreter}"), ""
     elif env.python != HERE:
         return (f"it requires Python {env.python}, and this is {HERE}", f"python{env.python}"), ""
-
-    def markers(extra: str) -> Mapping[str, str]:
-        return {**{name: str(value) for name, value in default_environment().items()}, "extra": extra}
-
-    wrong = unmet(env.requires, _installed, markers, is_deep=True)
+    wrong = unmet(env.requires, conflicts.here, conflicts.markers, is_deep=True)
     if wrong:
         cause = "; ".join(f"{asked}: {why}" for asked, why in wrong)
         asked = " ".join(f"'{one}'" for one in dict.fromkeys(asked for asked, _ in wrong))
         return (cause, f"{sys.executable} -m pip install {asked}"), ""
     return None, f"{', '.join(env.requires) or f'Python {HERE}'} holds here"
-
-
-def _installed(name: str) -> Distribution | None:
-    from layerzero.envs.build.base import Distribution
-
-    try:
-        found = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return Distribution(found.version, tuple(found.requires or ()))
 
 
 def _has_inside(value: Any) -> bool:

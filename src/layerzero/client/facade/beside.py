@@ -4,7 +4,6 @@ and on its device."""
 from __future__ import annotations
 
 import array
-import math
 import sys
 from typing import Any, Literal
 
@@ -13,15 +12,6 @@ from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 _CODES: dict[str, Literal["f", "q"]] = {"float32": "f", "int64": "q"}
-
-
-def rounded(value: Any) -> float:
-    """A number as float32 has it, infinity where that has none so large."""
-    try:
-        found: float = array.array("f", [value])[0]
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-    return found
 
 
 def beside(other: Any, value: float, dtype: str) -> Any:

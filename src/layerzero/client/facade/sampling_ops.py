@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.client.arrays.array_types import ArrayT
 from layerzero.client.connection.call import Request
-from layerzero.client.facade.beside import beside, rounded
+from layerzero.client.facade.beside import beside
 from layerzero.client.facade.running import perform
 from layerzero.client.planning import sampling_plans
 from layerzero.ipc.errors import InvalidArgument
@@ -182,8 +182,7 @@ def _settings(op: str, logits: Any, given: dict[str, Any]) -> list[Any]:
 def _setting(op: str, logits: Any, name: str, value: Any) -> Any:
     dtype = "int64" if name == "top_k" else "float32"
     is_fit = not isinstance(value, bool) and (dtype == "float32" or isinstance(value, Integral))
-    number = rounded(value) if dtype == "float32" else value
-    allowed = sampling.problem(op, name, number) if is_fit else sampling.LIMITS[name][2]
+    allowed = sampling.problem(op, name, value) if is_fit else sampling.LIMITS[name][2]
     if allowed:
         raise InvalidArgument(f"{op}: {name} is {value!r}; allowed: {allowed}")
-    return beside(logits, number, dtype)
+    return beside(logits, float(value) if dtype == "float32" else int(value), dtype)

@@ -1,4 +1,4 @@
-"""`lz env lock` of what programs declare: lock files of environments of functions."""
+"""`lz env lock` and `lz env show` of what programs declare: environments of functions and their lock files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from layerzero.envs import functions, sources
+from layerzero.envs import conflicts, functions, sources
 from layerzero.envs.build.lock import Lock
 from layerzero.envs.cli.rows import failing_cleanly, out, print_json
 from layerzero.envs.declared import Declared
 from layerzero.envs.locked import LockFile
-from layerzero.envs.manifest import EnvManifest
-from layerzero.ipc.errors import ConfigError, InvalidArgument
+from layerzero.envs.manifest import EnvManifest, load
+from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument
 
 HERE = f"3.{sys.version_info[1]}"
 
@@ -37,6 +37,42 @@ def lock_file(
         row = _shown(*functions.write(asked, store), as_json=as_json)
     if as_json:
         print_json([row])
+
+
+def show(name: str, store: Path, *, as_json: bool) -> None:
+    """What a program has declared, and what of it does not hold in this interpreter."""
+    with failing_cleanly():
+        full = functions.full_name(name, store)
+        path = functions.folder(store) / f"{full}.toml"
+        if not path.is_file():
+            known = ", ".join(sorted(one.stem for one in functions.folder(store).glob("*.toml"))) or "none"
+            text = f"no program has declared an environment {name!r} here; known: {known}"
+            raise EnvError(text, env=name, cause=text, repair="run the program that declares it")
+        manifest = load(path)
+        asked = functions.declared_by(manifest)
+        pins = functions.pins(asked, store) if asked.backend == full else {}
+        found = conflicts.find(asked.requires, asked.python, asked.interpreter, pins)
+        row = {
+            "name": full,
+            "python": asked.python or asked.interpreter,
+            "requires": list(asked.requires),
+            "lock": asked.lock or None,
+            "built": functions.built(asked, store) is not None,
+            "conflicts": [one._asdict() for one in found],
+        }
+    if as_json:
+        print_json([row])
+        return
+    shown = {
+        "name": full,
+        "python": asked.python or asked.interpreter,
+        "requires": ", ".join(asked.requires) or "-",
+        "lock": asked.lock or "-",
+        "built": "yes" if row["built"] else "no",
+    }
+    for key, text in shown.items():
+        out.print(f"{key:10}{text}", highlight=False, markup=False, soft_wrap=True)
+    out.print(f"\n{found}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _declared(path: Path, python: str | None, output: Path | None, extras: Sequence[str]) -> Declared:

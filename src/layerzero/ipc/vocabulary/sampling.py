@@ -14,11 +14,13 @@ COEFFICIENTS = tuple(1 / math.factorial(n) for n in range(7, -1, -1))  # relativ
 HALVINGS = 10
 LEAST = -64.0  # what lies below counts as this: its weight is 0
 
-MOST = (2 - 2.0**-23) * 2.0**127  # finite number of float32
+# Of numbers that float32 rounds to a finite one, and to one above 0: halfway to the next counts as the even one.
+MOST = math.nextafter((2 - 2.0**-24) * 2.0**127, 0)
+ABOVE_0 = math.nextafter(2.0**-150, 1)
 
 # Least and most of each setting, and what is allowed in words.
 LIMITS: dict[str, tuple[float, float, str]] = {
-    "repetition_penalty": (2.0**-149, MOST, "a finite number above 0; 1 does nothing"),
+    "repetition_penalty": (ABOVE_0, MOST, "a finite number above 0; 1 does nothing"),
     "presence_penalty": (-MOST, MOST, "a finite number; 0 does nothing"),
     "frequency_penalty": (-MOST, MOST, "a finite number; 0 does nothing"),
     "temperature": (0.0, MOST, "a finite number from 0 on; 0 takes the largest logit"),
@@ -26,12 +28,12 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "top_p": (0.0, 1.0, "0 to 1; 1 keeps all"),
     "min_p": (0.0, 1.0, "0 to 1; 0 keeps all"),
 }
-_ABOVE_0 = (2.0**-149, MOST, "a finite number above 0")  # temperature, where no token is drawn
+_OF_FILTER = (ABOVE_0, MOST, "a finite number above 0")  # temperature, where no token is drawn
 
 
 def problem(op: str, name: str, value: float) -> str:
     """What is wrong with a value of a setting, as what is allowed; "" where nothing is."""
-    least, most, allowed = _ABOVE_0 if (op, name) == ("filter_logits", "temperature") else LIMITS[name]
+    least, most, allowed = _OF_FILTER if (op, name) == ("filter_logits", "temperature") else LIMITS[name]
     return "" if least <= value <= most else allowed  # for NaN, too
 
 
