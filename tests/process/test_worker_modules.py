@@ -38,8 +38,10 @@ CPU_WORKER = {
     },
     "layerzero.ipc.vocabulary": {
         "neighbours",
+        "elementwise_shapes",
         "norm_shapes",
         "ops",
+        "sampling_shapes",
         "shape_checks",
         "shapes",
         "tensors",

@@ -157,7 +157,7 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulation.Cove
         f"graph_slot_{fate}" for fate in simulation.GRAPH_SLOT_FATES
     }
     others = {*simulation.GPU_FATES, *simulation.POINT_FATES, *simulation.COMPILE_FATES, *simulation.RETRY_FATES}
-    others |= {"late_answer", "rested"}
+    others |= {"late_answer", "rested", "retired", "successor", "replaced_keeper"}
     of_joined = {f"joined_{fate}" for fate in joined.JOINED_FATES}
     assert seen == {*simulation.FATES, *lanes, *others, *of_joined}
 
