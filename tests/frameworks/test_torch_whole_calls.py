@@ -226,8 +226,8 @@ class Both(torch.nn.Module):
 def test_a_models_ops_are_taken_over_in_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's results in each. silu is slow by torch here, as seen by the test's clock."""
     clock = Clock()
-    monkeypatch.setattr(whole_calls, "is_on_gpu", lambda *_: True)
-    monkeypatch.setattr(whole_calls, "GpuClock", lambda: clock)
+    monkeypatch.setattr(whole_calls, "gpu_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(whole_calls, "GpuClock", lambda _: clock)
     model, x = Both(), random(2, 8)
     expected = model(x)
     with lzt.accelerate(model, ["silu", "gelu"], if_faster=True) as accelerated:
@@ -260,3 +260,16 @@ def test_a_models_ops_are_taken_over_in_their_turns(monkeypatch: pytest.MonkeyPa
     (found,) = report.to_dict()["comparisons"]
     assert found["chosen"] == ("silu",)
     assert max(map(len, str(report).splitlines())) <= 80
+
+
+def test_a_model_within_another_has_its_own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the outer one takes over in this call."""
+    monkeypatch.setattr(whole_calls, "gpu_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(whole_calls, "GpuClock", lambda _: Clock())
+    inner = Both()
+    outer, x = torch.nn.Sequential(inner), random(2, 8)
+    expected = outer(x)
+    with lzt.accelerate(inner, ["silu"]) as own, lzt.accelerate(outer, ["gelu"], if_faster=True):
+        for _ in range(WARM + 2 * ROUNDS):
+            torch.testing.assert_close(outer(x), expected)
+    assert taken_by_op(own.report) == {"silu": WARM + 2 * ROUNDS}

@@ -182,17 +182,18 @@ class Acceleration:
         else:
             run = functools.partial(_within, mode, call, args, kwargs)
         if not self._is_measured:
-            return self._with_policy(run)
+            return self._taking(None, run)
         native = functools.partial(call, *args, **kwargs)
         if self._pace is None:
-            if whole_calls.is_on_gpu(args[0], args[1:], kwargs):
-                self._pace, self.takeover.evidence = WholeCalls(self.ops, whole_calls.GpuClock()), None
+            gpu = whole_calls.gpu_of(args[0], args[1:], kwargs)
+            if gpu is not None:
+                self._pace, self.takeover.evidence = WholeCalls(self.ops, whole_calls.GpuClock(gpu)), None
             else:
                 self._pace = Resting(self.ops)
             self.takeover.listener = self._pace
         if isinstance(self._pace, WholeCalls):
             return self._whole(self._pace, run, native, args[1:], kwargs)
-        found = self._with_policy(run if self._pace.awake else native)
+        found = self._taking(None, run if self._pace.awake else native)
         if self._pace.end():
             self._see(self._pace.awake)
         return found
@@ -211,17 +212,23 @@ class Acceleration:
         turn = whole.begin(args, kwargs)
         if turn.is_other:
             self._see(turn.ops)
-        before, thread.ops = thread.ops, turn.ops
-        try:
-            return whole.run(turn, lambda: self._with_policy(run) if turn.ops else native())
-        finally:
-            thread.ops = before
+        return whole.run(turn, lambda: self._taking(turn.ops, run) if turn.ops else native())
 
     def _see(self, ops: Iterable[str]) -> None:
         """Of torch's ops that a model's functions come to, override those of these ops alone."""
         with _lock:
             if self.is_on and self._is_by_ops:
                 seam.need(self.takeover, ops)
+
+    def _taking(self, ops: frozenset[str] | None, run: Callable[[], Any]) -> Any:
+        """With these ops taken over, None for all, whatever a model around this one takes over."""
+        if thread.ops is ops:
+            return self._with_policy(run)
+        before, thread.ops = thread.ops, ops
+        try:
+            return self._with_policy(run)
+        finally:
+            thread.ops = before
 
     def _with_policy(self, run: Callable[[], Any]) -> Any:
         if self._overlay is None:

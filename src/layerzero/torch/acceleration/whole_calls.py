@@ -256,22 +256,25 @@ class WholeCalls:
 
 
 class GpuClock:
-    """That of the current stream. Events that are captured have no times."""
+    """That of a GPU's current stream. Events that are captured have no times."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def is_stopped(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 
     def mark(self) -> torch.cuda.Event:
         made = torch.cuda.Event(enable_timing=True)
-        made.record()
+        made.record(torch.cuda.current_stream(self._device))
         return made
 
 
-def is_on_gpu(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call with these arguments is one on a GPU."""
+def gpu_of(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """Where a call with these arguments is one on a GPU: that of the model, or of the first tensor."""
     given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
     given = next(model.parameters(), given)
-    return given is not None and given.is_cuda
+    return given.device if given is not None and given.is_cuda else None
 
 
 def _kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Hashable, str]:
