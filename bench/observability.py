@@ -4,9 +4,10 @@
 
 Counting: the same compiled call on an express lane, counted and not, in short rounds in turn at one broker; the ratio
 is the median of the rounds' ratios. Traces: likewise, with one on and none; and what is done for the recording alone,
-around a call that does nothing. Scrapes: a broker with 200 backends, and clients whose pages of counters make
-10,000 series of it; how long a scrape takes over a unix socket, and what a scrape each second does to another client's
-calls, through the broker and on a lane, in blocks in turn with blocks without.
+around a call that does nothing; likewise spans of OpenTelemetry. History: the mean of such calls in blocks of 2 s, in
+turn with the recorder and with it stopped. Scrapes: a broker with 200 backends, and clients whose pages of counters
+make 10,000 series of it; how long a scrape takes over a unix socket, and what a scrape each second does to another
+client's calls, through the broker and on a lane, in blocks in turn with blocks without.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -142,6 +144,60 @@ def tracing(rounds: int, calls: int) -> Iterator[tuple[str, str, str, str]]:
     nothing = min(timeit.repeat("None is not None", number=100_000, repeat=20))
     ns = 1e4 * (look - nothing)
     yield "what a call pays while no trace is on: one look", f"{ns:.0f} ns", "", ""
+
+
+def spanning() -> Iterator[tuple[str, str, str, str]]:
+    """What is done in the caller's thread; spans are made by another."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from layerzero import otel
+
+    x = np.zeros((8, 8), np.float32)
+    tracer = TracerProvider().get_tracer("bench")
+    with lz.trace():
+        traced = recording_us("silu", (x,))
+    with otel.start(tracer):
+        unsampled = recording_us("silu", (x,))
+        with tracer.start_as_current_span("request"):
+            sampled = recording_us("silu", (x,))
+    for what, us in (("not sampled", unsampled), ("sampled", sampled)):
+        yield f"spans of OpenTelemetry on, a call that is {what}", f"{us:.2f} us", f"a trace: {traced:.2f} us", ""
+
+
+# --- history
+
+
+def recording(folder: Path, *, is_quick: bool) -> Iterator[tuple[str, str, str, str]]:
+    """The same lane, in blocks in turn: the recorder goes on, or is stopped."""
+    records = [json.loads(line) for line in Endpoints(folder).log.read_text().splitlines() if line.startswith("{")]
+    [pid] = [one["pid"] for one in records if one["event"] == "history.started"]
+    settle()
+    on, off = [], []
+    try:
+        for n in range(2 * (3 if is_quick else 20)):
+            os.kill(pid, signal.SIGSTOP if n % 2 else signal.SIGCONT)
+            (off if n % 2 else on).append(mean_us(null, 2.0))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
+    yield (
+        "mean of null calls on a lane for 2 s: history on",
+        f"{statistics.median(on):.2f} us, at least {min(on):.2f}",
+        f"stopped: {statistics.median(off):.2f} us, at least {min(off):.2f}",
+        at_most(ratio, 1.01),
+    )
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    cpu_s = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+    up_s = session().ask("metrics")["up_s"]
+    yield "the recorder's own time, its start included", f"{cpu_s:.1f} s", f"of {up_s:.0f} s", ""
+
+
+def mean_us(call: Callable[[], Any], seconds: float) -> float:
+    count, start = 0, time.perf_counter()
+    while (took := time.perf_counter() - start) < seconds:
+        call()
+        count += 1
+    return 1e6 * took / count
 
 
 # --- scrapes
@@ -282,6 +338,9 @@ def main() -> None:
         rows += counting(*((6, 500) if args.quick else (200, 1000)))
         rows += tracing(*((6, 500) if args.quick else (200, 1000)))
         versions = backend_versions()
+        rows += spanning()
+    with own_broker(LAYERZERO_HISTORY="1") as folder:
+        rows += recording(folder, is_quick=args.quick)
     with tempfile.TemporaryDirectory(prefix="lz-bench-") as made:
         add_backends(Path(made))
         where = Path(made) / "metrics.sock"
@@ -299,6 +358,8 @@ def main() -> None:
         "that was not made before; a scrape of 10,000 series 40 to 60 ms, nearly all of it rendering "
         f"in the exporter's process. Load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} at the end: the "
         "machine was busy with other work, so ratios count, not times. A page of counters is 128 KiB of a client's.",
+        "History: predicted below 1 %, since the recorder asks one question a second of a broker that is not on the "
+        "way of these calls; what is left is its own time on the same two cores.",
         "A scrape each second is fifteen times what is usual, and four processes (caller, worker or broker, exporter, "
         "who scrapes) share the cores; the exporter runs at niceness 10.",
     ]

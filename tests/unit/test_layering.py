@@ -34,6 +34,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "text": ({""}, {"jinja2", "numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
+    # What people look at: of the broker by its questions, of files by their readers.
+    "dashboard": ({"", "client", "envs", "ipc"}, {"anyio", "starlette", "uvicorn"}),
+    "top": ({"", "client"}, {"rich", "textual"}),
+    "otel": ({"", "client"}, {"opentelemetry"}),
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {
@@ -43,6 +47,8 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/policy.py": {"broker", "rich"},
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/lift.py": {"broker", "rich"},
+    "client/cli/dashboard.py": {"dashboard"},
+    "client/cli/top.py": {"top"},
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
@@ -73,6 +79,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("broker", "zmq"): {"broker/io"},
     ("broker", "subprocess"): {"broker/processes"},
     ("broker", "sqlite3"): {"broker/storage"},
+    ("client", "sqlite3"): {"client/history"},
     # Bytes of other processes are parsed in ipc.
     ("broker", "struct"): set(),
     ("client", "struct"): {"client/arrays/recognition.py"},  # sizes of C's types

@@ -36,7 +36,8 @@ MAX_STRANGERS = 64  # connections that have not said hello
 
 class Connections:
     """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `forget` a client's
-    identity, to which nothing is sent any more; `note_change` is told when `idle_since_s` or `due_s` may be others."""
+    identity, to which nothing is sent any more; `note_change` is told when `idle_since_s` or `due_s` may be others.
+    `is_observer` takes a pid: of a client that alone keeps no idle broker."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Connections:
         handle: Callable[[ev.Event], None],
         forget: Callable[[bytes], None],
         note_change: Callable[[], None],
+        is_observer: Callable[[int], bool],
     ) -> None:
         self._state = state
         self._poller = poller
@@ -69,6 +71,7 @@ class Connections:
         self._handle = handle
         self._forget = forget
         self._note_change = note_change
+        self._is_observer = is_observer
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._numbers = itertools.count(1)
         self.clients: dict[bytes, Peer] = {}
@@ -221,7 +224,8 @@ class Connections:
         self._note_change()
         if peer.role == "client":
             self.clients[peer.identity] = peer
-            self._idle_since_s = None
+            if not self._is_observer(peer.pid):
+                self._idle_since_s = None
             self._handle(ev.ClientJoined(peer.identity, peer.number, peer.pid))
         elif peer.role == "worker":
             self._links.add(peer)
@@ -256,7 +260,7 @@ class Connections:
         if peer.role == "client":
             del self.clients[peer.identity]
             self._forget(peer.identity)
-            if not self.clients:
+            if self._idle_since_s is None and all(self._is_observer(one.pid) for one in self.clients.values()):
                 self._idle_since_s = time.monotonic()
                 self._note_change()
             self._offers.on_client_left(peer.number)

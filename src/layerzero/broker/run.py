@@ -46,7 +46,7 @@ def run(
         settings = knobs.load(runtime_dir=runtime_dir)
         if for_uid is not None:  # questions over tcp are for the broker that others know
             kept = settings.rollout_file.with_suffix(f".{for_uid}.json")
-            own = {"allow_uids": str(for_uid), "remote": "", "metrics": "", "rollouts": kept}
+            own = {"allow_uids": str(for_uid), "remote": "", "metrics": "", "history": False, "rollouts": kept}
             settings = settings.model_copy(update=own)
         gate = Authentication.of(settings)
         endpoints = open_endpoints(settings.runtime_dir, is_shared=gate.is_shared)

@@ -36,10 +36,10 @@ from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.compile_jobs import CompileJobs
-from layerzero.broker.processes.exporter import Exporter
 from layerzero.broker.processes.function_workers import FunctionWorkers
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.processes.observers import Observers
 from layerzero.broker.processes.probe_jobs import ProbeJobs
 from layerzero.broker.processes.registry import AnyWorker, Processes, exit_event
 from layerzero.broker.processes.self_registered import Joined
@@ -123,7 +123,7 @@ class Server:
             uids=gate.uids if gate.is_shared and not parts_users else (),
         )
         doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
-        self._exporter = Exporter(settings, endpoints)
+        self._observers = Observers(settings, endpoints)
         self._doorkeeper = Doorkeeper(doors, self._wake_up)
         self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
@@ -171,6 +171,7 @@ class Server:
             forget=self._routers.forget_client,
             handle=self.handle,
             note_change=self._plan_check,
+            is_observer=self._observers.has,
         )
         self._client_frames = ClientFrames(state, self._lanes, self._incremental_answers, self.processes.executing)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
@@ -205,7 +206,7 @@ class Server:
         """`started` is called when a signal ends it in order, and clients may connect."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
-        # The system may hand a signal to another thread, and Python handles it in this one, which may be asleep.
+        # The system may hand a signal to another thread; Python handles it in this one, which may be asleep.
         signalled, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
         self._poller.watch(signalled, lambda: drain_pipe(signalled))
@@ -328,7 +329,7 @@ class Server:
         self.joined.look(now_s)
         self.function_workers.look(now_s)
         self._doorkeeper.look()
-        self._exporter.look()
+        self._observers.look()
         self._plan_check()
 
     # --- events and actions --------------------------------------------------------------------------
@@ -452,8 +453,7 @@ class Server:
     def _worker_ended(self, process: AnyWorker) -> None:
         self._routers.take_workers()  # what it still said counts
         backend, generation = process.backend, process.generation
-        peer = self._links.get(backend, generation)
-        if peer is not None:
+        if (peer := self._links.get(backend, generation)) is not None:
             self._connections.close(peer)
         if self.state.unreachable.has_let_go(backend, generation):
             process.reap()
@@ -480,7 +480,7 @@ class Server:
 
     def _close(self) -> None:
         self._ended = True
-        for part in (self._exporter, self.processes, self._times, self._lanes):
+        for part in (self._observers, self.processes, self._times, self._lanes):
             part.close()
         self._pages.close_all()
         self._connections.stop_listening()

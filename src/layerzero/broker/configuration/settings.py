@@ -100,6 +100,7 @@ class Settings(BaseModel):
         "than this machine's own need metrics_token_file",
     )
     metrics_token_file: Path | None = Field(None, description="file of the token that whoever reads metrics must show")
+    history: bool = Field(False, description="keep what was seen each second in a file in the store (docs/history.md)")
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
     allow_uids: str = Field(
         "", description="other users, by number, separated by ',', who each get a broker of their own; needs a secret"

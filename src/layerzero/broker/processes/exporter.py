@@ -8,19 +8,16 @@ import ipaddress
 import os
 import socket
 import stat
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.processes.companion import Companion
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.logs import log
 from layerzero.ipc.transport import secret
 from layerzero.ipc.transport.endpoints import Endpoints
 
 BACKLOG = 16
-STOP_GRACE_S = 2.0
 UNIX = "unix:"
 
 
@@ -29,7 +26,7 @@ class Exporter:
 
     def __init__(self, settings: Settings, endpoints: Endpoints) -> None:
         self._listener: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Companion | None = None
         self._path: Path | None = None
         if not settings.metrics:
             return
@@ -42,7 +39,7 @@ class Exporter:
             secret.read(self._token_file)
         self._endpoints = endpoints
         self._listener = self._listen(settings.metrics)
-        self._start()
+        self._process = self._started()
 
     def _listen(self, given: str) -> socket.socket:
         if given.startswith(UNIX):
@@ -91,29 +88,22 @@ class Exporter:
         self._path = path
         return listener
 
-    def _start(self) -> None:
+    def _started(self) -> Companion:
         assert self._listener is not None
-        command = [sys.executable, "-P", "-m", "layerzero.client.metrics", "--fd", str(self._listener.fileno())]
-        command += ["--parent-pid", str(os.getpid()), "--runtime-dir", str(self._endpoints.folder)]
+        arguments = ["--fd", str(self._listener.fileno()), "--runtime-dir", str(self._endpoints.folder)]
         if self._token_file is not None:
-            command += ["--token-file", str(self._token_file.absolute())]
-        with open(self._endpoints.log, "ab") as log_file:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                cwd="/",
-                pass_fds=(self._listener.fileno(),),
-                start_new_session=True,
-            )
-        log("metrics.started", pid=self._process.pid)
+            arguments += ["--token-file", str(self._token_file.absolute())]
+        listener = self._listener.fileno()
+        return Companion("metrics", "layerzero.client.metrics", arguments, self._endpoints.log, (listener,))
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def look(self) -> None:
         """Start it again when it has ended: now and then."""
-        if self._process is not None and self._process.poll() is not None:
-            log("metrics.ended", exit_code=self._process.returncode)
-            self._start()
+        if self._process is not None:
+            self._process.look()
 
     def close(self) -> None:
         if self._listener is not None:
@@ -121,9 +111,4 @@ class Exporter:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.close()

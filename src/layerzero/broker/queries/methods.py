@@ -13,9 +13,10 @@ from typing import Any
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
+from layerzero.broker.queries.decisions import decisions
 from layerzero.broker.queries.function_workers import free, learn, renew, reserve
 from layerzero.broker.queries.joint_plans import plan
-from layerzero.broker.queries.metrics import metrics, serving
+from layerzero.broker.queries.metrics import LIVING, metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.queries.restarts import METHODS as RESTARTS
@@ -139,7 +140,7 @@ def _backend(server: BrokerView, name: str, now_s: float) -> dict[str, Any]:
     return {
         "name": name,
         "state": "busy" if running and worker.state.value == "ready" else worker.state.value,
-        "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
+        "pid": worker.pid if worker.state.value in LIVING else None,
         "beside": [
             {"state": one.state.value, "pid": one.pid or None, "running": len(one.running)}
             for one in server.state.lifecycle.succession.of(name)[1:]
@@ -298,6 +299,8 @@ def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
         "policy": str(server.policy.file.absolute()),
         "manifest_dirs": folders,
         "metrics": server.settings.metrics,
+        "history": server.settings.history,
+        "store": str(server.settings.store.absolute()),
     }
 
 
@@ -430,6 +433,7 @@ OF_CLIENTS: dict[str, Callable[[BrokerView, Mapping[str, Any], bytes], Any]] = {
 METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "status": status,
     "compile": compile_ahead,
+    "decisions": decisions,
     "explain": explain,
     "health": health,
     "learn": learn,

@@ -13,6 +13,7 @@ from layerzero.ipc.version import __version__
 
 Steps = Generator[None, None, dict[str, Any]]
 ROWS_A_STEP = 64
+LIVING = ("starting", "ready", "killing", "stopping")  # states of workers that have a process
 
 
 def metrics(server: BrokerView, _: Mapping[str, Any]) -> Steps:
@@ -59,13 +60,15 @@ def metrics(server: BrokerView, _: Mapping[str, Any]) -> Steps:
         found[name] = [[*key, count] for key, count in counter.items() if count]  # type: ignore[attr-defined]
         yield
     found["compile_s"] = [[backend, seconds] for backend, seconds in tally.compile_s.items()]
-    workers, rows = iter(list(state.workers.values())), []
+    workers, rows, pids = iter(list(state.workers.values())), [], {}
     while some_workers := list(islice(workers, ROWS_A_STEP)):
         for worker in some_workers:
             sizes = len(worker.running), len(worker.waiting), len(worker.enqueued)
             rows.append([worker.backend, worker.state.value, *sizes])
+            if worker.pid and worker.state.value in LIVING:
+                pids[worker.backend] = worker.pid
         yield
-    found["workers"] = rows
+    found["workers"], found["pids"] = rows, pids
     return found
 
 

@@ -20,6 +20,7 @@ from layerzero.client.cli.attach import attach
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.compare import compare
+from layerzero.client.cli.dashboard import dashboard
 from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.ops import ops
 from layerzero.client.cli.options import (
@@ -35,6 +36,8 @@ from layerzero.client.cli.options import (
     Tokenizer,
     Words,
 )
+from layerzero.client.cli.selftest import selftest
+from layerzero.client.cli.top import report, top
 from layerzero.client.cli.trace import trace_app
 from layerzero.ipc.version import __version__
 
@@ -84,10 +87,8 @@ bench_app = typer.Typer(help="Try what is promised under load and faults.", no_a
 app.add_typer(bench_app, name="bench")
 for name, part in (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app)):
     app.add_typer(part, name=name)
-app.command()(replay)
-app.command()(attach)
-app.command()(ops)
-app.command()(compare)
+for command in (replay, attach, ops, compare, dashboard, top, report, selftest):
+    app.command()(command)
 app.command()(cli_restart.restart)
 cli_rollout.add_to(app)
 app.command("bisect")(cli_bisect.bisect)
@@ -119,6 +120,7 @@ def up(
     allow_uid: options.AllowUid = None,
     metrics: options.Metrics = None,
     metrics_token_file: options.MetricsTokenFile = None,
+    history: options.History = False,
     as_json: Json = False,
 ) -> None:
     """Start a broker that stays until `lz down`."""
@@ -133,6 +135,8 @@ def up(
         settings["metrics"] = metrics
     if metrics_token_file is not None:
         settings["metrics_token_file"] = str(metrics_token_file.absolute())
+    if history:
+        settings["history"] = "1"
     raise typer.Exit(broker.up(as_json=as_json, foreground=foreground, watchdog=watchdog, settings=settings))
 
 

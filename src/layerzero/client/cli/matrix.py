@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from layerzero.envs.matrix.engine import Cell, Isolated, Matrix, OnCell, make
 from layerzero.envs.matrix.resolver import the_uv
 from layerzero.envs.matrix.subjects import Subject, choose
 from layerzero.envs.matrix.trial import Lab
+from layerzero.ipc import kept_files
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 
 SEPARATOR = " + "
@@ -55,6 +57,7 @@ def matrix(
             on_cell=on_cell,
         )
     machine = report.this_machine(_version(tool.binary))
+    _keep(made, machine, store)
     if html is not None:
         html.write_text(page.render(made, machine), encoding="utf-8")
         note(f"wrote {html}")
@@ -62,6 +65,12 @@ def matrix(
         print_json(report.to_json(made, machine))
     else:
         _print(made)
+
+
+def _keep(made: Matrix, machine: report.Machine, store: Path) -> None:
+    """For lz dashboard."""
+    with contextlib.suppress(OSError):  # a store that cannot be written to: the matrix is printed all the same
+        kept_files.write(kept.last(store.absolute()), json.dumps(report.to_json(made, machine)).encode())
 
 
 def _is_wanted(subjects: Sequence[Subject], store: Path, jobs: int) -> bool:

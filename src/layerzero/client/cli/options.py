@@ -59,3 +59,4 @@ Metrics = Annotated[
 MetricsTokenFile = Annotated[
     Path | None, typer.Option("--metrics-token-file", help="Who reads metrics must show this token (lz keys secret).")
 ]
+History = Annotated[bool, typer.Option("--history", help="Keep what was seen each second, for lz top and lz report.")]

@@ -19,7 +19,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from layerzero.client.connection import retained
@@ -35,7 +35,14 @@ MAX_IDLE_BYTES = 256 << 20  # free memory of all arenas that keeps its pages, fo
 KEPT_IDLE_BYTES = 128 << 20  # what is left of it then: a program that goes up and down pays for one half, not each time
 MIN_HOLE_BYTES = 64 << 10  # smaller free slots between live ones keep their pages
 MAX_NOTED = 1024  # small slots that wait for the next call to collect them, which is cheaper than at once
+BAND_BYTES = 256
+BAND = b"\xa5"
 _PAGE = 4096
+
+
+def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether LAYERZERO_DEBUG is on: read when layerzero is first used."""
+    return environ.get("LAYERZERO_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
 
 
 class Arena:
@@ -162,6 +169,7 @@ class Pool:
         self._leases: dict[int, _Lease] = {}
         self._freed: deque[_Lease] = deque()
         self._frees = 0
+        self.band_bytes = BAND_BYTES if is_debugging() else 0  # on both sides of each slot
         self._idle_bytes = 0  # of all arenas: free, with pages
         self._bound_bytes = MAX_IDLE_BYTES  # of these, before pages go back
         self.forks: list[None] = []  # one for each that is under way; in the child it stays
@@ -174,20 +182,39 @@ class Pool:
         """
         if nbytes > MAX_NBYTES:
             raise InvalidArgument(f"cannot allocate {nbytes} bytes; the limit is {MAX_NBYTES}")
-        size = slot_bytes(nbytes)
+        size = slot_bytes(nbytes + 2 * self.band_bytes)
         with self._lock:
             self._collect()
             arena, offset = self._take(size)
             if arena.holes:
                 self._fill(arena, offset, size)
             self._idle_bytes -= size
-            view = arena.view[offset : offset + nbytes]
+            begin = offset + self.band_bytes
+            if self.band_bytes:
+                arena.view[offset : offset + size] = BAND * size
+            view = arena.view[begin : begin + nbytes]
             lease = _Lease(view, self._note_freed)
             lease.arena, lease.offset, lease.size = arena, offset, size
             self._leases[id(lease)] = lease
             if self._has_hollow:
                 self._close_hollow()
-        return view, arena, offset
+        return view, arena, begin
+
+    def overruns(self) -> list[str]:
+        """Where something was written around slots that are lent, in words; told once. Of a pool with bands."""
+        found = []
+        with self._lock:
+            for lease in list(self._leases.values()):
+                view = lease()
+                if view is None:
+                    continue
+                whole = lease.arena.view[lease.offset : lease.offset + lease.size]
+                before, after = whole[: self.band_bytes], whole[self.band_bytes + view.nbytes :]
+                for band, what in ((before, "before the beginning"), (after, "behind the end")):
+                    if bytes(band) != BAND * len(band):
+                        found.append(f"{what} of an array of {view.nbytes} bytes")
+                        band[:] = BAND * len(band)
+        return found
 
     def refill(self, arena: Arena) -> None:
         """Reserve all of an arena's pages: a broker takes none that lacks some. Raises OutOfMemory."""

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.connection import overlay
+from layerzero.client.connection import arena, overlay
 from layerzero.client.connection import start as starting
 from layerzero.client.session import settings_check
+from layerzero.client.session.checked import CheckedSession
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BrokerLost, NotConnected
 from layerzero.ipc.version import __version__
@@ -54,7 +55,8 @@ def connect(
             is_ours = starts and starting.ensure_broker(where, stays=False)
             overlay.set_environment(starting.policy_layers())
             try:
-                _session = Session(where.control, __version__, key)
+                made = CheckedSession if arena.pool.band_bytes else Session
+                _session = made(where.control, __version__, key)
                 break
             except TimeoutError as exc:
                 raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc

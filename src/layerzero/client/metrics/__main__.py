@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.connection import start
+from layerzero.client.connection import companion, start
 from layerzero.client.metrics.serving import Broker, Server
 from layerzero.client.session.session import Session
 from layerzero.ipc.transport import secret
 from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
-
-NICENESS = 10  # calls come first
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -28,11 +22,8 @@ def main() -> int:
     parser.add_argument("--runtime-dir", type=Path, required=True, help="the broker's folder")
     parser.add_argument("--token-file", type=Path, help="file of the token that must be shown")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != args.parent_pid:  # it ended before
+    if not companion.begin(args.parent_pid):
         return 1
-    os.nice(NICENESS)
     token = None if args.token_file is None else secret.read(args.token_file)
     key, control = start.secret_key(), Endpoints(args.runtime_dir).control
 

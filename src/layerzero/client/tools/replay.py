@@ -92,11 +92,11 @@ def replay(
 
 
 @contextmanager
-def own_broker() -> Iterator[Any]:
-    """A session with a broker for this process alone, in a folder of its own."""
+def own_broker(**more: str) -> Iterator[Any]:
+    """A session with a broker for this process alone, in a folder of its own. `more`: of its variables."""
     with (
         tempfile.TemporaryDirectory(prefix="lz-replay-") as folder,
-        mock.patch.dict(os.environ, {**_SETTINGS, "LAYERZERO_RUNTIME_DIR": folder}),
+        mock.patch.dict(os.environ, {**_SETTINGS, **more, "LAYERZERO_RUNTIME_DIR": folder}),
     ):
         default_session.connect(runtime_dir=Path(folder))
         try:

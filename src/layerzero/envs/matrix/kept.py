@@ -32,6 +32,11 @@ def tries(root: Path) -> Path:
     return root / "matrix" / "tries"
 
 
+def last(root: Path) -> Path:
+    """The file of the matrix that was made last, as `lz matrix --json` has it."""
+    return root / "matrix" / "last.json"
+
+
 def cell_seconds(root: Path) -> float:
     """How long a cell takes: the mean of what is kept, or a guess where nothing is."""
     seconds = []

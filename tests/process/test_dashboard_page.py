@@ -1,0 +1,93 @@
+"""The dashboard's page in a browser: each view with calls and with a backend that dies, in narrow and wide windows,
+dark and light, by keys alone. Needs Chromium; what it is told is in test_dashboard.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.backends.toy import KILL
+from tests.process.browser import BINARY, browser
+from tests.process.harness import Site, wait_ended
+from tests.process.test_dashboard import dashboard
+from tests.process.test_express import X, bad, settle
+
+import layerzero as lz
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium here: apt-get install chromium")
+Make = Callable[..., Site]
+VIEWS = ("overview", "backends", "calls", "decisions", "environments", "matrix", "traces", "capsules")
+MAIN = "document.querySelector('main').innerText"
+FITS = "document.documentElement.scrollWidth <= innerWidth"
+FOCUS = "document.activeElement.dataset.key"
+COLOUR = "getComputedStyle(document.body).backgroundColor"
+
+
+def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None:
+    """No error in the console, nothing wider than the window, and all of it without a mouse."""
+    site = new_site()
+    site.use_store(tmp_path)
+    site.start().connect()
+    site.wait_ready("alpha", "beta")
+    settle()
+    over = threading.Event()
+
+    def calls() -> None:
+        while not over.wait(0.01):
+            lz.silu(X)
+
+    with dashboard(site) as shown, browser() as page:
+        thread = threading.Thread(target=calls)
+        thread.start()
+        try:
+            page.resize(1600)
+            page.open(shown.address)
+            page.wait("document.querySelector('#link')?.textContent === 'live'")
+            page.wait(f"/[1-9][0-9]*\\ncalls a second/.test({MAIN})")
+            assert page.run("location.search") == ""  # the token is not in the address any more
+            with site.environment():
+                lz.silu(bad(KILL, "alpha"))
+            page.wait(f"/\\n[1-9]\\nfallbacks/.test({MAIN}) && {MAIN}.includes('worker.exited')")
+            light = page.run(COLOUR)
+            for number, name in enumerate(VIEWS, 1):
+                page.press(str(number))
+                page.wait(f"location.hash === '#{name}' && !{MAIN}.includes('Asking')")
+                for width, is_dark in ((360, False), (1600, True), (360, True), (1600, False)):
+                    page.resize(width, is_dark=is_dark)
+                    page.wait(FITS)
+                    assert (page.run(COLOUR) == light) is not is_dark
+            page.press("4")
+            page.wait(f"{MAIN}.includes('silu(8:float32)')")
+            page.press("j")
+            page.wait(f"{FOCUS} === 'silu(8:float32)'")
+            page.press("Enter")
+            page.wait(f"{MAIN}.includes('May serve it, best first')")
+            page.press("Escape")
+            page.wait(f"!{MAIN}.includes('May serve it, best first')")
+            page.press("8")
+            page.wait(f"{MAIN}.includes('alpha.silu')")
+            page.press("j")
+            page.wait(f"{FOCUS}?.includes('silu')")
+            page.press("Enter")
+            page.wait(f"{MAIN}.includes('lz replay')")
+            page.press("t")
+            page.wait(f"{COLOUR} !== '{light}'")
+            page.press("2")
+            page.press("/")
+            for letter in "beta":
+                page.press(letter)
+            page.wait(f"{MAIN}.includes('beta') && !{MAIN}.includes('gamma')")
+            page.press("Escape")
+        finally:
+            over.set()
+            thread.join()
+        pid = site.broker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_ended(pid)
+        page.wait("document.querySelector('#trouble').innerText.includes('lz up')")
+        assert page.said == []
