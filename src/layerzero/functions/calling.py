@@ -63,15 +63,14 @@ class _Lent:
         self.nodes.append((node, position, offset))
         return node
 
-    def close(self) -> tuple[Place | None, ...]:
+    def close(self) -> Sequence[Place]:
         """What to lend. Each range begins at a multiple of the alignment."""
         if not self.ranges:
-            return _TAIL
+            return ()
         starts = [low // frames.ALIGNMENT * frames.ALIGNMENT for _, low, _ in self.ranges]
         for node, position, offset in self.nodes:
             node[-1] = offset - starts[position]
-        places = [(arena, start, high - start) for start, (arena, _, high) in zip(starts, self.ranges, strict=True)]
-        return (*places, *_TAIL[len(places) :])
+        return [(arena, start, high - start) for start, (arena, _, high) in zip(starts, self.ranges, strict=True)]
 
 
 class Loan(Protocol):
@@ -115,18 +114,23 @@ class Arguments:
         self._payload, self._lent = Payload(), _Lent()
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         given = self._tree(list(args), "args") if args else [values.LIST]
-        self._trees = [given, named, _root_logger.level]
-        self.lent = self._lent.close()
+        self.trees = [given, named, _root_logger.level]
+        self.ranges = self._lent.close()
         self.nbytes = self._payload.nbytes + self.uncopied_bytes
+
+    @property
+    def lent(self) -> tuple[Place | None, ...]:
+        """Of each range of memory that a call can lend, what it does."""
+        return (*self.ranges, *_TAIL[len(self.ranges) :])
 
     def frame(self, *head: Any, stays: int = frames.NOTHING) -> Frame:
         """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""
-        call = [*head, *self._trees]
+        call = [*head, *self.trees]
         return Frame(call if stays == frames.NOTHING else [frames.HOLD, call, stays], self._payload)
 
     def placed(self, call: list[Any], outs: list[Any]) -> Frame:
         """The frame of a call that is given memory of its answer for these results."""
-        return Frame([frames.PLACE, [*call, *self._trees], outs], self._payload)
+        return Frame([frames.PLACE, [*call, *self.trees], outs], self._payload)
 
     def note_kept(self, reason: str) -> None:
         """The worker copies all arrays."""
@@ -228,7 +232,18 @@ class Exchange:
         """What a session sends. Its result is an Answer."""
         block, arena, offset = arenas.pool.allocate(frame.nbytes)
         frame.write(block)
-        held = [block, keep]
+        return self.request_at((arena, offset, frame.nbytes), [block, keep], lent, room, timeout_s, copies)
+
+    def request_at(
+        self,
+        place: Place,
+        held: list[Any],
+        lent: tuple[Place | None, ...] = _TAIL,
+        room: int = MIN_ROOM,
+        timeout_s: float | None = None,
+        copies: list[Copy] | None = None,
+    ) -> Request:
+        """As `request`, of a frame that lies there already. `held`: keeps it, and all that it lends."""
         noted = [] if copies is None else copies
 
         def finish(outputs: list[memoryview], _: bytes) -> Answer:
@@ -242,7 +257,7 @@ class Exchange:
 
         pinned = pools.joined(self._backends)
         made = Request(FUNCTION, (), self._params, plan, None, pinned, timeout_s, (room,), finish)
-        made.copies, made.places = noted, ((arena, offset, frame.nbytes), *lent)
+        made.copies, made.places = noted, (place, *lent)
         return made
 
     def _read(self, memory: memoryview, copies: list[Copy], timeout_s: float | None) -> Answer:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from layerzero.client.connection import observing
-from layerzero.client.connection.report import Attempt, Copy, SelectionReport
+from layerzero.client.connection.call import Request
+from layerzero.client.connection.report import Attempt
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
+from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.session import Session
 from layerzero.functions import breakpoints
 from layerzero.functions.agreement import difference
-from layerzero.functions.calling import Answer, Arguments, Exchange, Loan, ObjectLost
+from layerzero.functions.calling import MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost, Place
 from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold
 from layerzero.functions.places import Places
+from layerzero.functions.report import FunctionReport
 from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import (
     BackendError,
@@ -44,6 +47,8 @@ _log = logging.getLogger("layerzero.functions")
 PROCESSES = ("pool", "own")
 PLACEMENTS = ("worker", "auto", "in_process")
 MAX_REBUILDS = 3  # in one call
+UNKNOWN_NS = 1 << 63
+SHORT_NS = 10_000_000  # what took no longer there may be sent past the broker, which watches over its time else
 UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
 
@@ -76,50 +81,13 @@ class Options:
     placement: str = "worker"
 
 
-@dataclass(frozen=True)
-class FunctionReport:
-    """How a call of an isolated function went. `env`: the environment that served it, else the one that is wanted
-    first. `served_by`: the worker's backend, or the fallback's name; empty where the call failed. `failures`: what went
-    wrong before, as "where: code: message". `copies`: bytes that were copied, where and why; `uncopied_bytes`: of
-    arrays that crossed as they lay, results included. `selection`: the broker's report of the last attempt there; None
-    where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
-    check of it; empty where there was none. `placement`: "in_process" where this process made the call, else "worker";
-    `placement_reason`: why, where the function's option left a choice."""
-
-    function: str
-    env: str
-    served_by: str
-    attempts: int
-    failures: tuple[str, ...]
-    copies: tuple[Copy, ...]
-    uncopied_bytes: int
-    elapsed_us: float
-    selection: SelectionReport | None = None
-    is_rebuilt: bool = False
-    shadow: str = ""
-    placement: str = "worker"
-    placement_reason: str = ""
-
-    def __str__(self) -> str:
-        copied = sum(copy.nbytes for copy in self.copies)
-        lines = [
-            f"{self.function} in {self.env}: {f'served by {self.served_by}' if self.served_by else 'failed'}, "
-            f"{self.elapsed_us:,.0f} us, {self.uncopied_bytes:,} bytes of arrays uncopied, {copied:,} copied"
-        ]
-        lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes ({copy.where}): {copy.reason}" for copy in self.copies]
-        lines += [f"  failed: {text}" for text in self.failures]
-        lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
-        lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
-        lines += [f"  {self.placement_reason}"] if self.placement_reason else []
-        return "\n".join(lines)
-
-
 class Owner(Protocol):
     """What calls belong to: a function, or the class of objects."""
 
     _env: FunctionEnv
     _places: Places
     _room: int  # bytes for an answer, by the largest one so far
+    _kernel_ns: int  # of the last call that ended well
     _last: threading.local
     _options: Options
 
@@ -145,7 +113,9 @@ class Call:
         label: str = "",
         wrap: Wrap | None = None,
         stays: int = frames.ALL,
+        session: Session | None = None,
     ) -> None:
+        """`session`: of one that was sent already."""
         self.label = label or owner._label
         self.owner, self.args, self.kwargs, self.options = owner, args, kwargs, options
         self.given = given  # until it has ended; None where this process makes the call
@@ -153,9 +123,11 @@ class Call:
         self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
-        self._session: Session = default_session.session()
+        self._session: Session = session or default_session.session()
         breakpoints.listen(self._session)
-        if handler.get() is not None:  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
+        if (
+            session is None and handler.get() is not None
+        ):  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
             text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
             raise InvalidArgument(text)
         self._failures: list[str] = []
@@ -172,8 +144,9 @@ class Call:
 
     def send(self) -> None:
         """For a future; what fails at once fails in `finish`."""
-        request = self._request()
-        self._sent = Sent(self._session, FUNCTION, self._session.submit(request))
+        request, session = self._request(), self._session
+        is_short = self.owner._kernel_ns < SHORT_NS
+        self._sent = Sent(session, FUNCTION, session.send(request) if is_short else session.submit(request))
 
     @property
     def is_sent(self) -> bool:
@@ -193,6 +166,7 @@ class Call:
     def _finish(self, timeout: float | None) -> Any:
         while True:
             try:
+                sent = self._sent
                 answer = self._answer(timeout)
                 error = answer.error
             except TimeoutError:
@@ -204,7 +178,7 @@ class Call:
                 error = self._understood(exc)
             if error is None:
                 wrap, served_by = self._wrap, answer.served_by
-                self._record = self._session.last_record
+                self._record = self._session.last_record if sent is None else sent.record
                 if self.options.shadow and wrap is None:
                     self._check(answer.value, served_by)
                 self._note(served_by, answer.value)
@@ -236,16 +210,32 @@ class Call:
                 owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
 
-    def _request(self) -> Any:
-        owner, given = self.owner, self.given
-        assert given is not None
+    def request_at(self, place: Place, block: memoryview) -> Request:
+        """Of a call whose frame is in this block, at that place of an arena, and was put on a lane."""
+        assert self.given is not None
+        exchange = self._new_exchange(self.given)
+        held = [block, self.given.keep]
+        return exchange.request_at(place, held, self.given.lent, MIN_ROOM, self._timeout_s(), [])
+
+    def go_on(self, sent: OnLane, start_ns: int) -> None:
+        """It was put on a lane, then."""
+        self._sent, self._start_ns = Sent(self._session, FUNCTION, sent), start_ns
+
+    def _new_exchange(self, given: Arguments) -> Exchange:
+        """Of one more attempt."""
         self._attempts += 1
-        places = owner._places
+        places = self.owner._places
         places.introduce(self._session)
         name = places.env_of(given.backends[0]).name
         its = (self._session, given.backends, self.label, name, self._stays, places.of(given.nbytes))
         self._exchange = exchange = Exchange(*its)
         exchange.library = self._library
+        return exchange
+
+    def _request(self) -> Request:
+        given = self.given
+        assert given is not None
+        exchange = self._new_exchange(given)
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
@@ -369,6 +359,8 @@ class Call:
         """It has ended: what a report is made of, without the arguments. `value`: for a trace."""
         given, args, kwargs = self.given, self.args, self.kwargs
         self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
+        if type(self._record) is tuple:
+            self.owner._kernel_ns = self._record[4]
         self._uncopied_bytes = self._placed_bytes + (0 if given is None else given.uncopied_bytes)
         self.given, self.args, self.kwargs, self._exchange, self._loan, self._wrap = None, (), {}, None, None, None
         self.owner._last.call = self
@@ -426,49 +418,6 @@ def warm_up(owner: Owner) -> float:
     for call in calls:
         call.finish()
     return time.monotonic() - start_s
-
-
-class FunctionFuture:
-    """A submitted call of a function: `result()` waits; it can be awaited too."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._lock = threading.Lock()
-        self._is_done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """True when `result()` would not wait for the environment. A retry or a fallback runs in `result()`."""
-        return self._is_done or not self._call.is_sent
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The function's result. Raises as a call does, and TimeoutError when it is not there after `timeout` seconds:
-        the call goes on then."""
-        with self._lock:
-            if not self._is_done:
-                try:
-                    self._value = self._call.finish(timeout)
-                except TimeoutError:
-                    raise
-                except Exception as exc:
-                    self._error = exc
-                self._is_done = True
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    @property
-    def report(self) -> FunctionReport | None:
-        """As Isolated.last_report, of this call; None until its result was taken."""
-        return self._call.report
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.to_thread(self.result).__await__()
-
-    def __repr__(self) -> str:
-        state = "running" if not self.done() else "answered" if not self._is_done else "done"
-        return f"<lz.FunctionFuture of {self._call.label}: {state}>"
 
 
 def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:

@@ -24,9 +24,9 @@ from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import (
     IN_WORKER,
+    SHORT_NS,
+    UNKNOWN_NS,
     Call,
-    FunctionFuture,
-    FunctionReport,
     Options,
     Wrap,
     options_of,
@@ -35,9 +35,12 @@ from layerzero.functions.calls import (
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
+from layerzero.functions.express import Express
+from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.handle import Handle
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
+from layerzero.functions.report import FunctionReport
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
 from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
@@ -125,7 +128,8 @@ class Isolated(Generic[P, R]):
         self._placing = self._place()
         self._threads = Threads(self._places.count_of(where))
         self._count = -1 if self._signature is None else _plain_count(self._signature)
-        self._room = MIN_ROOM
+        self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
+        self._express = Express(self) if self._takes_express else None
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
@@ -142,6 +146,13 @@ class Isolated(Generic[P, R]):
         if self._function is None:
             raise InvalidArgument(f"{self._label} is of its environment alone; allowed as placement: worker")
         return Placing(self._env, asked, self._label)
+
+    @property
+    def _takes_express(self) -> bool:
+        """Whether nothing about its calls needs a look at each."""
+        options, placed = self._options, self._placing is not None
+        is_plain = self._count >= 0 and not (self._is_stream or options.keep or options.shapes or options.shadow)
+        return is_plain and not placed and len(self._places.backends) == 1
 
     @property
     def env(self) -> FunctionEnv:
@@ -164,10 +175,16 @@ class Isolated(Generic[P, R]):
         """
         if self._is_coroutine:
             return self.submit(*args, **kwargs)  # type: ignore[return-value]
+        if self._express is not None and not kwargs and (begun := self._express.begin(args)) is not None:
+            return begun.run()  # type: ignore[no-any-return]
         return self._start(args, kwargs).finish()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
         """Send a call and return at once. Arguments must not change before it is done."""
+        if self._express is not None and not kwargs and self._kernel_ns < SHORT_NS:
+            begun = self._express.begin(args)
+            if begun is not None:
+                return FunctionFuture(begun)
         call = self._start(args, kwargs)
         call.send()
         return FunctionFuture(call)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.functions.calling import MIN_ROOM, Arguments
-from layerzero.functions.calls import Call, Options
+from layerzero.functions.calls import UNKNOWN_NS, Call, Options
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.places import Candidate, Places
 from layerzero.ipc.errors import BackendError, ProtocolError, RemoteError
@@ -26,7 +26,7 @@ class _Name:
         self._places = Places([Candidate(where, code)], options.workers)
         self._env, self._options, self._label = where, options, code.label
         self._tree = code.to_tree()
-        self._room = MIN_ROOM
+        self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
         self._last = threading.local()
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import Call, FunctionFuture, FunctionReport, Options, Owner, options_of, warm_up
+from layerzero.functions.calls import UNKNOWN_NS, Call, Options, Owner, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold, Lent, Reserved, Stay
 from layerzero.functions.isolated import Isolated, wrap_of
 from layerzero.functions.names import look_up
 from layerzero.functions.places import Candidate, Places
+from layerzero.functions.report import FunctionReport
 from layerzero.functions.streams import iterate
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, RemoteError
@@ -44,7 +46,7 @@ class IsolatedClass:
         self._class, self._surface = cls, surface
         self._env, self._options, self._code, self._on_death = where, options, code, on_death
         self._places = Places([Candidate(where, code)], options.workers)
-        self._room = MIN_ROOM
+        self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
         self._last = threading.local()
         self._methods: dict[str, inspect.Signature | None] = {}  # those that were called
         self._functions: dict[str, ClassFunction] = {}  # likewise, by the class

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from layerzero.client.connection.call import Request
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call, Options, Owner, Wrap
 from layerzero.functions.held import Stay
@@ -40,7 +41,7 @@ class Use(Call):
         assert self._loan is not None
         return given.frame(frames.USE, self._loan.reference.place, self._how, self._name, stays=self._stays)
 
-    def _request(self) -> Any:
+    def _request(self) -> Request:
         assert self._stay is not None
         self._loan = self._stay.lend()
         return super()._request()

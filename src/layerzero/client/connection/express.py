@@ -121,8 +121,6 @@ class Lane:
         self.is_open = bool(bells)
         self.line: Line | None = None
         if bells:
-            self._hang_up = select.poll()
-            link.watch_hang_up(self._hang_up)
             if make is None or wait is None:
                 line = _Line(self.page, *bells)
                 link.watch_hang_up(line.poll)
@@ -144,7 +142,7 @@ class Lane:
     def run(self, lease: Lease, refs: bytes, timeout_s: float, hold: Any) -> Ran | Lost | LayerZeroError | None:
         """Run a call whose memory `hold` keeps. None: it was not run here, and the broker takes it; an error: it failed
         here. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
-        receipt = self._put(lease, refs + lease.values, timeout_s, hold)
+        receipt = self.put(lease, refs + lease.values, timeout_s, hold)
         return None if receipt is None else self.resume(receipt, lease, timeout_s)
 
     def run_chain(
@@ -164,7 +162,7 @@ class Lane:
         whatever comes: an interrupt may come before this returns."""
         if self._chain.setdefault(0, holder) is not holder:
             return None
-        return self._put(lease, body, timeout_s, hold)
+        return self.put(lease, body, timeout_s, hold)
 
     def end_chain(self, receipt: Receipt, lease: Lease, timeout_s: float, expected_ns: int) -> Ran | Stopped | None:
         """Wait for a chain that was sent, as `run_chain` does."""
@@ -180,11 +178,27 @@ class Lane:
         if self._chain.get(0) is holder:
             del self._chain[0]
 
-    def _put(self, lease: Lease, body: bytes, timeout_s: float, hold: Any) -> Receipt | None:
+    def put(self, lease: Lease, body: bytes, timeout_s: float, hold: Any) -> Receipt | None:
+        """A call, which is not waited for; None: it was not sent."""
         if len(body) > lane.MAX_CALL_BYTES or self._link.lost is not None or self.is_ended or not self.holds(lease):
             return None
         assert self.line is not None
         return self.line.put(lease.plan, body, hold, int(1e9 * timeout_s))
+
+    def is_awaited(self, receipt: Receipt, timeout_s: float, until_s: float) -> bool:
+        """Wait for a call until then. Whether it goes on; else `resume` says what became of it. An interrupt leaves it
+        on the lane."""
+        while True:
+            left_s = min(until_s, receipt.due_ns / 1e9) - time.monotonic()
+            if left_s > 0 and self._link.lost is None and not self.is_closed:
+                self._wait_for(receipt, left_s, 0)
+            if not self.is_under_way(receipt):
+                return False
+            now_s = time.monotonic()
+            if 1e9 * now_s >= receipt.due_ns and not self.gives_time(receipt, timeout_s):
+                return False
+            if now_s >= until_s:
+                return True
 
     def resume(
         self, receipt: Receipt, lease: Lease, timeout_s: float, expected_ns: int = 0
@@ -212,7 +226,13 @@ class Lane:
     def is_under_way(self, receipt: Receipt) -> bool:
         """Whether nothing has happened that `resume` would have to look at."""
         has_ended = receipt.end() is not None or self.page.is_ended
-        return not (has_ended or self.is_closed or self._link.lost is not None or self._hang_up.poll(0))
+        return not (has_ended or self.is_closed or self._link.lost is not None or self._has_hung_up())
+
+    def _has_hung_up(self, within_ms: int = 0) -> bool:
+        """Whether the broker has. Threads may ask at once, which one poll object cannot."""
+        poll = select.poll()
+        self._link.watch_hang_up(poll)
+        return bool(poll.poll(within_ms))
 
     def _wait(
         self, receipt: Receipt, route: int, timeout_s: float, expected_ns: int
@@ -228,7 +248,7 @@ class Lane:
                 return _outcome(receipt.call, *end)
             if self.page.is_ended:
                 return self._lost_place(receipt) if self._withdraw(receipt) else Lost(receipt.call)
-            if self._link.lost is not None or self.is_closed or self._hang_up.poll(SPOILT_MS if is_reported else 0):
+            if self._link.lost is not None or self.is_closed or self._has_hung_up(SPOILT_MS * is_reported):
                 raise self._link.gone(receipt)
             left_s = due_s - time.monotonic()
             if left_s > 0 and (is_reported or not is_spoilt):

@@ -19,6 +19,7 @@ from layerzero.client.facade.default_session import session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.outcomes import Enqueued
+from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, OutputTooSmall
 
@@ -85,7 +86,7 @@ class Future:
         self,
         owner: Session,
         op: str,
-        submitted: Submitted | Receipt | None = None,
+        submitted: Submitted | Receipt | OnLane | None = None,
         *,
         value: Any = None,
         record: Record | SelectionReport | Enqueued | None = None,
@@ -127,6 +128,11 @@ class Future:
         else:
             state = "done" if self._error is None else f"failed, {type(self._error).__name__}"
         return f"<lz.Future of {self._op}: {state}>"
+
+    @property
+    def record(self) -> Record | SelectionReport | Enqueued | None:
+        """As Session.last_record, of this call."""
+        return self._record
 
     @property
     def report(self) -> SelectionReport | None:

@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from layerzero.client.connection.call import Route, Submitted
-from layerzero.client.connection.express import Lane, Lease, Lost
+from layerzero.client.connection.call import Route, Submitted, seconds
+from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt
 from layerzero.client.connection.link import Link
-from layerzero.client.connection.report import EXPRESS, Attempt
+from layerzero.client.connection.report import EXPRESS, Attempt, Copy
 from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import NEVER, Shadow
-from layerzero.ipc.errors import LayerZeroError, OutOfMemory
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, OutOfMemory
+
+
+@dataclass(slots=True)
+class OnLane:
+    """A call on a lane whose memory its maker has placed (`Request.places`)."""
+
+    submitted: Submitted
+    lane: Lane
+    lease: Lease
+    receipt: Receipt
+
+    def end(self) -> tuple[int, int, bytes] | None:
+        """As of its receipt."""
+        return self.receipt.end()
+
+    @property
+    def timeout_s(self) -> float:
+        return seconds(self.submitted.request, self.lane.default_s)
+
+    def is_awaited(self, until_s: float) -> bool:
+        """As Lane.is_awaited. Raises BrokerLost in a forked child."""
+        if self.lane.is_inherited:
+            raise BrokerLost("the call was submitted before a fork, and its answer goes to the parent; call again here")
+        return self.lane.is_awaited(self.receipt, self.timeout_s, until_s)
 
 
 class Lanes:
     """Threads may share it."""
 
-    def __init__(self, link: Link, shadow: Shadow, repeats: Repeats) -> None:
-        self._link = link
+    def __init__(self, link: Link, shadow: Shadow, repeats: Repeats, last: threading.local) -> None:
+        """`last`: takes each thread's last call."""
+        self._link, self._last = link, last
         self._repeats = repeats
         self._shadow = shadow
         self._lock = threading.RLock()
@@ -45,6 +74,45 @@ class Lanes:
                     return None
                 self.by_number[number] = lane
             return lane
+
+    def put(self, submitted: Submitted) -> OnLane | None:
+        """A call whose memory was placed, on its lane; None where it has none, or there is no room."""
+        place = self.of(submitted.route)
+        if place is None:
+            return None
+        lane, lease = place
+        timeout_s = seconds(submitted.request, lane.default_s)
+        receipt = lane.put(lease, submitted.refs + lease.values, timeout_s, submitted.pending.hold)
+        return None if receipt is None else OnLane(submitted, lane, lease, receipt)
+
+    def end(self, placed: OnLane) -> Any:
+        """The result of such a call that is not waited for any more; what was submitted where the broker takes it."""
+        submitted, lane, lease = placed.submitted, placed.lane, placed.lease
+        self._last.record = None  # until the call has ended
+        end = lane.resume(placed.receipt, lease, placed.timeout_s)
+        if not isinstance(end, Ran):
+            self.leave(submitted, lane, lease, end)
+            return submitted
+        return self.finish(submitted, lane, lease, end)
+
+    def finish(self, submitted: Submitted, lane: Lane, lease: Lease, ran: Ran) -> Any:
+        """The result of a call that has ended well."""
+        self._repeats.remember(submitted, lane, lease)
+        submitted.pending.finish()
+        submitted.request.served_by = lease.decision.backend
+        result = submitted.result(ran.said)
+        route, copies, start_ns = submitted.route, submitted.copies, submitted.start_ns
+        self.note(route, lease, (start_ns, time.perf_counter_ns()), ran.kernel_ns, copies)
+        return result
+
+    def note(
+        self, route: Route, lease: Lease, span_ns: tuple[int, int], kernel_ns: int, copies: Sequence[Copy] = ()
+    ) -> None:
+        """Such a call is counted, and this thread's last one."""
+        (start_ns, end_ns), note, counters = span_ns, lease.note or route.stays_out, self._link.counters
+        row = counters.row(route.plan.op, lease.decision.kernel_id, EXPRESS)
+        counters.count(row, end_ns - start_ns, sum([copy.nbytes for copy in copies]))
+        self._last.record = (route.plan, copies, start_ns, end_ns, kernel_ns, (), lease.decision, (), note)
 
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""

@@ -10,8 +10,16 @@ from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
-from layerzero.client.connection.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied
-from layerzero.client.connection.link import Pending
+from layerzero.client.connection.call import (
+    Request,
+    Route,
+    Submitted,
+    overlap,
+    refuse_gradients,
+    refuse_sharing,
+    why_copied,
+)
+from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.report import BEFORE, Attempt, Copy, not_kept
 from layerzero.client.planning.plans import refuse_overlapping
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
 NO_MORE_COPIES = Overlay.of({"origin": "copies did not help", "values": {"allow_adaptation": False}})
 BYTES = TensorSpec.contiguous("uint8", (0,))  # of inputs that are as long as a call says
-_NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
+NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
 
 
 def prepare(
@@ -80,7 +88,7 @@ def prepare(
     written: list[tuple[str, Array, memoryview, TensorSpec]] = []
     for name, array, place, spec in zip(names, arrays, found, specs, strict=True):
         if array is None or spec is None:
-            refs.append(_NO_REF)
+            refs.append(NO_REF)
             places.append(None)
         elif here is not None and array.spec == spec and not array.needs_copy:
             places.append((array.address, array.spec.span_bytes))
@@ -173,12 +181,26 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
     link, registry, asked_in = session.link, session.arena_registry, overlay.process()
     specs = tuple([None if place is None else BYTES for place in request.places])
     route = session.routes.find(link, request, specs, (), overlay.current())
-    refs = [_NO_REF if at is None else REF.pack(registry[at[0]], 0, at[1], at[2]) for at in request.places]
+    refs = [NO_REF if at is None else REF.pack(registry[at[0]], 0, at[1], at[2]) for at in request.places]
     outputs = []
     for nbytes in request.output_bytes:
         block, arena, offset = arenas.pool.allocate(nbytes)
         outputs.append(block)
         refs.append(REF.pack(registry[arena], 0, offset, nbytes))
+    return placed_at(link, route, request, b"".join(refs), outputs, start_ns, asked_in)
+
+
+def placed_at(
+    link: Link,
+    route: Route,
+    request: Request,
+    refs: bytes,
+    outputs: list[memoryview],
+    start_ns: int,
+    asked_in: object,
+) -> Submitted:
+    """As `prepare_placed`, where the memory of results is there, too, and `refs` lead to all of it."""
+    assert request.places is not None
     return Submitted(
         link,
         route,
@@ -192,7 +214,7 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
         False,
         [] if request.copies is None else request.copies,
         start_ns,
-        b"".join(refs),
+        refs,
         frozenset(),
         asked_in,
     )

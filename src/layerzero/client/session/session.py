@@ -21,7 +21,6 @@ from layerzero.client.connection import observing, overlay, start
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import (
     Request,
-    Route,
     Submitted,
     describe_all,
     describe_args,
@@ -40,7 +39,7 @@ from layerzero.client.connection.record import (
     waited,
     with_refusal,
 )
-from layerzero.client.connection.report import BROKER, EXPRESS, IN_PROCESS, Attempt, Copy, SelectionReport
+from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
@@ -49,7 +48,7 @@ from layerzero.client.gpu.lifting.lifts import Lifts
 from layerzero.client.gpu.outcomes import Enqueued, OnRing
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session import kept
-from layerzero.client.session.lanes import Lanes
+from layerzero.client.session.lanes import Lanes, OnLane
 from layerzero.client.session.local import Local
 from layerzero.client.session.preparation import prepare, prepare_placed
 from layerzero.client.session.repeats import Repeats
@@ -99,7 +98,7 @@ class Session:
         self.routes = routes
         self.arena_registry = ArenaRegistry(link)
         self.repeats = Repeats(self, link, self.arena_registry, self.last)
-        self.lanes = Lanes(link, self.shadow, self.repeats)
+        self.lanes = Lanes(link, self.shadow, self.repeats, self.last)
         self.local = Local(link, routes, self.ask)
         self.gpus = GpuCalls(self, link)
         self.lifts = Lifts(self, link, self.gpus)
@@ -176,7 +175,7 @@ class Session:
             return observing.recorder.run(self, request)
         start_ns = time.perf_counter_ns()
         if request.places is not None:
-            return self._run_prepared(prepare_placed(self, request, start_ns), start_ns)
+            return self._run_prepared(prepare_placed(self, request, start_ns))
         if self._link.forks == arenas.forks and self.shadow.next_seq == NEVER:  # of this very process, and not sampled
             result = self.lifts.run_again(request, start_ns)
             if result is MISS:
@@ -186,9 +185,9 @@ class Session:
         arrays, outs = describe_all(request)
         if device_of(request.op, arrays, outs) != CPU:
             return self.gpus.run(request, arrays, outs, start_ns)
-        return self._run_prepared(prepare(self, request, (), arrays, outs, start_ns), start_ns)
+        return self._run_prepared(prepare(self, request, (), arrays, outs, start_ns))
 
-    def _run_prepared(self, submitted: Submitted, start_ns: int) -> Any:
+    def _run_prepared(self, submitted: Submitted) -> Any:
         request = submitted.request
         place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
         if place is not None:
@@ -196,18 +195,16 @@ class Session:
             self.last.record = None  # until the call has ended
             end = lane.run(lease, submitted.refs, seconds(request, lane.default_s), submitted.pending.hold)
             if isinstance(end, Ran):
-                self.repeats.remember(submitted, lane, lease)
-                submitted.pending.finish()
-                request.served_by = lease.decision.backend
-                result = submitted.result(end.said)
-                self._note_ran(submitted.route, end, lease, start_ns, submitted.copies)
-                return result
+                return self.lanes.finish(submitted, lane, lease, end)
             self.lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
 
-    def send(self, request: Request) -> Submitted | Receipt:
+    def send(self, request: Request) -> Submitted | Receipt | OnLane:
         """Send a call: by its lane, of which the next step is `take`, or as `submit`."""
         start_ns = time.perf_counter_ns()
+        if request.places is not None:
+            placed = prepare_placed(self, request, start_ns)
+            return self.lanes.put(placed) or self._start(placed)
         if not self.link or self.shadow.is_on:  # of this very process
             return self.submit(request)
         receipt = self.repeats.submit(request, start_ns)
@@ -225,6 +222,9 @@ class Session:
     def take(self, receipt: Any, until_s: float = math.inf) -> Any:
         """The result of a call that is on a lane. MISS: it has not ended at `until_s`; a Submitted: it goes on by the
         broker, and is to be waited for."""
+        if isinstance(receipt, OnLane):
+            found = MISS if receipt.is_awaited(until_s) else self.lanes.end(receipt)
+            return self._start(found) if found is receipt.submitted else found
         lane = receipt.site.lane
         while not lane.is_inherited:
             result = self.repeats.take(receipt, until_s - time.monotonic())
@@ -288,12 +288,6 @@ class Session:
             if seq >= self.shadow.next_seq:
                 submitted.sample = self.shadow.take(submitted, seq)
         return submitted
-
-    def _note_ran(self, route: Route, ran: Ran, lease: Lease, start_ns: int, copies: Sequence[Copy] = ()) -> None:
-        end_ns, note, counters = time.perf_counter_ns(), lease.note or route.stays_out, self._link.counters
-        row = counters.row(route.plan.op, lease.decision.kernel_id, EXPRESS)
-        counters.count(row, end_ns - start_ns, sum([copy.nbytes for copy in copies]))
-        self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), lease.decision, (), note)
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s

@@ -22,6 +22,7 @@ _PREFIX = struct.Struct("<II")  # the magic, and the bytes of the head
 HEAD_AT = _PREFIX.size
 ALIGNMENT = 64
 MAX_HEAD_BYTES = 256 << 20
+MAX_KNOWN_BYTES = 512  # a shorter head is not read again where it comes again
 PLACED_AT = 1024  # where results that are made in an answer's memory begin in it; its head lies before
 MODELS = "layerzero.models"  # as a module: whole models, which the worker opens by kind
 IN_FRAME = -1  # as the position of memory: the frame's own payload
@@ -164,6 +165,11 @@ class Frame:
         return bytes(memory)
 
 
+def prefix(nbytes: int) -> bytes:
+    """What comes before a head of so many bytes."""
+    return _PREFIX.pack(MAGIC, nbytes)
+
+
 def ping() -> Frame:
     return Frame([PING])
 
@@ -173,17 +179,25 @@ def pong() -> Frame:
 
 
 def read(memory: memoryview) -> tuple[list[Any], memoryview]:
-    """Head and payload of a frame that another process wrote. The head is a copy: a list that begins with a number.
-    Raises ProtocolError."""
+    """Head and payload of a frame that another process wrote. The head is a copy, not to be changed: a list that begins
+    with a number. Raises ProtocolError."""
     magic, size = _PREFIX.unpack_from(memory) if len(memory) >= HEAD_AT else (0, 0)
     if magic != MAGIC:
         raise ProtocolError("no frame of a function call")
     if size > min(len(memory) - HEAD_AT, MAX_HEAD_BYTES):
         raise ProtocolError(f"a head of {size} bytes in a frame of {len(memory)}")
-    head = unpack_tree(bytes(memory[HEAD_AT : HEAD_AT + size]))
+    data = bytes(memory[HEAD_AT : HEAD_AT + size])
+    return (_known_head if size <= MAX_KNOWN_BYTES else _head)(data), memory[aligned(HEAD_AT + size) :]
+
+
+def _head(data: bytes) -> list[Any]:
+    head = unpack_tree(data)
     if type(head) is not list or not head or type(head[0]) is not int:
         raise ProtocolError("a frame's head is no list that begins with a number")
-    return head, memory[aligned(HEAD_AT + size) :]
+    return head
+
+
+_known_head = functools.lru_cache(maxsize=256)(_head)
 
 
 def array_node(library: str, spec: TensorSpec, position: int, offset: int) -> list[Any]:

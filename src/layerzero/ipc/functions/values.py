@@ -18,13 +18,14 @@ from layerzero.ipc.errors import InvalidArgument, ProtocolError
 MAX_DEPTH = 64
 MAX_VALUES = 1_000_000  # of a call: larger data belongs into arrays, bytes or text
 MAX_INT_BYTES = 4096
+MAX_FLAT = 64
 LIST, TUPLE, DICT, ENUM, DATACLASS, ARRAY, INTEGER, HELD = range(8)
 ALLOWED = (
     "None, bool, int, float, str, bytes, lists, tuples, dicts with scalar keys, enums, dataclasses, NumPy arrays and "
     "torch tensors of the CPU"
 )
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
-_SCALARS = _PLAIN | {int}
+SCALARS = _PLAIN | {int}
 
 Put = Callable[[Any], "list[Any] | None"]
 """What stands for an array behind its tag, in a list of its own; None for what is no array. Raises
@@ -68,12 +69,32 @@ def encode(value: Any, put: Put, root: str, refer: Refer | None = None) -> Any:
 def decode(tree: Any, get: Get, resolve: Resolve, root: str, find: Find | None = None) -> Any:
     """The value of a tree that another process sent; without `find` no part of it is a reference. Raises ProtocolError,
     and InvalidArgument for what this process does not have."""
-    if type(tree) in _SCALARS:
+    if type(tree) in SCALARS:
         return tree
     try:
         return _Decoder(get, resolve, find).value(tree, 0)
     except _At as exc:
         raise exc.under(root) from None
+
+
+def decode_flat(tree: Any, get: Get) -> list[Any] | None:
+    """As `decode`, of a short list of scalars and arrays; None for all other trees, and where something is wrong."""
+    if type(tree) is not list or not 0 < len(tree) <= MAX_FLAT or type(tree[0]) is not int or tree[0] != LIST:
+        return None
+    if SCALARS.issuperset(map(type, tree)):
+        return tree[1:]
+    found: list[Any] = []
+    for one in tree[1:]:
+        if type(one) in SCALARS:
+            found.append(one)
+        elif type(one) is list and one and type(one[0]) is int and one[0] == ARRAY:
+            try:
+                found.append(get(one[1:]))
+            except (ProtocolError, InvalidArgument):
+                return None
+        else:
+            return None
+    return found
 
 
 def described(value: object) -> str:
@@ -154,7 +175,7 @@ class _Encoder:
         self._note(2 * len(value))
         found: list[Any] = [DICT]
         for key, item in value.items():
-            if type(key) not in _SCALARS:
+            if type(key) not in SCALARS:
                 raise _At(InvalidArgument(f"a key is {described(key)}; allowed: None, bool, int, float, str, bytes"))
             found.append(key if type(key) is not int else self.tree(key, depth + 1))
             found.append(self._step(f"[{key!r:.60}]", item, depth))
@@ -174,7 +195,7 @@ def _number(value: Any) -> Any:
     if type(value).__module__ != "numpy" or getattr(getattr(value, "dtype", None), "kind", "") not in tuple("biufSU"):
         return None
     found = value.item()
-    return found if type(found) in _SCALARS else None
+    return found if type(found) in SCALARS else None
 
 
 def _wide(value: int) -> list[Any]:
@@ -202,7 +223,7 @@ class _Decoder:
 
     def value(self, tree: Any, depth: int) -> Any:
         kind = type(tree)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return tree
         if kind is not list or not tree or type(tree[0]) is not int or not 0 <= tree[0] <= HELD:
             raise _At(ProtocolError(f"{kind.__name__} that is no value, or has no tag"))
@@ -217,7 +238,7 @@ class _Decoder:
         found: list[Any] = []
         try:
             for one in tree[start:]:
-                found.append(one if type(one) in _SCALARS else self.value(one, depth + 1))
+                found.append(one if type(one) in SCALARS else self.value(one, depth + 1))
         except _At as exc:
             exc.steps.append(f"[{len(found)}]")
             raise
@@ -232,11 +253,11 @@ class _Decoder:
         except _At as exc:
             at = int(exc.steps[-1][1:-1])
             key = tree[1 + at - at % 2]
-            if type(key) in _SCALARS:  # what another process made may be too deep to be shown
+            if type(key) in SCALARS:  # what another process made may be too deep to be shown
                 exc.steps[-1] = f"[{key!r:.60}]"
             raise
         keys = flat[::2]
-        if len(flat) % 2 or any(type(key) not in _SCALARS for key in keys):
+        if len(flat) % 2 or any(type(key) not in SCALARS for key in keys):
             raise _At(ProtocolError("a dict's keys and values do not pair"))
         return dict(zip(keys, flat[1::2], strict=True))
 

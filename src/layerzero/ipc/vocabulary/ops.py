@@ -305,8 +305,8 @@ OPS: dict[str, Op] = {
         Op("null", (), ()),
         # A call of a user's function in an environment of its own (docs/functions.md). frame and answer: what
         # ipc/functions/frames.py writes; m0 to m7: memory that arrays of the frame lie in. All uint8, as long as the
-        # bytes that each call gives. The kernel returns {"sizes": [bytes of the answer]}. `of`: what times are kept by,
-        # of a function that several environments have; "" for others.
+        # bytes that each call gives. The kernel returns nothing: the answer says how long it is. `of`: what times are
+        # kept by, of a function that several environments have; "" for others.
         Op(
             "function",
             FUNCTION_INPUTS,

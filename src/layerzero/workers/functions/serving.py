@@ -106,23 +106,24 @@ class Functions:
         memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
         frame, lent, answer = memories[0], memories[1:], outputs[0].host[: outputs[0].spec.span_bytes]
         assert frame is not None
+        room = len(answer)
 
-        def bound() -> dict[str, list[int]]:
+        def bound() -> None:
             self._breakpoints.client = client
             try:
-                made = self._fit(client, self._serve(client, frame, lent, answer), len(answer))
+                made = self._serve(client, frame, lent, answer)
+                if made.nbytes > room:
+                    made = self._notice(client, made, room)
                 made.write(answer)
             finally:
                 placing.end()
                 self._breakpoints.end()
             self._tell()
-            return {"sizes": [made.nbytes]}
 
         return bound
 
-    def _fit(self, client: int, made: Frame, room: int) -> Frame:
-        if made.nbytes <= room:
-            return made
+    def _notice(self, client: int, made: Frame, room: int) -> Frame:
+        """Keep an answer that has no room, and say so."""
         now_s = time.monotonic()
         self._tokens += 1
         self._kept[client, self._tokens] = (now_s, made)
@@ -297,7 +298,7 @@ class Functions:
             named["out"] = self._outs(specs)
         try:
             result = run(*given, **named)
-            if isinstance(result, Coroutine):
+            if result is not None and isinstance(result, Coroutine):
                 result = self._loop.complete(result)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             if code.is_model and isinstance(exc, InvalidArgument):
@@ -423,6 +424,8 @@ class Functions:
                 raise values.NotHeld("the object is lost", reference=node)
             return held.value
 
+        if kwargs == _NO_KWARGS and (flat := values.decode_flat(args, get)) is not None:
+            return flat, {}
         given = values.decode(args, get, self._modules.named, "args", find)
         named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs", find)
         if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):

@@ -4,7 +4,6 @@ theirs comes, or when a function has done so."""
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.metadata
 import os
 import platform
@@ -59,22 +58,22 @@ class _Arrays:
 
 
 def _to_numpy(spec: TensorSpec, memory: memoryview) -> Any:
-    import numpy
+    known, make, shape, dtype, strides = _layouts.get(id(spec), _UNKNOWN)
+    if known is not spec:
+        import numpy
 
-    dtype, strides = _numpy_layout(spec)
-    if not spec.numel:
-        return numpy.empty(spec.shape, dtype)
-    raw = numpy.frombuffer(memory, numpy.uint8)  # frombuffer knows no dtype of ml_dtypes in old NumPys
-    return numpy.ndarray(spec.shape, dtype, raw, 0, strides)
+        dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
+        make, shape, strides = numpy.ndarray, spec.shape, tuple(stride * spec.itemsize for stride in spec.strides)
+        if len(_layouts) >= MAX_LAYOUTS:
+            _layouts.clear()
+        _layouts[id(spec)] = spec, make, shape, dtype, strides
+    return make(shape, dtype, memory, 0, strides) if len(memory) else make(shape, dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def _numpy_layout(spec: TensorSpec) -> tuple[Any, tuple[int, ...]]:
-    """Its dtype, and its strides in bytes."""
-    import numpy
-
-    dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
-    return dtype, tuple(stride * spec.itemsize for stride in spec.strides)
+MAX_LAYOUTS = 1024
+_UNKNOWN: tuple[Any, ...] = (None, None, (), None, ())
+_layouts: dict[int, tuple[Any, ...]] = {}
+"""By id of a spec, of which there is one for arrays that are alike: spec, NumPy's ndarray, shape, dtype, strides."""
 
 
 _NUMPY = frozenset(name for name in ITEMSIZE if not name.startswith(("bfloat", "float8", "float4")))

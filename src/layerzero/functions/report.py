@@ -1,0 +1,45 @@
+"""How calls of isolated functions went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layerzero.client.connection.report import Copy, SelectionReport
+
+
+@dataclass(frozen=True)
+class FunctionReport:
+    """How a call of an isolated function went. `env`: the environment that served it, else the one that is wanted
+    first. `served_by`: the worker's backend, or the fallback's name; empty where the call failed. `failures`: what went
+    wrong before, as "where: code: message". `copies`: bytes that were copied, where and why; `uncopied_bytes`: of
+    arrays that crossed as they lay, results included. `selection`: the broker's report of the last attempt there; None
+    where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
+    check of it; empty where there was none. `placement`: "in_process" where this process made the call, else "worker";
+    `placement_reason`: why, where the function's option left a choice."""
+
+    function: str
+    env: str
+    served_by: str
+    attempts: int
+    failures: tuple[str, ...]
+    copies: tuple[Copy, ...]
+    uncopied_bytes: int
+    elapsed_us: float
+    selection: SelectionReport | None = None
+    is_rebuilt: bool = False
+    shadow: str = ""
+    placement: str = "worker"
+    placement_reason: str = ""
+
+    def __str__(self) -> str:
+        copied = sum(copy.nbytes for copy in self.copies)
+        lines = [
+            f"{self.function} in {self.env}: {f'served by {self.served_by}' if self.served_by else 'failed'}, "
+            f"{self.elapsed_us:,.0f} us, {self.uncopied_bytes:,} bytes of arrays uncopied, {copied:,} copied"
+        ]
+        lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes ({copy.where}): {copy.reason}" for copy in self.copies]
+        lines += [f"  failed: {text}" for text in self.failures]
+        lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
+        lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
+        lines += [f"  {self.placement_reason}"] if self.placement_reason else []
+        return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""Functions for tests/process/test_function_express.py, in a module of their own: workers import it by its file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import layerzero as lz
+
+PLAIN = lz.env("plain")
+
+
+@lz.isolated(PLAIN)
+def act(what: str, value: Any) -> Any:
+    """Do this, and return the value."""
+    match what:
+        case "print":
+            print(value)
+        case "raise":
+            raise LookupError(value)
+        case "large":
+            return "x" * value
+        case "list":
+            return [value, (value, {"of": value})]
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "die once":
+            path = Path(value)
+            if not path.exists():
+                path.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        case "pause":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            while True:
+                signal.pause()
+        case "take":  # so many seconds
+            end_s = time.monotonic() + value
+            while time.monotonic() < end_s:
+                pass
+        case "where":
+            return os.getpid(), sys.prefix
+    return value
