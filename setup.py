@@ -3,7 +3,7 @@ of workers, whose environments are others', from 3.10 on."""
 
 from setuptools import Extension, setup
 
-CLIENT, SHM = "src/layerzero/client", "src/layerzero/ipc/shm"
+CLIENT, SHM, ACCELERATION = (f"src/layerzero/{folder}" for folder in ("client", "ipc/shm", "torch/acceleration"))
 
 
 def extension(folder: str, name: str) -> Extension:
@@ -16,6 +16,7 @@ def extension(folder: str, name: str) -> Extension:
             f"{CLIENT}/gpu/_call_key.h",
             f"{CLIENT}/gpu/_counting.h",
             *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "line", "waiting")),
+            *(f"{ACCELERATION}/_look_{part}.h" for part in ("key", "layers")),
         ],
         py_limited_api=True,
         optional=True,  # without a C compiler the same steps run in Python, and reports say so
@@ -29,6 +30,7 @@ setup(
             ("client/gpu", "_fastpath"),
             ("client/gpu", "_lifted"),
             ("client/session", "_repeats"),
+            ("torch/acceleration", "_look"),
             ("workers", "_serving"),
         )
     ],
