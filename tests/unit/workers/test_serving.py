@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import select
 import socket
@@ -47,6 +48,7 @@ class Client:
         return [None if end is None else end[0] for end in ends]
 
     def close(self) -> None:
+        self.page.close()
         self.hearing.close()
         os.close(self.doorbell)
 
@@ -91,7 +93,8 @@ class Table:
     def close(self) -> None:
         for number in (1, 2):
             self.lanes.close(number)
-        for end in (*self.broker, *self.control, *self.clients):
+        self.lanes.server = None  # it leads back here
+        for end in (*self.broker, *self.control, *self.clients, self.page):
             end.close()
 
 
@@ -100,6 +103,17 @@ def table() -> Iterator[Table]:
     made = Table()
     yield made
     made.close()
+
+
+def test_a_server_that_is_gone_leaves_no_descriptor() -> None:
+    """Nor does a lane of its."""
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    made = Table()
+    made.clients[0].put(made.tell)
+    assert made.run()
+    made.close()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_calls_are_served_until_a_socket_has_something(table: Table) -> None:
@@ -258,5 +272,7 @@ def test_phases_and_ends_go_through_pages_with_faults(table: Table) -> None:
     assert ends == [1]
     assert client.statuses() == [None]
     lanes.close(3)
-    client.close()
+    lanes.server = None
+    for end in (client, page):
+        end.close()
     os.close(fd)

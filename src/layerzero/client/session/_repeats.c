@@ -333,7 +333,7 @@ static Verdict carry(Repeats *self, Call *call) {
 static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t rings, uint64_t expected_ns, uint64_t due) {
     Line *line = (Line *)receipt->its.line;
     uint64_t spin_ns = spin_of(self, watch), seen_ns;
-    if (spin_ns && watch->usual_ns && watch->usual_ns < HELD_NS && !watch->missed) { /* to pass the lock on would take longer */
+    if (spin_ns && expected_ns < HELD_NS && watch->usual_ns && watch->usual_ns < HELD_NS && !watch->missed) { /* to pass the lock on would take longer */
         if (rings) ring(line->bells.doorbell, rings);
         rings = 0;
         if ((seen_ns = glance(line->bells.page, receipt->call, HELD_NS))) {
