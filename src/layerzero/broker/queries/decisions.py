@@ -16,11 +16,13 @@ from layerzero.ipc.errors import InvalidArgument
 MAX_SHOWN = 64
 MAX_CANDIDATES = 24
 MAX_REASONS = 4
+MAX_TEXT = 600_000  # characters of all together: an answer has 1 MiB at most
 
 
 def decisions(server: BrokerView, params: Mapping[str, Any]) -> Generator[None, None, dict[str, Any]]:
-    """Of the calls whose routes were defined last, at most `most` of them. `decisions`: newest first, each its `call`,
-    `op`, `device` and `candidates` as `explain` has them; `known`: of how many calls there are any."""
+    """Of the calls whose routes were defined last, at most `most` of them, and no more than an answer has room for.
+    `decisions`: newest first, each its `call`, `op`, `device` and `candidates` as `explain` has them; `known`: of how
+    many calls there are any."""
     most = params.get("most", MAX_SHOWN)
     if type(most) is not int or not 0 < most <= MAX_SHOWN:
         raise InvalidArgument(f"decisions takes `most`: 1 to {MAX_SHOWN}, got {most!r:.40}")
@@ -30,7 +32,8 @@ def decisions(server: BrokerView, params: Mapping[str, Any]) -> Generator[None, 
 def _steps(server: BrokerView, most: int) -> Generator[None, None, dict[str, Any]]:
     known = server.state.signatures.known
     server.poll_lanes()
-    found = []
+    found: list[dict[str, Any]] = []
+    left = MAX_TEXT
     for signature in [*islice(reversed(known.values()), most)]:
         yield
         now_s = time.monotonic()
@@ -38,15 +41,17 @@ def _steps(server: BrokerView, most: int) -> Generator[None, None, dict[str, Any
         _, candidates = explain(server.state.engine, signature.spec, unavailable, now_s)
         for candidate in candidates:
             candidate["reasons"] = candidate["reasons"][:MAX_REASONS]
-        found.append(
-            {
-                "call": label(signature.spec),
-                "op": signature.spec.op,
-                "device": signature.spec.device,
-                "users": signature.users,
-                "candidates": candidates[:MAX_CANDIDATES],
-            }
-        )
+        one = {
+            "call": label(signature.spec),
+            "op": signature.spec.op,
+            "device": signature.spec.device,
+            "users": signature.users,
+            "candidates": candidates[:MAX_CANDIDATES],
+        }
+        left -= len(repr(one))
+        if left < 0:
+            break
+        found.append(one)
     return {"decisions": found, "known": len(known)}
 
 
