@@ -42,6 +42,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     short_text,
 )
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
+from layerzero.ipc.vocabulary.vision_shapes import VISION
 
 LAYOUTS = ("BHSD", "BSHD")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
@@ -381,6 +382,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "reglu": _swiglu,
     **dict.fromkeys(ACTIVATIONS, _silu),
     **ELEMENTWISE,
+    **VISION,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,
