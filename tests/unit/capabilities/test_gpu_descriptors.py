@@ -73,8 +73,12 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         **dict.fromkeys(("add", "mul"), (dense(64, 128), dense(128))),
         "where": (TensorSpec.contiguous("bool", (64, 1)), dense(64, 128), dense(128)),
         "cat": (dense(64, 64), dense(64, 64), *[None] * 6),
-        "quantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
-        "dequantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
+        **dict.fromkeys(("quantize", "dequantize"), (dense(64, 128), TensorSpec.contiguous("float32", (64, 1)), None)),
+        "int_matmul": (dense(64, 128), dense(128, 64), None, None),
+        "scaled_linear": (
+            *(dense(64, 128), TensorSpec.contiguous("int8", (256, 128)), TensorSpec.contiguous("float32", (256, 1))),
+            *[None] * 4,
+        ),
         "penalize_logits": (dense(4, 512), TensorSpec.contiguous("int64", (4, 32)), *[single] * 3),
         "filter_logits": (dense(4, 512), single, TensorSpec.contiguous("int64", (1,)), single, single),
         "sample": (
@@ -94,6 +98,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh", "activation": "gelu",
         "beta": 0.5, "alpha": 2.0,
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
+        "format": "int8", "groups": 1, "symmetric": True, "weight_format": "",
         "min": -1.0, "max": None,
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}

@@ -17,6 +17,7 @@ from layerzero.client.facade import (
     norm_ops,
     ops,
     product_ops,
+    quantized_ops,
     sampling_ops,
     text_ops,
 )
@@ -102,7 +103,10 @@ def function_of(op: str) -> Callable[..., Any]:
     return function
 
 
-_MODULES = (ops, activation_ops, attention_ops, elementwise_ops, norm_ops, product_ops, sampling_ops, text_ops)
+_MODULES = (
+    *(ops, activation_ops, attention_ops, elementwise_ops, norm_ops, product_ops, quantized_ops, sampling_ops),
+    text_ops,
+)
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 
 

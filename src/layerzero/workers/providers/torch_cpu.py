@@ -13,6 +13,7 @@ from layerzero.workers.providers._torch_attention import FlashAttention
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
+from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 
 
@@ -92,6 +93,7 @@ def load() -> Loaded:
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
+        **Quantized(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),

@@ -18,6 +18,7 @@ from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
+from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 
 CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of aten::_efficient_attention_forward
@@ -42,6 +43,7 @@ def load() -> Loaded:
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
+        **Quantized(torch, is_gpu=True).builders(),
         **Sampling(torch, is_gpu=True).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),
