@@ -78,6 +78,8 @@ def from_bits(bits: Array, dtype: str) -> Array:
     """The values in an array that `to_bits` made."""
     if dtype in EIGHT_BIT:
         return numbers_of(dtype)[bits]
+    if dtype == "float4_e2m1fn_x2":  # pairs of numbers, which no numbers of NumPy's are
+        return np.ascontiguousarray(bits).view("V1")
     if dtype != "bfloat16":
         return bits
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -521,24 +523,117 @@ def append_kv(key: Array, value: Array, k_cache: Array, v_cache: Array, slots: A
     return caches[0], caches[1]
 
 
-def quantize(x: Array, scale: Array, *, dtype: str) -> Array:
-    parts = wide(x).astype(np.float32) / _of_each(scale, x.shape)
-    if dtype == "int8":
-        return np.clip(np.nan_to_num(np.round(parts), nan=0.0), -128, 127).astype(np.int8)
+def quantize(x: Array, scale: Array, zero_point: Array | None = None, *, dtype: str) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        parts = wide(x).astype(np.float32) / _of_each(scale, x.shape)
+    return _rounded(parts, dtype, 0 if zero_point is None else _of_each(zero_point, x.shape))
+
+
+def _rounded(parts: Array, dtype: str, zero_point: Array | int = 0) -> Array:
+    if dtype in ("int8", "uint8"):
+        limits = np.iinfo(dtype)
+        whole = np.where(np.isnan(parts), 0, np.round(parts)).astype(np.float64) + zero_point
+        return np.clip(whole, limits.min, limits.max).astype(dtype)
     return from_bits(to_bits(parts, dtype), dtype)
 
 
-def dequantize(x: Array, scale: Array, *, dtype: str) -> Array:
-    """x as numbers; packed fp4 as its bytes."""
-    if x.dtype == np.uint8:
-        x = FP4[np.stack((x & 15, x >> 4), -1)].reshape(*x.shape[:-1], -1)
-    return np.asarray(x.astype(np.float64) * _of_each(scale, x.shape))
+def dequantize(x: Array, scale: Array, zero_point: Array | None = None, *, dtype: str) -> Array:
+    """x as numbers; packed fp4 as from_bits gives it."""
+    x = unpacked_fp4(x) if x.dtype.kind == "V" else x
+    wide_x = x.astype(np.float64) - (0 if zero_point is None else _of_each(zero_point, x.shape))
+    return np.asarray(wide_x * _of_each(scale, x.shape))
+
+
+def unpacked_fp4(x: Array) -> F64:
+    codes = x.view(np.uint8)
+    return np.asarray(FP4[np.stack((codes & 15, codes >> 4), -1)].reshape(*x.shape[:-1], -1))
 
 
 def _of_each(scale: Array, shape: tuple[int, ...]) -> Array:
     """The scale of each element."""
-    each = np.repeat(scale.astype(np.float32), shape[-1] // scale.shape[-1], axis=-1)
+    each = np.repeat(scale, shape[-1] // scale.shape[-1], axis=-1)
     return np.broadcast_to(each, shape)
+
+
+def dynamic_quantize(x: Array, *, format: str, groups: int, symmetric: bool) -> tuple[Array, Array, Array]:
+    """Scales are rounded to float32 at each step, as the formulas have them."""
+    single = np.float32
+    shape = (*x.shape[:-1], groups) if groups else (1,) * x.ndim
+    zero = np.zeros(shape, np.int32)
+    if not x.size:
+        halves = 2 if format in ("mxfp4", "nvfp4") else 1
+        return np.zeros((*x.shape[:-1], x.shape[-1] // halves), np.int8), np.zeros(shape, single), zero
+    parts = wide(x).astype(single).reshape(*x.shape[:-1], groups, -1) if groups else wide(x).astype(single).ravel()
+    finite = np.isfinite(parts).all(-1).reshape(shape)
+    parts = np.where(np.isfinite(parts), parts, single(0))
+    most = np.abs(parts).max(-1).reshape(shape)
+    if not symmetric:
+        low, high = np.iinfo(format).min, np.iinfo(format).max
+        least, greatest = (f(single(0), g(parts, axis=-1)).reshape(shape) for f, g in
+                           ((np.minimum, np.min), (np.maximum, np.max)))  # fmt: skip
+        step = (greatest - least) / single(255)
+        points = np.round(low - np.divide(least, step, out=np.zeros_like(step), where=step != 0))
+        zero = np.where((step != 0) & finite, np.clip(points, low, high), 0).astype(np.int32)
+    elif format == "mxfp4":
+        exponents = np.floor(np.log2(most, out=np.zeros_like(most), where=most > 0)) - 2
+        step = np.where(most > 0, np.exp2(np.maximum(exponents, -127)), 0).astype(single)
+    elif format == "nvfp4":
+        whole = single(most.max() / single(448 * 6))
+        step = (from_bits(to_bits(most / single(6) / (whole or single(1)), "float8_e4m3fn"), "float8_e4m3fn")).astype(
+            single
+        ) * whole
+    else:
+        step = most / single({"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[format])
+    each = np.repeat(step, parts.shape[-1], -1).reshape(x.shape) if groups else np.broadcast_to(step, x.shape)
+    flat = np.divide(parts.reshape(x.shape), each, out=np.zeros(x.shape, single), where=each != 0)
+    fit = np.repeat(finite, parts.shape[-1], -1).reshape(x.shape) if groups else np.broadcast_to(finite, x.shape)
+    step = np.where(finite, step, single(np.nan))
+    if format in ("mxfp4", "nvfp4"):
+        codes = _fp4_codes(np.where(fit, flat, 0))
+        return codes[..., ::2] | codes[..., 1::2] << 4, step, zero
+    points = np.repeat(zero, parts.shape[-1], -1).reshape(x.shape) if groups else np.broadcast_to(zero, x.shape)
+    flat = np.where(fit, flat, 0 if "int" in format else np.nan)
+    return _rounded(flat, format, points), step, zero
+
+
+def _fp4_codes(values: Array) -> Array:
+    """The nearest, of two the even code."""
+    size = np.minimum(np.abs(values.astype(np.float64)), 6)
+    distances = np.abs(size[..., None] - FP4[:8])
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # even codes first, which argmin then prefers
+    return (order[distances[..., order].argmin(-1)] | 8 * np.signbit(values)).astype(np.uint8)
+
+
+def int_matmul(
+    a: Array, b: Array, a_zero_point: Array | None = None, b_zero_point: Array | None = None
+) -> NDArray[np.int32]:
+    one = a.astype(np.int64) - (0 if a_zero_point is None else a_zero_point)
+    other = b.astype(np.int64) - (0 if b_zero_point is None else b_zero_point)
+    return (one @ other).astype(np.int32)
+
+
+def scaled_linear(
+    x: Array,
+    weight: Array,
+    weight_scale: Array,
+    x_scale: Array | None = None,
+    bias: Array | None = None,
+    x_zero_point: Array | None = None,
+    weight_zero_point: Array | None = None,
+    *,
+    dtype: str,
+    weight_format: str,
+) -> F64:
+    if x_scale is not None:
+        x = dequantize(x, x_scale, x_zero_point, dtype="")
+    rows = len(weight) // len(weight_scale) if len(weight_scale) > 1 else 1
+    scale = np.repeat(weight_scale, rows, 0)
+    zero = None if weight_zero_point is None else np.repeat(weight_zero_point, rows, 0)
+    if weight_format:
+        weight = np.stack((weight & 15, weight >> 4), -1).reshape(len(weight), 2 * weight.shape[1])
+        zero = np.full(scale.shape, 8) if zero is None else zero
+    made = wide(x).astype(np.float64) @ dequantize(weight, scale, zero, dtype="").T
+    return np.asarray(made if bias is None else made + bias)
 
 
 TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
@@ -588,6 +683,9 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "cast": cast,
     "quantize": quantize,
     "dequantize": dequantize,
+    "dynamic_quantize": dynamic_quantize,
+    "int_matmul": int_matmul,
+    "scaled_linear": scaled_linear,
     "embedding": embedding,
     "penalize_logits": sampling_reference.penalize_logits,
     "filter_logits": sampling_reference.filter_logits,
@@ -602,6 +700,8 @@ def error(result: Array, expected: Array) -> float:
     difference of integers."""
     if result.size == 0:
         return 0.0
+    if result.dtype.kind == "V":
+        result = result.view(np.uint8)
     if expected.dtype.kind != "f":
         return 0.0 if np.array_equal(result, expected) else math.inf
     if not np.array_equal(np.isfinite(result), np.isfinite(expected)):

@@ -17,6 +17,7 @@ from layerzero.client.planning import (
     norm_plans,
     plans,
     product_plans,
+    quantized_plans,
     sampling_plans,
     token_plans,
     vision_plans,
@@ -271,15 +272,58 @@ def _activation(plan: Any, rng: Random) -> Plan:
 def _quantize(rng: Random) -> Plan:
     shape = _extents(rng, 2, least=1)
     scale = TensorSpec.contiguous("float32", (rng.choice((1, shape[0])), rng.choice((1, shape[1]))))
-    dtype = rng.choice(("float8_e4m3fn", "float8_e5m2", "int8"))
-    return plans.plan_quantize(_tensor(rng, rng.choice(("float32", "bfloat16")), *shape), scale, dtype=dtype)
+    dtype = rng.choice(("float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
+    x = _tensor(rng, rng.choice(("float32", "bfloat16")), *shape)
+    return quantized_plans.plan_quantize(x, scale, _zeros(rng, scale, dtype), dtype=dtype)
 
 
 def _dequantize(rng: Random) -> Plan:
     shape = _extents(rng, 2, least=1)
     scale = TensorSpec.contiguous("float32", (rng.choice((1, shape[0])), 1))
     x = _tensor(rng, rng.choice(("float8_e4m3fn", "int8", "float4_e2m1fn_x2")), *shape)
-    return plans.plan_dequantize(x, scale, dtype=rng.choice(("float32", "bfloat16")))
+    dtype = rng.choice(("float32", "bfloat16"))
+    return quantized_plans.plan_dequantize(x, scale, _zeros(rng, scale, x.dtype), dtype=dtype)
+
+
+def _zeros(rng: Random, scale: TensorSpec, dtype: str) -> TensorSpec | None:
+    return scale.as_dtype("int32") if dtype in ("int8", "uint8") and rng.random() < 0.5 else None
+
+
+def _dynamic_quantize(rng: Random) -> Plan:
+    dtype = rng.choice(("int8", "uint8", "float8_e4m3fn", "mxfp4", "nvfp4"))
+    x = _tensor(rng, rng.choice(("float32", "bfloat16")), rng.randint(0, 4), 32 * rng.randint(1, 2))
+    size = -1 if dtype in ("mxfp4", "nvfp4") else rng.choice((-1, 0, 16))
+    is_symmetric = dtype != "int8" or rng.random() < 0.5
+    return quantized_plans.plan_dynamic_quantize(x, dtype=dtype, group_size=size, symmetric=is_symmetric)
+
+
+def _int_matmul(rng: Random) -> Plan:
+    m, k, n = _extents(rng, 3)
+    lead = _extents(rng, rng.randint(0, 2), least=1)
+    zeros = [
+        TensorSpec.contiguous("int32", rng.choice(((), (1,), (extent,)))) if rng.random() < 0.5 else None
+        for extent in (m, n)
+    ]
+    a, b = (_tensor(rng, rng.choice(("int8", "uint8")), *shape) for shape in ((*lead, m, k), (k, n)))
+    return quantized_plans.plan_int_matmul(a, b, *zeros)
+
+
+def _scaled_linear(rng: Random) -> Plan:
+    rows, n, k = rng.randint(1, 4), rng.randint(1, 4), 2 * rng.randint(1, 4)
+    kind = rng.choice(("int8", "uint8", "float8_e5m2", "float4_e2m1fn_x2", "int4"))
+    stored, is_pair = ("uint8" if kind == "int4" else kind), kind in ("int4", "float4_e2m1fn_x2")
+    weight = _tensor(rng, stored, n, k // (1 + is_pair))
+    scale = TensorSpec.contiguous("float32", (rng.choice((1, n)), rng.choice((1, k))))
+    zeros = _zeros(rng, scale, stored)
+    options = {"weight_format": "int4" if kind == "int4" else ""}
+    bias = TensorSpec.contiguous("float32", (n,)) if rng.random() < 0.5 else None
+    if rng.random() < 0.5:
+        x = _tensor(rng, rng.choice(("float32", "bfloat16")), rows, k)
+        return quantized_plans.plan_scaled_linear(x, weight, scale, None, bias, None, zeros, **options)
+    x = _tensor(rng, stored, rows, k // (1 + (kind == "float4_e2m1fn_x2")))
+    x_scale = TensorSpec.contiguous("float32", (rng.choice((1, rows)), 1))
+    dtype = rng.choice((None, "bfloat16"))
+    return quantized_plans.plan_scaled_linear(x, weight, scale, x_scale, bias, None, zeros, dtype=dtype, **options)
 
 
 def _embedding(rng: Random) -> Plan:
@@ -375,6 +419,9 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "cast": _cast,
     "quantize": _quantize,
     "dequantize": _dequantize,
+    "dynamic_quantize": _dynamic_quantize,
+    "int_matmul": _int_matmul,
+    "scaled_linear": _scaled_linear,
     "embedding": _embedding,
     "penalize_logits": _penalize,
     "filter_logits": _filter,

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         append_kv as append_kv,
         attention as attention,
         attention_varlen as attention_varlen,
-        dequantize as dequantize,
         embedding as embedding,
         gelu as gelu,
         layer_norm as layer_norm,
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
         matmul as matmul,
         null as null,
         paged_attention as paged_attention,
-        quantize as quantize,
         rms_norm as rms_norm,
         rope as rope,
         silu as silu,
@@ -76,6 +74,13 @@ if TYPE_CHECKING:
         swiglu as swiglu,
     )
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
+    from layerzero.client.facade.quantized_ops import (
+        dequantize as dequantize,
+        dynamic_quantize as dynamic_quantize,
+        int_matmul as int_matmul,
+        quantize as quantize,
+        scaled_linear as scaled_linear,
+    )
     from layerzero.client.facade.sampling_ops import (
         filter_logits as filter_logits,
         penalize_logits as penalize_logits,
@@ -180,10 +185,11 @@ _HOME = {
         "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"
     ),
     "layerzero.client.facade.ops": (
-        "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear log_softmax matmul null "
-        "paged_attention quantize rms_norm rope silu softmax swiglu"
+        "append_kv attention attention_varlen embedding gelu layer_norm linear log_softmax matmul null "
+        "paged_attention rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
+    "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.vision_ops": ("adaptive_avg_pool adaptive_max_pool avg_pool conv conv_transpose max_pool"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from tests import reference
-from tests.envs import elementwise_cases, vision_cases
+from tests.envs import elementwise_cases, quantized_cases, vision_cases
 from tests.envs.attention_cases import option_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
@@ -603,28 +603,6 @@ def embedding_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"{dtype} empty", (ids[:0], normal(rng, 11, 7)))
 
 
-def quantize_cases(rng: np.random.Generator) -> Iterator[Case]:
-    for made in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        for scale in ((1, 1), (5, 1), (5, 4)):
-            steps = np.exp(normal(rng, *scale)).astype(np.float32)
-            yield Case(f"{scale} to {made}", (normal(rng, 5, 24) * 200, steps), {"dtype": made})
-        edges = np.array([[0.0, -0.0, 6e4, -6e4, np.inf, -np.inf, np.nan, 2.5, 3.5, -2.5, 17, 19, 2.0**-20, 448, 464]])
-        yield Case(f"edges to {made}", (edges, np.ones((1, 1), np.float32)), {"dtype": made})
-        for layout in ("transposed", "gaps", "rows"):
-            given = (normal(rng, 3, 4, 8) * 9, np.ones((3, 4, 2), np.float32))
-            yield Case(f"{layout} to {made}", given, {"dtype": made}, (layout, layout), layout)
-
-
-def dequantize_cases(rng: np.random.Generator) -> Iterator[Case]:
-    for made in ("float32", "bfloat16", "float16"):
-        for scale in ((1, 1), (5, 1), (5, 4)):
-            steps = np.exp(normal(rng, *scale)).astype(np.float32)
-            yield Case(f"{scale} to {made}", (normal(rng, 5, 24) * 3, steps), {"dtype": made})
-        for layout in ("transposed", "gaps", "rows"):
-            given = (normal(rng, 3, 4, 8) * 3, np.ones((3, 4, 2), np.float32))
-            yield Case(f"{layout} to {made}", given, {"dtype": made}, (layout, layout), layout)
-
-
 CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "attention_forward": forward_cases,
@@ -653,8 +631,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "silu": functools.partial(activation_cases, attrs=[{}]),
     **elementwise_cases.CASES,
     **vision_cases.CASES,
-    "quantize": quantize_cases,
-    "dequantize": dequantize_cases,
+    **quantized_cases.CASES,
     "embedding": embedding_cases,
     "penalize_logits": penalize_cases,
     "filter_logits": filter_cases,

@@ -82,13 +82,13 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
             argument.append(reference.from_bits(view, name))
             blobs.append(memory_of(spec, view))
         specs.append(spec)
-    results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
-    expected = [result if isinstance(result, tuple) else (result,) for result in results]
-    places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
     try:
         shapes = outputs_of(op, specs, case.attrs)
     except InvalidArgument as exc:  # no call: the op has it for other dtypes
         raise Refused from exc
+    results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
+    expected = [result if isinstance(result, tuple) else (result,) for result in results]
+    places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
     outs = [spec for i in places if (spec := specs[i])] or [
         lay_out(result, made, "contiguous" if name == "lse" else case.out_layout)[0]
         for name, result, (made, _) in zip(OPS[op].outputs, expected[0], shapes, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -252,12 +253,33 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((torch.tensor([0, 7]), torch.tensor([-1, 0]), torch.tensor([6, 5])), {}),
         ],
         "quantize": [((random(3, 4), torch.tensor(0.5)), {"dtype": "int8"}), ((random(3, 4), torch.ones(3, 1)), {})],
+        "dynamic_quantize": [
+            ((random(3, 4),), {}),
+            ((random(2, 3, 32),), {"dtype": "uint8", "symmetric": False, "group_size": 8}),
+            ((random(3, 4),), {"group_size": 0, "symmetric": False}),
+        ],
+        "int_matmul": [
+            ((_bytes(3, 8), _bytes(8, 5)), {}),
+            (
+                (_bytes(2, 3, 8), _bytes(8, 5), torch.arange(3, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)),
+                {},
+            ),
+        ],
+        "scaled_linear": [
+            ((_bytes(3, 8), _bytes(5, 8), torch.ones(5, 1) / 8, torch.ones(3, 1)), {"dtype": "bfloat16"}),
+            ((random(3, 8), _bytes(5, 8), torch.tensor(0.25), None, random(5)), {}),
+            ((random(8), _bytes(5, 4).view(torch.uint8), torch.ones(5, 2)), {"weight_format": "int4"}),
+        ],
         "dequantize": [
             ((torch.arange(-6, 6, dtype=torch.int8).view(3, 4), torch.ones(3, 2)), {}),
             ((random(3, 4).to(torch.float8_e4m3fn), torch.ones(3, 2)), {"dtype": "bfloat16"}),
             ((torch.arange(8, dtype=torch.uint8).view(2, 4).view(torch.float4_e2m1fn_x2), torch.tensor(2.0)), {}),
         ],
     }
+
+
+def _bytes(*shape: int) -> torch.Tensor:
+    return (torch.arange(math.prod(shape)) * 37 % 256 - 128).to(torch.int8).view(shape)
 
 
 def _group_norm(

@@ -175,13 +175,31 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         for made in (kernel.get("attrs") or {}).get("dtype", ()):
             x, scale = of(512, 1024), of(512, 1, dtype="float32")
             narrow = (512, 512) if made == "float4_e2m1fn_x2" else (512, 1024)
-            yield f"to {made}", (x, scale), (of(*narrow, dtype=made),), {"dtype": made}, _WELL
+            yield f"to {made}", (x, scale, None), (of(*narrow, dtype=made),), {"dtype": made}, _WELL
     elif op == "dequantize":
         for made in (kernel.get("attrs") or {}).get("dtype", ()):
             for stored in known:
                 narrow = (512, 512) if stored == "float4_e2m1fn_x2" else (512, 1024)
-                inputs = (of(*narrow, dtype=stored), of(512, 1, dtype="float32"))
+                inputs = (of(*narrow, dtype=stored), of(512, 1, dtype="float32"), None)
                 yield f"{stored} to {made}", inputs, (of(512, 1024, dtype=made),), {"dtype": made}, _WELL
+    elif op == "dynamic_quantize":
+        for made in (kernel.get("attrs") or {}).get("format", ()):
+            groups = {"mxfp4": 32, "nvfp4": 64}.get(made, 1)
+            narrow = of(512, 512, dtype="float4_e2m1fn_x2") if groups > 1 else of(512, 1024, dtype=made)
+            outs = (narrow, of(512, groups, dtype="float32"), of(512, groups, dtype="int32"))
+            attrs = {"format": made, "groups": groups, "symmetric": made != "uint8"}
+            yield f"to {made}", (of(512, 1024),), outs, attrs, _WELL
+    elif op == "int_matmul":
+        a, b = (of(*shape, dtype="int8") for shape in ((512, 1024), (1024, 512)))
+        yield "512 x 1024 x 512", (a, b, None, None), (of(512, 512, dtype="int32"),), {}, _WELL
+    elif op == "scaled_linear":
+        x, weight, scale, steps = (of(512, 1024), of(2048, 1024), of(2048, 1), of(512, 1))
+        for stored in ("int8", "float8_e4m3fn"):
+            if stored in known:
+                x, weight = (of(*one.shape, dtype=stored) for one in (x, weight))
+                scale, steps = (of(*one.shape, dtype="float32") for one in (scale, steps))
+                out, attrs = of(512, 2048, dtype="bfloat16"), {"dtype": "bfloat16", "weight_format": ""}
+                yield f"{stored}, 512 rows", (x, weight, scale, steps, None, None, None), (out,), attrs, _WELL
     elif op == "embedding":
         yield "512 of 32000", (of(4, 512, dtype="int64"), of(32000, 1024)), (of(4, 512, 1024),), {}, _WELL
 

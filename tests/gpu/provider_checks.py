@@ -44,8 +44,8 @@ INDICES = {  # the dtypes of tensors that have their own
     "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
     "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
     "append_kv": {"slots": "int64"},
-    "quantize": {"scale": "float32"},
-    "dequantize": {"scale": "float32"},
+    **{name: {"scale": "float32"} for name in ("quantize", "dequantize")},
+    "scaled_linear": {"weight_scale": "float32", "x_scale": "float32"},
     "attention_backward": {"lse": "float32"},
     "where": {"condition": "bool"},
 }
@@ -217,12 +217,26 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             attrs = {"interleaved": rng.choice((kernel.get("attrs") or {}).get("interleaved", [False, True]))}
             cos = numbers(rng.choice((1, batch)), sequence, pairs)
             inputs = [numbers(batch, sequence, heads, dim), cos, numbers(*cos.shape)]
+        elif op == "dynamic_quantize":
+            made = kernel["attrs"]["format"]
+            kind = made[number % len(made)]
+            block = {"mxfp4": 32, "nvfp4": 16}.get(kind)
+            attrs = {"format": kind, "groups": 3 if block else rng.choice((0, 1, 3)), "symmetric": kind != "uint8"}
+            inputs = [numbers(rng.choice(FEWER), 3 * (block or rng.choice(FEWER)))]
+        elif op == "int_matmul":
+            m, k, n = (extent() for _ in range(3))
+            inputs = [numbers(m, k), numbers(k, n), None, None]
+        elif op == "scaled_linear":
+            m, k, n = (extent() for _ in range(3))
+            attrs = {"dtype": kernel["attrs"]["dtype"][-1], "weight_format": ""}
+            scales = [Values((rows, 1), [2.0 ** -rng.randrange(4, 9) for _ in range(rows)]) for rows in (n, m)]
+            inputs = [numbers(m, k), numbers(n, k), *scales, None, None, None]
         elif op in ("quantize", "dequantize"):
             rows, groups, each = rng.choice(FEWER), rng.choice((1, 4)), rng.choice(FEWER[1:])
             made = kernel["attrs"]["dtype"]
             attrs = {"dtype": made[number % len(made)]}
             steps = [2.0 ** rng.randrange(-9, 3) for _ in range(rows * groups)]
-            inputs = [numbers(rows, groups * each * 2), Values((rows, groups), steps)]
+            inputs = [numbers(rows, groups * each * 2), Values((rows, groups), steps), None]
         elif op == "matmul":
             m, k, n = extent(), extent(), extent()
             inputs = [numbers(2, m, k), numbers(2, k, n)]
@@ -284,7 +298,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         indices = INDICES.get(op, {})
         kinds = tuple(indices.get(name, "") for name in OPS[op].inputs)
         shapes = [list(values.shape) for values in inputs if values is not None]
-        families = ("float",) if op == "clamp" else ()  # whose bounds these are
+        # Whose bounds these are; a weight of x's dtype
+        families = ("float",) if op == "clamp" else ("int", "uint") if op == "scaled_linear" else ()
         yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
 
 

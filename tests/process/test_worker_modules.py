@@ -41,6 +41,7 @@ CPU_WORKER = {
         "elementwise_shapes",
         "norm_shapes",
         "ops",
+        "quantized_shapes",
         "sampling_shapes",
         "shape_checks",
         "shapes",

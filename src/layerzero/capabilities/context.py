@@ -14,6 +14,7 @@ from typing import Any
 
 from layerzero.capabilities.device import DeviceSpec, DeviceType
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, TOKENIZER_ATTRS, Heads, heads
+from layerzero.ipc.vocabulary.quantization import Quantization, quantization
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 # Attributes whose value is data: kernels take as long for one as for another.
@@ -27,8 +28,8 @@ class SelectionContext:
     conditions that policy sets.
 
     Extents are counted in elements; a property is None (or empty) where the op or the call has no such thing. dtypes
-    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (quantization, KV cache, packed
-    weights, dropout) are read from `attrs` under the name of their property."""
+    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (KV cache, packed weights,
+    dropout) are read from `attrs` under the name of their property."""
 
     op: str
     inputs: tuple[TensorSpec | None, ...]
@@ -230,27 +231,29 @@ class SelectionContext:
         """Character positions of each token are wanted."""
         return bool(self.attrs.get("return_offsets", False))
 
-    # --- attributes that no op of ours has yet
+    # --- quantized numbers
+
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """What of the call is quantized, and how; None for ops without such numbers."""
+        return quantization(self.op, self.given, self.attrs)
 
     @property
     def quant_dtype(self) -> str | None:
-        """int8, fp8_e4m3, fp8_e5m2, mxfp4 or nvfp4."""
-        return self.attrs.get("quant_dtype")
+        """Of the weight of a product, or of what is quantized."""
+        return None if self.quantization is None else self.quantization.dtype
 
     @property
     def quant_scale_granularity(self) -> str | None:
-        """per_tensor, per_channel, per_head or blockwise; None: no scales are given."""
-        return self.attrs.get("quant_scale_granularity")
-
-    @property
-    def quant_scale_layout(self) -> str | None:
-        """linear, or a library's own order such as swizzled_128x4."""
-        return self.attrs.get("quant_scale_layout")
+        """The finest of the call's scales: per_tensor, per_channel or blockwise."""
+        return None if self.quantization is None else self.quantization.granularity
 
     @property
     def quant_zero_point(self) -> bool:
         """The quantization is asymmetric."""
-        return bool(self.attrs.get("quant_zero_point", False))
+        return self.quantization is not None and self.quantization.has_zero_point
+
+    # --- attributes that no op of ours has yet
 
     @property
     def kv_cache_layout(self) -> str | None:
@@ -284,6 +287,8 @@ class SelectionContext:
             shape = (is_square, length, mask)
         elif self.op == "paged_attention":
             shape = (self.given["k_cache"].shape[1],)
+        elif self.quantization is not None:
+            shape = self.quantization
         return (
             self.op,
             tuple(None if spec is None else _memory_key(spec) for spec in self.inputs),

@@ -28,8 +28,8 @@ Positive = Annotated[int, Field(ge=1)]
 Attr = str | int | float | bool | None
 Platform = Literal["cpu", "cuda", "rocm", "hpu"]
 Layout = Literal["BHSD", "BSHD"]
-QuantDtype = Literal["int8", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4"]
-Granularity = Literal["per_tensor", "per_channel", "per_head", "blockwise"]
+QuantDtype = Literal["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"]
+Granularity = Literal["per_tensor", "per_channel", "blockwise"]
 # Ops whose inputs are text and ids; their kernels declare tokenizer formats and no tensor dtypes.
 TOKENIZER_OPS = frozenset({"tokenize", "detokenize"})
 PLAIN_OPS = frozenset({"null", FUNCTION})  # whose kernels declare nothing about tensors
@@ -76,9 +76,7 @@ class KernelCapability(BaseModel):
 
     # quantized data
     supported_quant_dtypes: tuple[QuantDtype, ...] = ()
-    quantization_requires_scales: bool = False
     quantization_scale_granularities: tuple[Granularity, ...] = ()
-    quantization_scale_layouts: tuple[str, ...] = ("linear",)
     quantization_zero_point: bool = False  # asymmetric data is taken
 
     # attention and, of rope, the head_dim limits
@@ -155,8 +153,8 @@ class KernelCapability(BaseModel):
             raise ValueError('deterministic is true and rng is "global": one of the two is wrong')
         if self.compiled_for is not None and not self.needs_jit:
             raise ValueError("compiled_for is given and needs_jit is false: leave one out")
-        if self.quantization_requires_scales and not self.quantization_scale_granularities:
-            raise ValueError("quantization_requires_scales needs quantization_scale_granularities")
+        if self.supported_quant_dtypes and not self.quantization_scale_granularities:
+            raise ValueError("supported_quant_dtypes needs quantization_scale_granularities")
         return self
 
 

@@ -173,8 +173,6 @@ def _data(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.ATTR_UNSUPPORTED, f"compute_dtype={wanted!r}; the kernel computes in {actual}"
     if context.quant_dtype is not None:
         yield from _quantization(context, kernel)
-    elif kernel.quantization_requires_scales and context.quant_scale_granularity is None:
-        yield Reason.ATTR_UNSUPPORTED, f"no scales; needed: {', '.join(kernel.quantization_scale_granularities)}"
     if kernel.requires_packed_weights and context.packed_weights_id is None:
         yield Reason.PACKED_WEIGHTS_REQUIRED, "packed_weights_id=None; the kernel takes packed weights only"
     elif context.packed_weights_id is not None and not (kernel.requires_packed_weights or kernel.supports_prepack):
@@ -186,14 +184,9 @@ def _quantization(context: SelectionContext, kernel: KernelCapability) -> Found:
     if context.quant_dtype not in known:
         yield Reason.DTYPE_UNSUPPORTED, f"quant_dtype={context.quant_dtype!r}; allowed: {', '.join(known) or 'none'}"
     granularity, granularities = context.quant_scale_granularity, kernel.quantization_scale_granularities
-    if granularity is None and kernel.quantization_requires_scales:
-        yield Reason.ATTR_UNSUPPORTED, f"no scales; needed: {', '.join(granularities)}"
-    if granularity is not None and granularity not in granularities:
+    if granularity not in granularities:
         text = f"quant_scale_granularity={granularity!r}; allowed: {', '.join(granularities) or 'none'}"
         yield Reason.ATTR_UNSUPPORTED, text
-    layout, layouts = context.quant_scale_layout or "linear", kernel.quantization_scale_layouts
-    if granularity is not None and layout not in layouts:
-        yield Reason.ATTR_UNSUPPORTED, f"quant_scale_layout={layout!r}; allowed: {', '.join(layouts)}"
     if context.quant_zero_point and not kernel.quantization_zero_point:
         yield Reason.ATTR_UNSUPPORTED, "quant_zero_point=True; allowed: False"
 

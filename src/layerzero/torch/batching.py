@@ -293,16 +293,6 @@ def embedding(info: Any, dims: Dims, input: Tensor, weight: Tensor, **options: A
     return ops.embedding(_front(input, dims[0]), weight, **options), 0
 
 
-def quantize(info: Any, dims: Dims, x: Tensor, scale: Tensor, **options: Any) -> tuple[Tensor, int]:
-    """Scales of each sample, or the same for all."""
-    return ops.quantize(*_scaled(info, dims, x, scale), **options), 0
-
-
-def dequantize(info: Any, dims: Dims, x: Tensor, scale: Tensor, **options: Any) -> tuple[Tensor, int]:
-    """As quantize."""
-    return ops.dequantize(*_scaled(info, dims, x, scale), **options), 0
-
-
 ATTENTION_SCALARS = 4  # arguments of attention between its mask and its sinks
 
 
@@ -382,10 +372,3 @@ def _padded(tensor: Tensor, ndim: int) -> Tensor:
 def _beside(param: Tensor, dim: int | None, x: Tensor) -> Tensor:
     """A parameter of each sample, so that it broadcasts with samples."""
     return param if dim is None else _padded(param.movedim(dim, 0), x.dim())
-
-
-def _scaled(info: Any, dims: Dims, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    x = _mapped(x, dims[0], info.batch_size)
-    if dims[1] is None:
-        return x, scale if scale.numel() == 1 else _padded(scale.unsqueeze(0), x.dim())
-    return x, _padded(scale.movedim(dims[1], 0), x.dim())

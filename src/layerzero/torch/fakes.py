@@ -301,20 +301,6 @@ def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     _same("append_kv", key=key, value=value, k_cache=k_cache, v_cache=v_cache)
 
 
-def quantize(x: Tensor, scale: Tensor, *, dtype: str = "float8_e4m3fn", **_: Any) -> Tensor:
-    """As `x`, in `dtype`."""
-    return x.new_empty(x.shape, dtype=_dtype("quantize", dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
-
-
-def dequantize(x: Tensor, scale: Tensor, *, dtype: str = "float32", **_: Any) -> Tensor:
-    """As `x`, in `dtype`; two numbers for each byte of packed fp4."""
-    found = _dtype("dequantize", dtype, ("float32", "bfloat16", "float16"))
-    shape: Sequence[int] = x.shape
-    if x.dtype == torch.float4_e2m1fn_x2:
-        shape = (*x.shape[:-1], 2 * x.shape[-1]) if x.dim() else (2,)
-    return x.new_empty(shape, dtype=found)
-
-
 def like_logits(op: str) -> Callable[..., Tensor]:
     """Of what changes logits: as `logits`."""
 

@@ -22,6 +22,7 @@ from layerzero.torch import (
     fakes,
     gradients,
     norms,
+    quantized,
     vision,
 )
 
@@ -458,15 +459,33 @@ TABLE: dict[str, OpEntry] = {
         ),
         OpEntry(
             "quantize",
-            'Tensor x, Tensor scale, *, str dtype="float8_e4m3fn"',
-            fakes.quantize,
-            batch=batching.quantize,
+            'Tensor x, Tensor scale, Tensor? zero_point=None, *, str dtype="float8_e4m3fn"',
+            quantized.quantize_fake,
+            batch=quantized.quantize_batch,
         ),
         OpEntry(
             "dequantize",
-            'Tensor x, Tensor scale, *, str dtype="float32"',
-            fakes.dequantize,
-            batch=batching.dequantize,
+            'Tensor x, Tensor scale, Tensor? zero_point=None, *, str dtype="float32"',
+            quantized.dequantize_fake,
+            batch=quantized.dequantize_batch,
+        ),
+        OpEntry(
+            "dynamic_quantize",
+            'Tensor x, *, str dtype="int8", int group_size=-1, bool symmetric=True',
+            quantized.dynamic_quantize_fake,
+            results=3,
+        ),
+        OpEntry(
+            "int_matmul",
+            "Tensor a, Tensor b, Tensor? a_zero_point=None, Tensor? b_zero_point=None",
+            quantized.int_matmul_fake,
+        ),
+        OpEntry(
+            "scaled_linear",
+            "Tensor x, Tensor weight, Tensor weight_scale, Tensor? x_scale=None, Tensor? bias=None, "
+            "Tensor? x_zero_point=None, Tensor? weight_zero_point=None, *, str? dtype=None, "
+            'str weight_format=""',
+            quantized.scaled_linear_fake,
         ),
         OpEntry(
             "embedding",

@@ -70,10 +70,6 @@ ATTRIBUTES = {
     "added_tokens_hash": "a",
     "normalizer_id": "n",
     "return_offsets": True,
-    "quant_dtype": "int8",
-    "quant_scale_granularity": "per_tensor",
-    "quant_scale_layout": "linear",
-    "quant_zero_point": True,
     "kv_cache_layout": "NHD",
     "kv_cache_dtype": "float16",
     "packed_weights_id": "w",
@@ -142,7 +138,6 @@ DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
     "cache layout": lambda: attention_call(Q, kv_cache_layout="NHD"),
     "cache dtype": lambda: attention_call(Q, kv_cache_dtype="int8"),
     "packed": lambda: attention_call(Q, packed_weights_id="w"),
-    "quantized": lambda: attention_call(Q, quant_dtype="int8"),
     "other op": lambda: call("matmul", Q, Q),
     "ndim": lambda: call("matmul", spec(8, 6, 16), Q),
     "one argument": lambda: call("layer_norm", Q, None, None),
@@ -271,11 +266,7 @@ def contexts(draw: st.DrawFn, op: str) -> SelectionContext:
         attrs["layout"] = draw(st.sampled_from(["BHSD", "BSHD"]))
         attrs["scale"] = draw(st.sampled_from([1.0, 0.25, 1]))
         attrs |= draw(st.sampled_from([{}, {}, {"window_left": 3}, {"window_right": 3}, {"softcap": 2.0}]))
-        attrs |= draw(
-            st.sampled_from(
-                [{}, {}, {}, {"dropout_p": 0.5}, {"lse_base": "2"}, {"kv_cache_layout": "NHD"}, {"quant_dtype": "int8"}]
-            )
-        )
+        attrs |= draw(st.sampled_from([{}, {}, {}, {"dropout_p": 0.5}, {"lse_base": "2"}, {"kv_cache_layout": "NHD"}]))
     elif op == "layer_norm":
         shape = tuple(draw(st.lists(few, min_size=1, max_size=4)))
         inputs = [draw(tensors(shape)), *(draw(st.none() | tensors(shape[-1:])) for _ in range(2))]

@@ -167,7 +167,7 @@ def test_memory_fix_is_the_headroom_that_still_fits() -> None:
         (call("silu", spec(0, 8)), kernel()),
         (call("softmax", X), kernel(min_ndim=3)),
         (call("silu", spec(4, dtype="int8")), kernel()),
-        (call("matmul", X, X, quant_dtype="int8"), kernel()),
+        (call("dynamic_quantize", X, format="int8", groups=1, symmetric=True), kernel()),
         (call("linear", X, X, None), kernel(requires_packed_weights=True)),
         (attention_call(spec(1, 4, 6, 128)), kernel(**ATTENTION)),
         (attention_call(spec(1, 4, 6, 60)), kernel(**ATTENTION | {"head_dim_multiple": 48})),

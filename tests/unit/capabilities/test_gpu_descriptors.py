@@ -75,8 +75,12 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         **dict.fromkeys(("add", "mul"), (dense(64, 128), dense(128))),
         "where": (TensorSpec.contiguous("bool", (64, 1)), dense(64, 128), dense(128)),
         "cat": (dense(64, 64), dense(64, 64), *[None] * 6),
-        "quantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
-        "dequantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
+        **dict.fromkeys(("quantize", "dequantize"), (dense(64, 128), TensorSpec.contiguous("float32", (64, 1)), None)),
+        "int_matmul": (dense(64, 128), dense(128, 64), None, None),
+        "scaled_linear": (
+            *(dense(64, 128), TensorSpec.contiguous("int8", (256, 128)), TensorSpec.contiguous("float32", (256, 1))),
+            *[None] * 4,
+        ),
         "penalize_logits": (dense(4, 512), TensorSpec.contiguous("int64", (4, 32)), *[single] * 3),
         "filter_logits": (dense(4, 512), single, TensorSpec.contiguous("int64", (1,)), single, single),
         "sample": (
@@ -98,6 +102,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "stride": "1,1", "padding": "1,1,1,1", "dilation": "1,1", "output_padding": "0,0", "groups": 1,
         "kernel_size": "3,3", "ceil_mode": False, "count_include_pad": True, "divisor": 0, "output_size": "7,7",
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
+        "format": "int8", "symmetric": True, "weight_format": "",
         "min": -1.0, "max": None,
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs if name not in OPS[op].options}

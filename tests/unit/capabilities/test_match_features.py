@@ -17,9 +17,11 @@ from tests.unit.capabilities.calls import (
 )
 from tests.unit.capabilities.test_match import CASES as BASIC
 
+from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match, memory_rejection, workspace_bytes
 from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 X = spec(2, 8)
 Q = spec(1, 4, 6, 16)
@@ -37,10 +39,23 @@ def memory(needed: dict[str, Any], **conditions: int) -> list[Rejection]:
 
 
 QUANTIZED = {
+    "dtypes": ["int8"],
+    "index_dtypes": ["int32"],
+    "optional_args": ["x_scale", "weight_zero_point"],
     "supported_quant_dtypes": ["int8"],
-    "quantization_requires_scales": True,
     "quantization_scale_granularities": ["per_tensor"],
 }
+
+
+def scaled(
+    capability: KernelCapability, scale: TensorSpec | None = None, zero: TensorSpec | None = None
+) -> list[Rejection]:
+    """A product of int8, with one scale each where no other is given."""
+    one = spec(1, 1)
+    inputs = (spec(4, 8, dtype="int8"), spec(6, 8, dtype="int8"), scale or one, one, None, None, zero)
+    return reasons("scaled_linear", capability, *inputs, dtype="float32", weight_format="")
+
+
 PAGED = (spec(2, 4, 16), *[spec(9, 24, 4, 16)] * 2, spec(2, 3, dtype="int32"), spec(2, dtype="int32"))
 PAGES = {"index_dtypes": ["int32"]}
 CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
@@ -155,33 +170,22 @@ CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
         "compute_dtype='float32'; the kernel computes in float16",
     ),
     "quantized data": (
-        reasons("matmul", kernel(), X, X, quant_dtype="fp8_e4m3"),
+        scaled(kernel(**QUANTIZED | {"supported_quant_dtypes": ["fp8_e4m3"]})),
         Reason.DTYPE_UNSUPPORTED,
-        "quant_dtype='fp8_e4m3'; allowed: none",
-    ),
-    "missing scales": (
-        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8"),
-        Reason.ATTR_UNSUPPORTED,
-        "no scales; needed: per_tensor",
-    ),
-    "plain data for a quantized kernel": (
-        reasons("matmul", kernel(**QUANTIZED), X, X),
-        Reason.ATTR_UNSUPPORTED,
-        "no scales; needed: per_tensor",
+        "quant_dtype='int8'; allowed: fp8_e4m3",
     ),
     "scale granularity": (
-        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_scale_granularity="blockwise"),
+        scaled(kernel(**QUANTIZED), scale=spec(6, 1)),
+        Reason.ATTR_UNSUPPORTED,
+        "quant_scale_granularity='per_channel'; allowed: per_tensor",
+    ),
+    "blocks of a weight": (
+        scaled(kernel(**QUANTIZED), scale=spec(2, 1)),
         Reason.ATTR_UNSUPPORTED,
         "quant_scale_granularity='blockwise'; allowed: per_tensor",
     ),
-    "scale layout": (
-        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_scale_granularity="per_tensor",
-                quant_scale_layout="swizzled_128x4"),
-        Reason.ATTR_UNSUPPORTED,
-        "quant_scale_layout='swizzled_128x4'; allowed: linear",
-    ),
     "zero point": (
-        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_zero_point=True),
+        scaled(kernel(**QUANTIZED), zero=spec(1, 1, dtype="int32")),
         Reason.ATTR_UNSUPPORTED,
         "quant_zero_point=True; allowed: False",
     ),
@@ -330,9 +334,7 @@ ACCEPTED: dict[str, list[Rejection]] = {
     "jit": reasons("silu", kernel(needs_jit=True), X),
     "mutated copies": reasons("silu", kernel(mutates_inputs=True, copies_inputs=True), X),
     "wide accumulation": reasons("silu", kernel(compute_dtype="float64"), X, compute_dtype="float32"),
-    "quantized data": reasons(
-        "matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_scale_granularity="per_tensor"
-    ),
+    "quantized data": scaled(kernel(**QUANTIZED)),
     "packed weights": reasons("linear", kernel(requires_packed_weights=True), X, X, None, packed_weights_id="blocked"),
     "layout of copied results": attention(kernel(**ATTENTION, produces_layout="BSHD", copies_outputs=True), Q),
     "default scale": attention(kernel(**ATTENTION, supports_scale=False), Q, scale=0.25),

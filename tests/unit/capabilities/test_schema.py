@@ -58,7 +58,7 @@ def test_documentation_names_only_codes_that_exist() -> None:
         ("silu", {"requires_dtype": "float16"}, "requires_dtype 'float16' is not among dtypes ['float32']"),
         ("silu", {"produces_dtype": "float8"}, "unknown dtypes ['float8']"),
         ("silu", {"compute_dtype": "tf32"}, "unknown dtypes ['tf32']"),
-        ("silu", {"quantization_requires_scales": True}, "needs quantization_scale_granularities"),
+        ("silu", {"supported_quant_dtypes": ["int8"]}, "needs quantization_scale_granularities"),
         ("silu", {"supported_quant_dtypes": ["int3"]}, "supported_quant_dtypes"),
         ("silu", {"workspace_bytes": -1}, "greater than or equal to 0"),
         ("attention", {"supports_kv_cache_dtypes": ["fp9"]}, "unknown dtypes ['fp9']"),

@@ -17,6 +17,7 @@ from layerzero.client.facade import (
     norm_ops,
     ops,
     product_ops,
+    quantized_ops,
     sampling_ops,
     text_ops,
     vision_ops,
@@ -104,15 +105,8 @@ def function_of(op: str) -> Callable[..., Any]:
 
 
 _MODULES = (
-    ops,
-    activation_ops,
-    attention_ops,
-    elementwise_ops,
-    norm_ops,
-    product_ops,
-    sampling_ops,
-    text_ops,
-    vision_ops,
+    *(ops, activation_ops, attention_ops, elementwise_ops, norm_ops, product_ops, quantized_ops, sampling_ops),
+    *(text_ops, vision_ops),
 )
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 

@@ -26,14 +26,7 @@ from layerzero.client.planning.checks import (
 )
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS
-from layerzero.ipc.vocabulary.shapes import (
-    GELU_APPROXIMATIONS,
-    INDEX_DTYPES,
-    PACKED,
-    QUANTIZED_DTYPES,
-    SCALED_DTYPES,
-    overlaps,
-)
+from layerzero.ipc.vocabulary.shapes import GELU_APPROXIMATIONS, INDEX_DTYPES, overlaps
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec, contiguous_strides
 
 Scalar = str | int | float | bool | None
@@ -263,57 +256,6 @@ def plan_silu(x: TensorSpec) -> Plan:
     """torch.nn.functional.silu."""
     floating("silu", "x", x)
     return same_shape("silu", (x,), {})
-
-
-@remember
-def plan_quantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
-    """To 8 bits."""
-    op = "quantize"
-    choice(op, "dtype", dtype, QUANTIZED_DTYPES)
-    if x.dtype not in SCALED_DTYPES:
-        refuse(op, f"x is {x.dtype}", ", ".join(SCALED_DTYPES), "convert it to float32")
-    x1 = x if x.ndim else x.unsqueeze(0)
-    output = TensorSpec.contiguous(dtype, x1.shape)
-    inputs = (x1, _scale(op, scale, x1.shape))
-    return Plan(op, inputs, {"dtype": dtype}, (output,), (fresh(op, dtype, x.shape),))
-
-
-@remember
-def plan_dequantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
-    """From 8 bits, or from packed fp4."""
-    op = "dequantize"
-    choice(op, "dtype", dtype, SCALED_DTYPES)
-    allowed = (*QUANTIZED_DTYPES, PACKED)
-    if x.dtype not in allowed:
-        refuse(op, f"x is {x.dtype}", ", ".join(allowed), "quantize it first")
-    x1 = x if x.ndim else x.unsqueeze(0)
-    pairs = 2 if x.dtype == PACKED else 1
-    shape = (*x1.shape[:-1], pairs * x1.shape[-1])
-    output = TensorSpec.contiguous(dtype, shape)
-    result = fresh(op, dtype, shape if x.ndim or pairs == 2 else ())
-    return Plan(op, (x1, _scale(op, scale, shape)), {"dtype": dtype}, (output,), (result,))
-
-
-def _scale(op: str, scale: TensorSpec, shape: Shape) -> TensorSpec:
-    """With as many dimensions as the numbers that it is for."""
-    if scale.dtype != "float32":
-        refuse(op, f"scale is {scale.dtype}", "float32", "convert it")
-    found = scale
-    while scale.ndim < len(shape) and (not found.ndim or found.numel == 1):
-        scale = scale.unsqueeze(0)
-    is_fit = scale.ndim == len(shape) and scale.numel > 0
-    if is_fit:
-        is_fit = all(n in (1, wanted) for n, wanted in zip(scale.shape[:-1], shape[:-1], strict=True))
-    if not is_fit and scale.ndim == len(shape) and 0 in shape[:-1]:
-        is_fit = scale.shape[:-1] == shape[:-1] and scale.shape[-1] > 0
-    if not is_fit or shape[-1] % scale.shape[-1]:
-        refuse(
-            op,
-            f"scale has shape {list(found.shape)} for numbers of shape {list(shape)}",
-            "one number, or 1 or the same extents, and last a divisor of the numbers' last extent",
-            "pass (..., 1) for a scale of each row, (..., groups) for one of each group in it",
-        )
-    return scale
 
 
 @remember

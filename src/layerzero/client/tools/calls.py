@@ -108,6 +108,10 @@ def _int32(*shape: int) -> TensorSpec:
     return TensorSpec.contiguous("int32", shape)
 
 
+def _int8(*shape: int) -> TensorSpec:
+    return TensorSpec.contiguous("int8", shape)
+
+
 def _rope(tokens: int) -> Call:
     return Call("rope", {"x": _f32(tokens, 8, 64), "cos": _f32(tokens, 32), "sin": _f32(tokens, 32)})
 
@@ -222,7 +226,18 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "cast": (Call("cast", {"input": _f32(256, 2048)}, {"dtype": "float16"}),),
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
     "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
-    "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),
+    "dequantize": (Call("dequantize", {"x": _int8(256, 2048), "scale": _f32(256, 1)}),),
+    "dynamic_quantize": (Call("dynamic_quantize", {"x": _f32(256, 2048)}),),
+    "int_matmul": (Call("int_matmul", {"a": _int8(256, 512), "b": _int8(512, 512)}),),
+    "scaled_linear": (
+        Call(
+            "scaled_linear",
+            {
+                **{"x": _int8(256, 512), "weight": _int8(2048, 512)},
+                **{"weight_scale": _f32(2048, 1), "x_scale": _f32(256, 1)},
+            },
+        ),
+    ),
     "penalize_logits": (
         Call(
             "penalize_logits",

@@ -17,6 +17,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6
 # Half types again, where a kernel starts from results that were rounded to them: sum(grad_out * output), and gates.
 OF_ROUNDED = {"float16": 5e-3, "bfloat16": 4e-2}
 _FROM_ROUNDED = frozenset({"attention_backward", "gated_mlp"})
+_OF_RESULT = frozenset({"scaled_linear"})  # the dtype of the result says what is allowed, not that of the data
 
 CODES = {
     "bool": "?", "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q",
@@ -61,6 +62,8 @@ def tolerance(dtype: str, op: str = "", output: str = "") -> float:
     dtype of a result, where it is another one than the data's: the coarser of the two counts; integers are exact."""
     if "int" in output:
         return 0.0
+    if op in _OF_RESULT:
+        return TOLERANCE[output or "float32"]
     known = {**TOLERANCE, **OF_ROUNDED} if op in _FROM_ROUNDED else TOLERANCE
     found = known.get(dtype, 0.0)
     return max(found, known[output]) if found and output in known else found

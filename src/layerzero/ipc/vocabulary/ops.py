@@ -71,6 +71,11 @@ CAST_DTYPES = (
 )
 CAT_INPUTS = tuple(f"t{n}" for n in range(8))
 
+# What dynamic_quantize makes; the last two are packed fp4 with scales of their formats.
+QUANTIZED_FORMATS = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "mxfp4", "nvfp4")
+# Elements that share a scale in formats that say so.
+BLOCKS = {"mxfp4": 32, "nvfp4": 16}
+
 # What changes logits before a token is drawn, in the order in which it is applied.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
@@ -271,13 +276,59 @@ OPS: dict[str, Op] = {
         # dtype: one of CAST_DTYPES, as x's is. Floats are rounded to nearest, ties to even; to integers cut
         # towards 0, and what the dtype does not have may become anything. Integers wrap; bool is what is not 0.
         Op("cast", ("x",), attrs=("dtype",)),
-        # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
-        # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
-        # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).
-        Op("quantize", ("x", "scale"), singles=frozenset({"scale"}), attrs=("dtype",)),
-        # x (...,K) of 8-bit numbers or (...,K/2) of packed fp4, scale as above -> (...,K): x * scale in float32,
-        # rounded to the dtype of the attribute.
-        Op("dequantize", ("x", "scale"), singles=frozenset({"scale"}), attrs=("dtype",)),
+        # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K; zero_point
+        # int32 like it, of integers -> x's shape in the dtype of the attribute: x / scale in float32, rounded to
+        # nearest, ties to even, plus zero_point, and cut to the dtype's finite range; NaN stays, in integers it is 0.
+        # Element k of a row is of scale k // (K / G).
+        Op(
+            "quantize",
+            ("x", "scale", "zero_point"),
+            optional=frozenset({"zero_point"}),
+            indices=frozenset({"zero_point"}),
+            singles=frozenset({"scale"}),
+            attrs=("dtype",),
+        ),
+        # x (...,K) of 8-bit numbers or (...,K/2) of packed fp4, scale and zero_point as above -> (...,K):
+        # (x - zero_point) * scale in float32, rounded to the dtype of the attribute.
+        Op(
+            "dequantize",
+            ("x", "scale", "zero_point"),
+            optional=frozenset({"zero_point"}),
+            indices=frozenset({"zero_point"}),
+            singles=frozenset({"scale"}),
+            attrs=("dtype",),
+        ),
+        # x (...,K) floats -> quantized numbers as quantize has them, those of mxfp4 and nvfp4 packed; their scales,
+        # float32 (...,groups), or one for groups 0, which is a scale for all of x; and zero points, int32 like the
+        # scales, 0 where `symmetric`. docs/ops.md has the formulas.
+        Op(
+            "dynamic_quantize",
+            ("x",),
+            ("out", "scale", "zero_point"),
+            attrs=("format", "groups", "symmetric"),
+        ),
+        # a (...,M,K), b (...,K,N), each int8|uint8; zero points int32 (1|M,1) and (1,1|N) -> int32 (...,M,N):
+        # (a - a_zero_point) (b - b_zero_point); leading dimensions broadcast, integers wrap.
+        Op(
+            "int_matmul",
+            ("a", "b", "a_zero_point", "b_zero_point"),
+            optional=frozenset({"a_zero_point", "b_zero_point"}),
+            indices=frozenset({"a_zero_point", "b_zero_point"}),
+        ),
+        # x (...,K), weight (N,K), each int8|uint8, 8-bit floats, or packed fp4 (two in a byte); or x a float and weight
+        # any of them. x_scale as of dequantize, weight_scale (R,G), R a divisor of N and G of K, all float32; zero
+        # points int32 in the shapes of the scales, of integers; bias float32 (N) -> (...,N) in the dtype of the
+        # attribute, "" for that of x in floats: the product of what both dequantize to, and bias. weight_format "int4":
+        # weight is uint8 (N,K/2), numbers from 0 to 15, the first in the low bits, with a zero point of 8 where none is
+        # given; else "".
+        Op(
+            "scaled_linear",
+            ("x", "weight", "weight_scale", "x_scale", "bias", "x_zero_point", "weight_zero_point"),
+            optional=frozenset({"x_scale", "bias", "x_zero_point", "weight_zero_point"}),
+            indices=frozenset({"x_zero_point", "weight_zero_point"}),
+            singles=frozenset({"weight_scale", "x_scale", "bias"}),
+            attrs=("dtype", "weight_format"),
+        ),
         # ids int32|int64 (...), weight (V,D) -> (...,D); an id outside [0, V) is InvalidArgument
         Op("embedding", ("ids", "weight"), indices=frozenset({"ids"})),
         # logits (B,V), token_ids int32|int64 (B,L): what has been generated, negative ones are padding; the penalties

@@ -112,3 +112,13 @@ def broadcast(op: str, a: Shape, b: Shape) -> Shape:
     if any(m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)):
         refuse(op, f"leading dimensions {list(a)} and {list(b)}", "equal extents, or 1")
     return tuple(n if m == 1 else m for m, n in zip(a, b, strict=True))
+
+
+def scale(op: str, name: str, spec: TensorSpec, shape: Shape) -> None:
+    """Of numbers of this shape: extents of 1 or theirs, the last a divisor of their last."""
+    if spec.dtype != "float32":
+        refuse(op, f"{name} is {spec.dtype}", "float32")
+    of_ndim(op, name, spec, len(shape))
+    is_fit = all(n in (1, wanted) for n, wanted in zip(spec.shape[:-1], shape[:-1], strict=True))
+    if not is_fit or not spec.shape[-1] or shape[-1] % spec.shape[-1]:
+        refuse(op, f"{name} has shape {list(spec.shape)}", f"1 or {list(shape)}, and last a divisor of {shape[-1]}")

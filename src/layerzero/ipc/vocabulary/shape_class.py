@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, FILTERS, GATED
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, BLOCKS, FILTERS, GATED
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 EMPTY = "empty"
@@ -258,9 +258,33 @@ def _cast(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _quantization(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    x, scale = inputs
+    x, scale, zero_point = inputs
     parts = [attrs["dtype"], "groups" if scale.shape[-1] > 1 else "rows" if scale.numel > 1 else "one"]
-    return "+".join(parts), (x.shape[-1],)
+    return "+".join([*parts, *([] if zero_point is None else ["zero"])]), _folded(x.numel)
+
+
+def _dynamic_quantization(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    (x,), groups = inputs, attrs["groups"]
+    parts = [attrs["format"]]
+    if attrs["format"] not in BLOCKS:
+        parts += ["groups" if groups > 1 else "row" if groups else "tensor"]
+    return "+".join([*parts, *([] if attrs["symmetric"] else ["zero"])]), _folded(x.numel)
+
+
+def _int_matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    a, b, *zeros = inputs
+    variant, extents = _matmul((a, b), {})
+    parts = ["matrix" if variant == "matrix" else "batched", *([] if a.dtype == b.dtype else [f"by_{b.dtype}"])]
+    return "+".join([*parts, *(["zero"] if any(zeros) else [])]), extents
+
+
+def _scaled_linear(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """Among the cases of a class are one scale and one for each row, a bias and none, several results; of zero
+    points those with groups as well."""
+    x, weight, weight_scale, x_scale, _, *zeros = inputs
+    has_groups = any(scale is not None and scale.shape[-1] > 1 for scale in (x_scale, weight_scale))
+    way = ["zero"] if any(zeros) else ["groups"] if has_groups else []
+    return "+".join([attrs["weight_format"] or weight.dtype, *way]), (x.numel // x.shape[-1], *weight.shape)
 
 
 def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
@@ -323,6 +347,9 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "cast": _cast,
     "quantize": _quantization,
     "dequantize": _quantization,
+    "dynamic_quantize": _dynamic_quantization,
+    "int_matmul": _int_matmul,
+    "scaled_linear": _scaled_linear,
     "embedding": _embedding,
     "penalize_logits": _penalties,
     "filter_logits": _filters,

@@ -17,6 +17,7 @@ from layerzero.ipc.vocabulary.attention_shapes import ATTENTION
 from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED
 from layerzero.ipc.vocabulary.sampling_shapes import SAMPLING
 from layerzero.ipc.vocabulary.shape_checks import (
     INDEX_DTYPES as INDEX_DTYPES,
@@ -25,7 +26,6 @@ from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
     Inputs,
     Output,
-    Shape,
     broadcast,
     choice,
     equal,
@@ -45,9 +45,6 @@ from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM,
 from layerzero.ipc.vocabulary.vision_shapes import VISION
 
 GELU_APPROXIMATIONS = ("none", "tanh")
-QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-SCALED_DTYPES = ("float32", "bfloat16", "float16")
-PACKED = "float4_e2m1fn_x2"
 
 
 def check_call(
@@ -197,35 +194,6 @@ def _geglu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return _swiglu(op, inputs, attrs)
 
 
-def _quantize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    x, scale = required(inputs, 2)
-    if x.dtype not in SCALED_DTYPES:
-        refuse(op, f"x is {x.dtype}", ", ".join(SCALED_DTYPES))
-    least_ndim(op, "x", x, 1)
-    _scale(op, scale, x.shape)
-    return ((choice(op, attrs, "dtype", QUANTIZED_DTYPES), x.shape),)
-
-
-def _dequantize(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    x, scale = required(inputs, 2)
-    if x.dtype not in (*QUANTIZED_DTYPES, PACKED):
-        refuse(op, f"x is {x.dtype}", ", ".join((*QUANTIZED_DTYPES, PACKED)))
-    least_ndim(op, "x", x, 1)
-    shape = (*x.shape[:-1], x.shape[-1] * (2 if x.dtype == PACKED else 1))
-    _scale(op, scale, shape)
-    return ((choice(op, attrs, "dtype", SCALED_DTYPES), shape),)
-
-
-def _scale(op: str, scale: TensorSpec, shape: Shape) -> None:
-    """Of numbers of this shape: extents of 1 or theirs, the last a divisor of their last."""
-    if scale.dtype != "float32":
-        refuse(op, f"scale is {scale.dtype}", "float32")
-    of_ndim(op, "scale", scale, len(shape))
-    is_fit = all(n in (1, wanted) for n, wanted in zip(scale.shape[:-1], shape[:-1], strict=True))
-    if not is_fit or not scale.shape[-1] or shape[-1] % scale.shape[-1]:
-        refuse(op, f"scale has shape {list(scale.shape)}", f"1 or {list(shape)}, and last a divisor of {shape[-1]}")
-
-
 def _embedding(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     ids, weight = required(inputs, 2)
     indices(op, "ids", ids, ids.ndim, INDEX_DTYPES)
@@ -283,8 +251,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     **dict.fromkeys(ACTIVATIONS, _silu),
     **ELEMENTWISE,
     **VISION,
-    "quantize": _quantize,
-    "dequantize": _dequantize,
+    **QUANTIZED,
     "embedding": _embedding,
     **SAMPLING,
     "tokenize": _tokenize,

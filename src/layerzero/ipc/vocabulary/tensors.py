@@ -105,6 +105,10 @@ class TensorSpec:
         shape.insert(dim, 1)
         return TensorSpec(self.dtype, tuple(shape), tuple(strides))
 
+    def as_dtype(self, dtype: str) -> TensorSpec:
+        """Elements of another dtype in the same shape and strides."""
+        return TensorSpec(dtype, self.shape, self.strides)
+
     def to_wire(self) -> list[object]:
         return [self.dtype, list(self.shape), list(self.strides)]
 

@@ -34,6 +34,9 @@ VECTORS = Path(__file__).with_name("vectors.json")
 # rows: gaps between rows only.
 LAYOUTS = (("dense", "dense"), ("rows", "rows"), ("dense", "rows"), ("transposed", "dense"), ("dense", "gaps"))
 BSHD = ("bshd", "bshd")
+# Of ops with many classes.
+FEWER = (("dense", "dense"), ("rows", "rows"), ("transposed", "gaps"))
+_OF_FEWER = frozenset({"quantize", "dequantize", "int_matmul", "scaled_linear"})
 # Of ops with several results, which are always new.
 TO_NEW = (("dense", "dense"), ("rows", "dense"), ("transposed", "dense"))
 
@@ -91,7 +94,7 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
 
 def _layouts(op: str) -> Sequence[tuple[str, str]]:
     is_new = len(OPS[op].outputs) > 1 and not OPS[op].in_place and op not in TAKE_OUTS
-    found = TO_NEW if is_new else LAYOUTS
+    found = TO_NEW if is_new else FEWER if op in _OF_FEWER else LAYOUTS
     return (*found, BSHD) if op in ATTENTION_OPS else found
 
 

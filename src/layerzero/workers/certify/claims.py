@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, aligns, heads
+from layerzero.ipc.vocabulary.quantization import quantization
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify.values import Shape
 
@@ -44,7 +45,7 @@ def admits(
     ndim = next(iter(given.values())).ndim
     if not claims.get("min_ndim", 0) <= ndim <= _limit(claims, "max_ndim"):
         return False
-    if not _admits_heads(op, claims, given):
+    if not _admits_heads(op, claims, given) or not _admits_quantization(op, claims, given, attrs):
         return False
     if op == "attention_varlen":
         return not attrs["is_causal"] or attrs["causal_alignment"] in claims.get("causal_alignments", ())
@@ -114,6 +115,16 @@ def _admits_heads(op: str, claims: Claims, given: Mapping[str, TensorSpec]) -> b
     if claims.get("equal_head_dims") and len({dim for _, dim in found.dims}) > 1:
         return False
     return found.query == found.key or bool(claims.get("supports_gqa"))
+
+
+def _admits_quantization(op: str, claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
+    found = quantization(op, given, attrs)
+    if found is None:
+        return True
+    if found.has_zero_point and not claims.get("quantization_zero_point"):
+        return False
+    is_known = found.dtype in claims.get("supported_quant_dtypes", ())
+    return is_known and found.granularity in claims.get("quantization_scale_granularities", ())
 
 
 def _admits_attention(claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from layerzero.workers.certify import (
     attention_problems,
     elementwise_problems,
     norm_problems,
+    quantized_problems,
     sampling_problems,
     vision_problems,
 )
@@ -120,21 +121,6 @@ def _elementwise(op: str, attrs: Sequence[dict[str, Any]], tensors: int = 1) -> 
     return problems
 
 
-def _quantization(op: str, dtypes: Sequence[str]) -> Callable[[Claims], Iterator[Problem]]:
-    def problems(_: Claims) -> Iterator[Problem]:
-        numbers = Numbers(16)
-        shapes: list[Shape] = [(3, 8), (2, 3, 32), (2, 40), (2, 272), (4,), (0, 4)]
-        for dtype in dtypes:
-            for shape in shapes:
-                for extents in ((*shape[:-1], 1), (1,) * len(shape), (*shape[:-1], 4)):
-                    steps = [2.0 ** (i % 12 - 9) for i in range(math.prod(extents))]
-                    scale = Values(extents, steps)
-                    title = f"{list(shape)} by {list(extents)} to {dtype}"
-                    yield Problem(op, title, {"dtype": dtype}, (numbers(*shape), scale), ("", "float32"))
-
-    return problems
-
-
 def _embedding(_: Claims) -> Iterator[Problem]:
     numbers = Numbers(11)
     shapes: list[tuple[Shape, int]] = [((2, 3), 4), ((), 7), ((16,), 32), ((17,), 33), ((2, 3), 301), ((300,), 4)]
@@ -149,6 +135,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
     **vision_problems.PROBLEMS,
+    **quantized_problems.PROBLEMS,
     **sampling_problems.PROBLEMS,
     "matmul": _matmul,
     "addmm": _addmm,
@@ -162,7 +149,5 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "geglu": _elementwise("geglu", [{"approximate": "none"}, {"approximate": "tanh"}], tensors=2),
     "reglu": _elementwise("reglu", [{}], tensors=2),
     **{op: _elementwise(op, [{}]) for op in ACTIVATIONS},
-    "quantize": _quantization("quantize", ("float8_e4m3fn", "float8_e5m2", "int8")),
-    "dequantize": _quantization("dequantize", ("float32", "bfloat16", "float16")),
     "embedding": _embedding,
 }

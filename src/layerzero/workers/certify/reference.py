@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import add, mul
 from typing import Any
 
-from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
-from layerzero.workers.certify import elementwise_reference, norm_reference, sampling_reference, vision_reference
+from layerzero.workers.certify import (
+    elementwise_reference,
+    norm_reference,
+    quantized_reference,
+    sampling_reference,
+    vision_reference,
+)
 from layerzero.workers.certify.values import (
     Attrs,
-    Shape,
     Values,
     broadcast_shape,
     broadcast_value,
@@ -333,34 +337,6 @@ def reglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values(gate.shape, [max(v, 0.0) * w for v, w in zip(gate.flat, up.flat, strict=True)])
 
 
-def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    x, scale = given(inputs)
-    parts = [value / step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)]
-    if attrs["dtype"] == "int8":
-        return Values(x.shape, [max(min(round(value), 127), -128) for value in parts])
-    return Values(x.shape, [nearest(value, attrs["dtype"]) for value in parts])
-
-
-def dequantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    """`kind`: of the numbers; packed ones come as their bytes."""
-    x, scale = given(inputs)
-    if attrs["kind"] == "float4_e2m1fn_x2":
-        known = MAGNITUDES["float4_e2m1fn_x2"]
-        codes = [code for byte in x.flat for code in (byte % 16, byte // 16)]
-        x = Values((*x.shape[:-1], 2 * x.shape[-1]), [-known[c - 8] if c > 7 else known[c] for c in codes])
-    return Values(x.shape, [value * step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)])
-
-
-def _steps(shape: Shape, scale: Values) -> list[float]:
-    """The scale of each element."""
-    each = shape[-1] // scale.shape[-1]
-    return [
-        broadcast_value(scale, (*lead, column // each))
-        for lead in itertools.product(*map(range, shape[:-1]))
-        for column in range(shape[-1])
-    ]
-
-
 def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
     ids, weight = given(inputs)
     wide = weight.shape[1]
@@ -399,8 +375,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "conv": conv,
     "conv_transpose": conv_transpose,
     **vision_reference.POOLS,
-    "quantize": quantize,
-    "dequantize": dequantize,
+    **quantized_reference.OPS,
     "embedding": embedding,
 }
 

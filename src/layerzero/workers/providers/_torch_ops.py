@@ -19,6 +19,7 @@ Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None whe
 _WRITES_STRIDED = frozenset(
     {"attention", "attention_varlen", "paged_attention", "rope", "softmax"}
     | {"add", "mul", "clamp", "where", "cat", "cast"}
+    | {"quantize", "dequantize", "int_matmul", "scaled_linear"}
 )
 
 
@@ -105,8 +106,6 @@ class TorchOps:
             "gelu": self.gelu,
             "silu": self.silu,
             "swiglu": self.swiglu,
-            "quantize": self.quantize,
-            "dequantize": self.dequantize,
             "embedding": self.embedding,
         }
 
@@ -240,42 +239,6 @@ class TorchOps:
     def swiglu(self, views: Sequence[Any], call: Call) -> Run:
         gate, up = views
         return lambda out: self.torch.mul(self.torch.nn.functional.silu(gate), up, out=out)
-
-    def quantize(self, views: Sequence[Any], call: Call) -> Run:
-        torch, (x, scale) = self.torch, views
-        dtype = getattr(torch, call.attrs["dtype"])
-        groups = (scale.shape[-1], x.shape[-1] // scale.shape[-1])
-
-        def run(out: Any) -> None:
-            wide = (x.float().unflatten(-1, groups) / scale.unsqueeze(-1)).flatten(-2)
-            if dtype == torch.int8:
-                out.copy_(wide.round_().clamp_(-128, 127).nan_to_num_(0))
-            else:
-                top = torch.finfo(dtype).max
-                out.copy_(wide.clamp_(-top, top))
-
-        return run
-
-    def dequantize(self, views: Sequence[Any], call: Call) -> Run:
-        torch, (x, scale) = self.torch, views
-        is_packed = call.inputs[0] is not None and call.inputs[0].dtype == "float4_e2m1fn_x2"
-        columns = x.shape[-1] * (2 if is_packed else 1)
-        groups = (scale.shape[-1], columns // scale.shape[-1])
-
-        def numbers() -> Any:
-            if not is_packed:
-                return x.float()
-            codes = x.view(torch.uint8)
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-            magnitude, exponent = codes & 1, codes >> 1 & 3
-            # 0 and 0.5 without an exponent; else 2 ** (exponent - 1) times 1 or 1.5
-            wide = torch.where(exponent > 0, (2.0 + magnitude) * 0.25 * (1 << exponent.int()), magnitude * 0.5)
-            return torch.where(codes > 7, -wide, wide)
-
-        def run(out: Any) -> None:
-            out.copy_((numbers().unflatten(-1, groups) * scale.unsqueeze(-1)).flatten(-2))
-
-        return run
 
     def embedding(self, views: Sequence[Any], call: Call) -> Run:
         """Reads the ids' range on the host, because a bad id is the caller's error: on a GPU it waits for them."""

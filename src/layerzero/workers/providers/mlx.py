@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _mlx_activations, _mlx_attention, _mlx_elementwise
+from layerzero.workers.providers import _mlx_activations, _mlx_attention, _mlx_elementwise, _mlx_quantized
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
 from layerzero.workers.providers._mlx_vision import Vision
@@ -39,6 +39,7 @@ def load() -> Loaded:
         **Vision(mx).builders(),
         **_mlx_activations.builders(mx),
         **_mlx_elementwise.builders(mx),
+        **_mlx_quantized.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
@@ -67,7 +68,7 @@ class _Mlx:
         """A function that copies the block's present content into a new array."""
         mx, spec = self.mx, block.spec
         flat = block.host[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
-        dtype = mx.bool_ if spec.dtype == "bool" else getattr(mx, spec.dtype)
+        dtype = mx.bool_ if spec.dtype == "bool" else getattr(mx, spec.dtype, mx.uint8)  # it has no 8-bit floats
         if spec.is_contiguous:
             return lambda: mx.array(flat).view(dtype).reshape(spec.shape)
         return lambda: mx.as_strided(mx.array(flat).view(dtype), spec.shape, spec.strides)

@@ -16,6 +16,7 @@ from layerzero.workers.providers import (
     _onnx_elementwise,
     _onnx_graph,
     _onnx_norms,
+    _onnx_quantized,
     _onnx_vision,
 )
 
@@ -57,6 +58,10 @@ def load() -> Loaded:
         "batch_norm": _onnx_norms.batch_norm,
         **dict.fromkeys(_onnx_elementwise.SERVED, _onnx_elementwise.graph),
         **_onnx_vision.GRAPHS,
+        "int_matmul": _onnx_quantized.int_matmul,
+        "scaled_linear": _onnx_quantized.scaled_linear,
+        "quantize": _onnx_quantized.quantize,
+        "dequantize": _onnx_quantized.dequantize,
     }
 
     def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

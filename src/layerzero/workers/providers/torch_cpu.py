@@ -13,6 +13,7 @@ from layerzero.workers.providers._torch_attention import Composed, FlashAttentio
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
+from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 from layerzero.workers.providers._torch_vision import Vision
 
@@ -95,6 +96,7 @@ def load() -> Loaded:
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
+        **Quantized(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **Vision(torch).builders(),
         **_torch_activations.builders(torch),

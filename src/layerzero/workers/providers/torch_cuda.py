@@ -19,6 +19,7 @@ from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
+from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 from layerzero.workers.providers._torch_vision import Vision
 
@@ -46,6 +47,7 @@ def load() -> Loaded:
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
+        **Quantized(torch, is_gpu=True).builders(),
         **Sampling(torch, is_gpu=True).builders(),
         **Vision(torch).builders(),
         **_torch_activations.builders(torch),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.client.planning import plans, token_plans
+from layerzero.client.planning import token_plans
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
@@ -140,36 +140,3 @@ def test_what_makes_no_sense_is_refused(
     args = [changes.get(number, spec) for number, spec in enumerate(CALLS[op])]
     with pytest.raises(InvalidArgument, match=says):
         planned(op, *args, **options)
-
-
-NUMBERS = t(4, 3, 64)
-
-
-@pytest.mark.parametrize(
-    ("shape", "canonical"),
-    [((), (1, 1, 1)), ((1,), (1, 1, 1)), ((4, 3, 1), (4, 3, 1)), ((1, 3, 4), (1, 3, 4)), ((4, 3, 64), (4, 3, 64))],
-)
-def test_a_scale_gets_the_dimensions_of_what_it_is_for(shape: tuple[int, ...], canonical: tuple[int, ...]) -> None:
-    """Kernels broadcast it without asking what was meant."""
-    plan = plans.plan_quantize(NUMBERS, t(*shape), dtype="int8")
-    assert (plan.inputs[1], plan.results) == (t(*canonical), (t(4, 3, 64, dtype="int8"),))
-    packed = plans.plan_dequantize(t(4, 3, 32, dtype="float4_e2m1fn_x2"), t(*shape), dtype="float16")
-    assert (packed.inputs[1], packed.results) == (t(*canonical), (t(4, 3, 64, dtype="float16"),))
-
-
-@pytest.mark.parametrize(
-    ("x", "scale", "dtype", "says"),
-    [
-        (NUMBERS, t(4, 3), "int8", r"scale has shape \[4, 3\] for numbers of shape \[4, 3, 64\]"),
-        (NUMBERS, t(4, 2, 1), "int8", r"scale has shape \[4, 2, 1\]"),
-        (NUMBERS, t(4, 3, 5), "int8", "last a divisor of the numbers' last extent"),
-        (NUMBERS, t(4, 3, 0), "int8", r"scale has shape \[4, 3, 0\]"),
-        (NUMBERS, t(1, dtype="float16"), "int8", "scale is float16; allowed: float32"),
-        (NUMBERS, t(1), "uint8", "dtype is 'uint8'; allowed: 'float8_e4m3fn' or"),
-        (t(4, dtype="float64"), t(1), "int8", "x is float64; allowed: float32, bfloat16, float16"),
-    ],
-)
-def test_quantizations_that_make_no_sense_are_refused(x: TensorSpec, scale: TensorSpec, dtype: str, says: str) -> None:
-    """A scale of the wrong row would not be seen in any result."""
-    with pytest.raises(InvalidArgument, match=says):
-        plans.plan_quantize(x, scale, dtype=dtype)

@@ -185,8 +185,12 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("float32 2 8",),
     ),
     "cast": ({"x": "float32 2 3"}, {"dtype": "int8"}, ("int8 2 3",)),
-    "quantize": ({"x": "float32 4 6", "scale": "float32 4 3"}, {"dtype": "int8"}, ("int8 4 6",)),
-    "dequantize": ({"x": "int8 4 6", "scale": "float32 4 3"}, {"dtype": "float16"}, ("float16 4 6",)),
+    "quantize": ({"x": "float32 4 6", "scale": "float32 4 3", "zero_point": None}, {"dtype": "int8"}, ("int8 4 6",)),
+    "dequantize": (
+        {"x": "int8 4 6", "scale": "float32 4 3", "zero_point": "int32 4 3"},
+        {"dtype": "float16"},
+        ("float16 4 6",),
+    ),
     "embedding": ({"ids": "int64 2 3", "weight": "float32 7 5"}, {}, ("float32 2 3 5",)),
     "penalize_logits": (
         {
@@ -238,6 +242,24 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"draft_ids": "int32 5 7", "parents": "int64 5 7", "target_ids": "int32 5 7"},
         {},
         ("int64 5 7", "int64 5 7", "int64 5"),
+    ),
+    "dynamic_quantize": (
+        {"x": "bfloat16 3 4"},
+        {"format": "int8", "groups": 2, "symmetric": False},
+        ("int8 3 4", "float32 3 2", "int32 3 2"),
+    ),
+    "int_matmul": (
+        {"a": "int8 4 1 2 3", "b": "uint8 6 3 5", "a_zero_point": "int32 2 1", "b_zero_point": "int32 1 5"},
+        {},
+        ("int32 4 6 2 5",),
+    ),
+    "scaled_linear": (
+        {
+            **{"x": "int8 3 12", "weight": "uint8 10 12", "weight_scale": "float32 5 3", "x_scale": "float32 3 2"},
+            **{"bias": "float32 10", "x_zero_point": "int32 3 2", "weight_zero_point": "int32 5 3"},
+        },
+        {"dtype": "bfloat16", "weight_format": ""},
+        ("bfloat16 3 10",),
     ),
     "tokenize": (
         {"tokenizer": "uint8 0", "text": "uint8 0", "text_splits": "int64 0"},

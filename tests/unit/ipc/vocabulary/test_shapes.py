@@ -52,7 +52,7 @@ def _mutated(rng: Random, spec: TensorSpec) -> TensorSpec:
 
 
 def _array(spec: TensorSpec) -> Any:
-    dtype = {"bfloat16": "float32", "float8_e4m3fn": "float32", "float8_e5m2": "float32", "float4_e2m1fn_x2": "uint8"}
+    dtype = {"bfloat16": "float32", "float8_e4m3fn": "float32", "float8_e5m2": "float32", "float4_e2m1fn_x2": "V1"}
     return np.zeros(spec.shape, dtype.get(spec.dtype, spec.dtype))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +33,7 @@ from layerzero.ipc.vocabulary.ops import (
     PENALTIES,
     TAKE_OUTS,
 )
+from layerzero.ipc.vocabulary.quantized_shapes import WEIGHTS_OF
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
 from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -65,14 +66,27 @@ WIDEST: dict[str, Any] = {
     "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
     "index_dtypes": ["int32", "int64", "bool"],
     "supports_empty": True,
-    "optional_args": ["weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]],
+    "optional_args": [
+        *("weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]),
+        *("zero_point", "a_zero_point", "b_zero_point", "x_zero_point", "weight_zero_point", "x_scale"),
+    ],
+    "supported_quant_dtypes": ["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"],
+    "quantization_scale_granularities": ["per_tensor", "per_channel", "blockwise"],
+    "quantization_zero_point": True,
     "requires_layouts": ["BHSD", "BSHD"],
     "supports_gqa": True,
     "attn_mask_types": ["bool", "float"],
     "causal_alignments": ["top_left", "bottom_right"],
 }
 NARROW = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
-DTYPES = {"quantize": ["float32"], "dequantize": [*NARROW, "int8"], "append_kv": ["float64", *NARROW[:2], "int8"]}
+DTYPES = {
+    "quantize": ["float32"],
+    "dequantize": [*NARROW, "int8", "uint8"],
+    "dynamic_quantize": ["float32"],
+    "int_matmul": ["int8", "uint8"],
+    "scaled_linear": ["float32", "int8", "uint8", *NARROW],
+    "append_kv": ["float64", *NARROW[:2], "int8"],
+}
 DTYPES |= {"tree_accept": ["int64"]}
 DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
 DTYPES |= dict.fromkeys(("add", "mul", "clamp"), WIDEST["dtypes"][:-1])
@@ -306,13 +320,64 @@ def calls(
     if op == "cast":
         made = str(draw(st.sampled_from(kernel.attrs["dtype"])))
         return [x], draw(tensors(made, shape)), {"dtype": made}
+    if op == "dynamic_quantize":
+        kind = draw(st.sampled_from(kernel.attrs["format"]))
+        groups = draw(st.sampled_from([0, 1, shape[-1]]))
+        is_symmetric = draw(st.booleans()) if kind == "int8" else kind != "uint8"
+        block = {"mxfp4": 32, "nvfp4": 16}.get(str(kind))
+        if block:
+            shape, groups = [*shape[:-1], 2 * block], 2
+            x = draw(tensors(dtype, shape))
+        return [x], out_spec, {"format": kind, "groups": groups, "symmetric": is_symmetric}
+    if op == "int_matmul":
+        m, k, n = (draw(extent) for _ in range(3))
+        left, right = draw(st.sampled_from([((), ()), ((2,), (2,)), ((2, 1), (3,)), ((2,), ()), ((1,), (2,))]))
+        other = draw(st.sampled_from(kernel.dtypes))
+        zeros = [
+            draw(tensors("int32", made)) if draw(st.booleans()) else None
+            for made in ((draw(st.sampled_from([1, m])), 1), (1, draw(st.sampled_from([1, n]))))
+        ]
+        inputs = [draw(tensors(dtype, (*left, m, k))), draw(tensors(other, (*right, k, n))), *zeros]
+        return inputs, draw(tensors("int32", (*np.broadcast_shapes(left, right), m, n))), {}
+    if op == "scaled_linear":
+        return draw(scaled(dtype, kernel, tensors))
     if op in ("quantize", "dequantize"):
         pairs = 2 if dtype == "float4_e2m1fn_x2" else 1
         groups = draw(st.sampled_from([n for n in (1, 2, 4) if shape[-1] * pairs % n == 0]))
         scale = draw(tensors("float32", (*(draw(st.sampled_from([1, n])) for n in shape[:-1]), groups)))
         made = draw(st.sampled_from(kernel.attrs["dtype"]))
-        return [x, scale], draw(tensors(str(made), (*shape[:-1], shape[-1] * pairs))), {"dtype": made}
+        is_whole = (made if op == "quantize" else dtype) in ("int8", "uint8")
+        zero = draw(tensors("int32", scale.shape)) if is_whole and draw(st.booleans()) else None
+        return [x, scale, zero], draw(tensors(str(made), (*shape[:-1], shape[-1] * pairs))), {"dtype": made}
     return [x], out_spec, {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "gelu" else {}
+
+
+@st.composite
+def scaled(
+    draw: st.DrawFn, dtype: str, kernel: KernelCapability, tensors: Callable[..., Any]
+) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
+    """Calls of scaled_linear whose dtypes belong together."""
+    m, n = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 5, 16, 17, 32, 40]))
+    k, groups = draw(st.sampled_from([(8, 4), (32, 1), (40, 4), (320, 4), (16, 1), (12, 1)]))
+    plain = dtype in ("float32", "bfloat16", "float16")
+    known = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2") if plain else WEIGHTS_OF[dtype]
+    weight_dtype = draw(st.sampled_from(known))
+    is_int4 = weight_dtype == "uint8" and draw(st.booleans())
+    pair, is_packed = dtype == "float4_e2m1fn_x2", is_int4 or weight_dtype == "float4_e2m1fn_x2"
+    x_scale = None if plain else draw(tensors("float32", (draw(st.sampled_from([1, m])), groups)))
+    scale = draw(tensors("float32", (draw(st.sampled_from([1, n])), groups)))
+    zeros = [
+        draw(tensors("int32", one.shape))
+        if one is not None and kind in ("int8", "uint8") and draw(st.booleans())
+        else None
+        for one, kind in ((x_scale, dtype), (scale, weight_dtype))
+    ]
+    bias = draw(tensors("float32", (n,))) if draw(st.booleans()) else None
+    made = "" if plain else str(draw(st.sampled_from([d for d in kernel.attrs["dtype"] if d])))
+    x, weight = draw(tensors(dtype, (m, k // (1 + pair)))), draw(tensors(weight_dtype, (n, k // (1 + is_packed))))
+    inputs = [x, weight, scale, x_scale, bias, *zeros]
+    attrs = {"dtype": made, "weight_format": "int4" if is_int4 else ""}
+    return inputs, draw(tensors(made or dtype, (m, n))), attrs
 
 
 @pytest.mark.parametrize(("op", "kernel"), [k for k in KERNELS if k.values[0] in PROBLEMS])  # type: ignore[operator]
