@@ -88,14 +88,18 @@ def attention(
     k: Array,
     v: Array,
     attn_mask: Array | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
     *,
     is_causal: bool,
     scale: float,
     causal_alignment: str,
     layout: str = "BHSD",
+    **options: Any,
 ) -> F64:
-    """softmax(q k^T * scale + mask) v, one head at a time; a row that sees no key is 0."""
-    return attention_forward(q, k, v, attn_mask, is_causal=is_causal, scale=scale, causal_alignment=causal_alignment)[0]
+    """softmax(cap(q k^T * scale) + mask) v, one head at a time; a row that sees no key is 0."""
+    rule: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "causal_alignment": causal_alignment}
+    return attention_forward(q, k, v, attn_mask, sinks, alibi_slopes, **rule, **options)[0]
 
 
 def attention_forward(
@@ -103,14 +107,19 @@ def attention_forward(
     k: Array,
     v: Array,
     attn_mask: Array | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
     *,
     is_causal: bool,
     scale: float,
     causal_alignment: str,
     layout: str = "BHSD",
+    **options: Any,
 ) -> tuple[F64, F64]:
-    """attention, and log(sum(exp(scores))) of each row; -inf for one that sees no key."""
-    weights, lse = _weights(q, k, attn_mask, is_causal, scale, causal_alignment)
+    """attention, and log(sum(exp(scores))) of each row, its sink among them; -inf for one that sees no key.
+    `options`: window_left, window_right, softcap."""
+    beside = (sinks, alibi_slopes)
+    weights, lse = _weights(q, k, attn_mask, is_causal, scale, causal_alignment, *beside, **options)
     values = np.repeat(v.astype(np.float64), q.shape[1] // max(k.shape[1], 1), axis=1)
     return weights @ values, lse
 
@@ -147,31 +156,54 @@ def attention_backward(
 
 
 def _weights(
-    q: Array, k: Array, attn_mask: Array | None, is_causal: bool, scale: float, causal_alignment: str
+    q: Array,
+    k: Array,
+    attn_mask: Array | None,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[F64, F64]:
     """Weights (batch, heads, queries, keys), 0 in rows that see nothing, and the logarithm of what they are divided by,
     one row at a time."""
     batch, heads, queries, _ = q.shape
     keys, group = k.shape[2], heads // max(k.shape[1], 1)
     found, lse = np.zeros((batch, heads, queries, keys)), np.full((batch, heads, queries), -np.inf)
+    places = np.arange(queries) + (keys - queries if causal_alignment == "bottom_right" else 0)
+    distance = np.arange(keys)[None, :] - places[:, None]
     visible = np.ones((queries, keys), bool)
     if is_causal:
-        last = np.arange(queries) + (keys - queries if causal_alignment == "bottom_right" else 0)
-        visible = np.arange(keys)[None, :] <= last[:, None]
+        visible &= distance <= 0
+    if window_left is not None:
+        visible &= distance >= -window_left
+    if window_right is not None:
+        visible &= distance <= window_right
     for b in range(batch):
         for h in range(heads):
             scores = q[b, h].astype(np.float64) @ k[b, h // group].astype(np.float64).T * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                slope = np.broadcast_to(alibi_slopes, (batch, heads))[b, h].astype(np.float64)
+                scores = scores - slope * np.abs(distance)
             seen = visible
             if attn_mask is not None:
                 mask = np.broadcast_to(attn_mask, (batch, heads, queries, keys))[b, h]
-                seen = mask if mask.dtype == bool else mask > -np.inf
+                seen = visible & (mask if mask.dtype == bool else mask > -np.inf)
                 scores = scores if mask.dtype == bool else scores + mask
             scores = np.where(seen, scores, -np.inf)
+            sink = -np.inf if sinks is None else float(sinks[h])
+            lse[b, h] = sink
             for row in np.flatnonzero(seen.any(axis=1)):
-                top = scores[row].max()
+                top = max(scores[row].max(), sink)
                 weights = np.exp(scores[row] - top)
-                found[b, h, row] = weights / weights.sum()
-                lse[b, h, row] = top + np.log(weights.sum())
+                total = weights.sum() + np.exp(sink - top)
+                found[b, h, row] = weights / total
+                lse[b, h, row] = top + np.log(total)
     return found, lse
 
 

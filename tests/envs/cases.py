@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from tests import reference
 from tests.envs import elementwise_cases
+from tests.envs.attention_cases import option_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS
 from layerzero.ipc.vocabulary.sampling import LIMITS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
@@ -109,7 +110,9 @@ def backward_cases(rng: np.random.Generator) -> Iterator[Case]:
         # broadcast in memory are other ones than those that output and lse would be made from.
         if case.name == "logits of 1e4" or "broadcast" in case.layouts:
             continue
-        q, k, v, mask = case.tensors
+        q, k, v, mask, sinks, slopes = case.tensors
+        if sinks is not None or slopes is not None or OPS["attention"].options & case.attrs.keys():
+            continue
         assert q is not None
         assert v is not None
         grad = normal(rng, *q.shape[:3], v.shape[3])
@@ -138,7 +141,8 @@ def attention_cases(rng: np.random.Generator) -> Iterator[Case]:
         layout = more.pop("layout", "BHSD")
         attrs = {"is_causal": bool(causal), "causal_alignment": causal or "top_left", "layout": layout}
         scale = more.pop("scale", q[3] ** -0.5 if q[3] else 1.0)
-        return Case(name, (normal(rng, *q), normal(rng, *k), normal(rng, *v), mask), {**attrs, "scale": scale}, **more)
+        tensors = (normal(rng, *q), normal(rng, *k), normal(rng, *v), mask, None, None)
+        return Case(name, tensors, {**attrs, "scale": scale}, **more)
 
     small = ((2, 4, 7, 16), (2, 4, 9, 16), (2, 4, 9, 16))
     yield case("plain", *small)
@@ -196,6 +200,7 @@ def attention_cases(rng: np.random.Generator) -> Iterator[Case]:
     ):
         yield case(f"empty {q} {k} {v}", q, k, v)
         yield case(f"empty causal {q} {k} {v}", q, k, v, causal="bottom_right")
+    yield from option_cases(rng)
 
 
 def varlen_cases(rng: np.random.Generator) -> Iterator[Case]:

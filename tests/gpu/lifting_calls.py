@@ -190,4 +190,4 @@ def _attention(dtype: str) -> Iterator[_Made]:
                     for h, s in ((heads, queries), (kv_heads, keys))
                 )
                 attrs = {"is_causal": is_causal, "scale": scale, "causal_alignment": alignment, "layout": layout}
-                yield f"{name}, {layout}", (q, k, k, None), (q,), attrs, _WELL
+                yield f"{name}, {layout}", (q, k, k, None, None, None), (q,), attrs, _WELL

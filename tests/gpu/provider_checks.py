@@ -141,7 +141,7 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
         other = Problem(op, f"{problem.name}, other numbers", problem.attrs, tuple(inputs), problem.kinds)
         if op == "attention_backward":  # whose result and log-sum-exp follow from the rest
             grad, q, k, v, _, _, mask = inputs
-            inputs = [grad, q, k, v, *forward(problem.attrs, [q, k, v, mask]), mask]
+            inputs = [grad, q, k, v, *forward(problem.attrs, [q, k, v, mask, None, None]), mask]
             other = Problem(op, other.name, problem.attrs, tuple(inputs), problem.kinds)
         both = (cases(op, kernel, [one], dtype) for one in (problem, other))
         yield next(zip(*both, strict=False))
@@ -180,7 +180,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             alignment = rng.choice(kernel["causal_alignments"]) if is_causal and queries != keys else "top_left"
             attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
             q = numbers(1, group * kv_heads, queries, dim)
-            inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None]
+            inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None, None, None]
             if op == "attention_backward":
                 inputs = [numbers(*q.shape), *inputs[:3], *forward(attrs, inputs), None]
         elif op == "attention_varlen":

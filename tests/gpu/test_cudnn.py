@@ -38,9 +38,9 @@ def bind(loaded: Loaded) -> Callable[..., Bound]:
         scale = tensors[0].shape[3] ** -0.5
         attrs = {"is_causal": is_causal, "scale": scale, "causal_alignment": alignment, "layout": "BHSD"}
         kernel = "cudnn.attention"
-        specs = (*(given.spec for given in inputs), None)
+        specs = (*(given.spec for given in inputs), None, None, None)
         call = Call("attention", kernel, specs, (outputs[0].spec,), attrs)
-        return loaded.kernels[kernel](call, [*inputs, None], outputs)
+        return loaded.kernels[kernel](call, [*inputs, None, None, None], outputs)
 
     return make
 

@@ -45,9 +45,9 @@ def binder(loaded: Loaded) -> Bind:
             "causal_alignment": alignment or "top_left",
             "layout": "BHSD",
         }
-        specs = (*(given.spec for given in inputs), None)
+        specs = (*(given.spec for given in inputs), None, None, None)
         call = Call("attention", f"triton.attention.{kernel}", specs, (outputs[0].spec,), attrs)
-        return loaded.kernels[f"triton.attention.{kernel}"](call, [*inputs, None], outputs)
+        return loaded.kernels[f"triton.attention.{kernel}"](call, [*inputs, None, None, None], outputs)
 
     return make
 

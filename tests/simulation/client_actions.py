@@ -121,7 +121,7 @@ class ClientActions:
             case "BAD_MESSAGE":
                 is_true = bool(call.signature.pinned) and "fault" in call.faults
             case "UNREACHABLE":
-                has_newer = NEWER in self.able(call) - tried.keys() and self._could_serve(NEWER, call)
+                has_newer = NEWER in (self.able(call) - tried.keys() | unfinished) and self._could_serve(NEWER, call)
                 is_true = bool(left or has_newer) and call.is_lent and not call.signature.pinned
             case _:
                 is_true = error.code in ("INVALID_ARGUMENT", "OUTPUT_TOO_SMALL")

@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     # Functions of users, in environments that it builds and calls that it makes of arrays' memory.
     "functions": ({"client", "envs", "ipc"}, {"packaging"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
+    "text": ({""}, {"jinja2", "numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
 }

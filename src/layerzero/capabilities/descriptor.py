@@ -72,6 +72,7 @@ class KernelCapability(BaseModel):
     optional_args: tuple[str, ...] = ()  # optional tensor arguments that may be given
     required_args: tuple[str, ...] = ()  # optional tensor arguments that must be given
     attrs: dict[str, tuple[Attr, ...]] = {}  # attribute -> allowed values
+    optional_attrs: tuple[str, ...] = ()  # attributes that calls may lack, and that may be given
 
     # quantized data
     supported_quant_dtypes: tuple[QuantDtype, ...] = ()
@@ -91,6 +92,7 @@ class KernelCapability(BaseModel):
     supports_gqa: bool = False  # query head h uses key head h // group; kernels with another rule say false
     attn_mask_types: tuple[Literal["bool", "float"], ...] = ()
     attn_mask_layouts: tuple[Literal["broadcast", "per_head"], ...] = ("broadcast", "per_head")
+    supports_causal_mask: bool = False  # a mask beside the causal rule
     causal_alignments: tuple[Literal["top_left", "bottom_right"], ...] = ()
     masked_rows: Literal["zero", "mean_v", "nan"] | None = None  # what the library does by itself; providers give zero
     supports_scale: bool = True  # other scales than 1/sqrt(head_dim)

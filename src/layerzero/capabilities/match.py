@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from layerzero.capabilities.context import SelectionContext, has_dense_rows
 from layerzero.capabilities.descriptor import PLAIN_OPS, TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads, aligns
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
 
@@ -111,6 +111,9 @@ def _arguments(context: SelectionContext, kernel: KernelCapability) -> Found:
     for name in kernel.required_args:
         if name not in given:
             yield Reason.ARG_REQUIRED, f"argument {name!r} is missing; the kernel needs it"
+    for name in OPS[op].attrs:
+        if name in OPS[op].options and name in attrs and name not in kernel.optional_attrs:
+            yield Reason.ATTR_UNSUPPORTED, f"{name}={attrs[name]!r}; allowed: none"
     for name, allowed in kernel.attrs.items():
         if name in attrs and attrs[name] not in allowed:
             yield Reason.ATTR_UNSUPPORTED, f"{name}={attrs[name]!r}; allowed: {', '.join(map(repr, allowed))}"
@@ -233,6 +236,8 @@ def _attention(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.ATTN_MASK_UNSUPPORTED, f"{kind} mask; allowed: {', '.join(kernel.attn_mask_types) or 'none'}"
         elif mask_layout not in kernel.attn_mask_layouts:
             yield Reason.ATTN_MASK_UNSUPPORTED, f"{mask_layout} mask; allowed: {', '.join(kernel.attn_mask_layouts)}"
+        if context.is_causal and not kernel.supports_causal_mask:
+            yield Reason.ATTN_MASK_UNSUPPORTED, f"{kind} mask with is_causal=True; allowed: one of them"
         if context.attn_mask_problem is not None:
             yield Reason.ATTN_MASK_INVALID, context.attn_mask_problem
     if q.shape[2] != k.shape[2]:
@@ -241,7 +246,7 @@ def _attention(context: SelectionContext, kernel: KernelCapability) -> Found:
 
 def _causal_alignment(context: SelectionContext, kernel: KernelCapability, what: str) -> Found:
     alignment, alignments = context.causal_alignment, kernel.causal_alignments
-    if context.is_causal and alignment not in alignments:
+    if aligns(context.given, context.attrs) and alignment not in alignments:
         yield Reason.CAUSAL_ALIGNMENT_UNSUPPORTED, f"{alignment} with {what}; allowed: {', '.join(alignments)}"
 
 

@@ -244,7 +244,7 @@ def convert_mask(context: SelectionContext, kernel: KernelCapability) -> Step | 
 
 def spell_out_causal(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     """With the causal rule as a mask."""
-    if context.op not in ATTENTION_OPS or "attn_mask" in context.given:
+    if context.op not in ATTENTION_OPS or "attn_mask" in context.given or not context.is_causal:
         return None
     q, k = context.given["q"], context.given["k"]
     dtype = "bool" if "bool" in kernel.attn_mask_types else q.dtype

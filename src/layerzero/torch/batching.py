@@ -303,6 +303,9 @@ def dequantize(info: Any, dims: Dims, x: Tensor, scale: Tensor, **options: Any) 
     return ops.dequantize(*_scaled(info, dims, x, scale), **options), 0
 
 
+ATTENTION_SCALARS = 4  # arguments of attention between its mask and its sinks
+
+
 def attention(
     info: Any,
     dims: Dims,
@@ -314,8 +317,16 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, int]:
     """Samples are flattened into the batch."""
-    dims = (*dims, None)
+    dims = (*dims, *[None] * 7)
     size = info.batch_size
+    if len(args) > ATTENTION_SCALARS:
+        sinks, *slopes = args[ATTENTION_SCALARS:]
+        if dims[4 + ATTENTION_SCALARS] is not None:
+            raise lz.InvalidArgument(
+                "layerzero::attention under vmap: sinks is mapped over; allowed: the same for all samples; loop over "
+                "them"
+            )
+        args = (*args[:ATTENTION_SCALARS], sinks, *[_slopes(one, dims, size, q) for one in slopes])
     q5, k5, v5 = (_padded(_mapped(t, dim, size), 5) for t, dim in ((q, dims[0]), (k, dims[1]), (v, dims[2])))
     ndim = q.dim() - (dims[0] is not None)
     mask = None
@@ -327,6 +338,17 @@ def attention(
     for _ in range(4 - ndim):
         result = result.squeeze(1)
     return result, 0
+
+
+def _slopes(slopes: Tensor | None, dims: Dims, size: int, q: Tensor) -> Tensor | None:
+    """alibi_slopes, (heads) or (batch, heads), of the flattened batch; those of all samples are left as they are."""
+    dim = dims[5 + ATTENTION_SCALARS]
+    if slopes is None or (dim is None and (slopes.dim() == 1 or len(slopes) == 1)):
+        return slopes
+    mapped = _mapped(slopes, dim, size)
+    mapped = mapped if mapped.dim() == 3 else mapped.unsqueeze(1)
+    sample = q if dims[0] is None else q.select(dims[0], 0)
+    return mapped.expand(-1, sample.shape[0] if sample.dim() == 4 else 1, -1).flatten(0, 1)
 
 
 def refused(name: str) -> Rule:

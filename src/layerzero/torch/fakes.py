@@ -246,6 +246,8 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     *,
     layout: str = "BHSD",
     causal_alignment: str = "top_left",

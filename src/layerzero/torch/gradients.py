@@ -19,6 +19,7 @@ from layerzero.torch import backward, norms
 aten = torch.ops.aten
 NOT_KEPT = "the log-sum-exp was not kept, under torch.func"
 OUTSIDE = "gradients that are differentiated once more, or torch.func"
+WITH_OPTIONS = "windows, a soft cap, sinks or slopes, whose gradients no kernel has"
 OTHERS = "gradients of a float mask, or gradients that are differentiated once more"
 
 
@@ -237,15 +238,20 @@ def embedding(grad: Tensor, call: Call) -> Gradients:
 
 def attention(grad: Tensor, call: Call) -> Gradients:
     """By the op attention_backward, which is selected like any other. In this process, which may take seq_q * seq_k
-    numbers for each head: where the log-sum-exp was not kept, for a float mask, and where what lies outside
-    differentiates once more."""
+    numbers for each head: where the log-sum-exp was not kept, for a float mask, with windows, a soft cap, sinks or
+    slopes, and where what lies outside differentiates once more."""
     mask = call["attn_mask"]
     options = {name: call[name] for name in ("is_causal", "scale", "enable_gqa", "layout", "causal_alignment")}
+    beside = {name: call[name] for name in ("window_size", "softcap", "sinks", "alibi_slopes")}
     tensors = call["q"], call["k"], call["v"]
     lse = call["lse"]
-    if lse is None or "attn_mask" in call.needs or torch.is_grad_enabled():
-        found = by_formula.gradients(grad, *tensors, mask, call.needs, **options)
-        backward.thread.why = NOT_KEPT if lse is None else OTHERS
+    has_options = beside["sinks"] is not None or beside["alibi_slopes"] is not None or bool(beside["softcap"])
+    has_options = has_options or tuple(beside["window_size"]) != (-1, -1)
+    if lse is None or has_options or "attn_mask" in call.needs or torch.is_grad_enabled():
+        found = by_formula.gradients(grad, call["q"], call["k"], call["v"], mask, call.needs, **options, **beside)
+        backward.thread.why = NOT_KEPT if lse is None else WITH_OPTIONS if has_options else OTHERS
+        if has_options and lse is not None:
+            backward.tell("attention_backward", by_formula.BY_FORMULA, f"computed in this process: {WITH_OPTIONS}")
         return dict(found)
     pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
     dq, dk, dv = torch.ops.layerzero.attention_backward.default(

@@ -429,6 +429,7 @@ def _arguments(op: Any) -> tuple[tuple[str, ...], dict[str, Any], frozenset[str]
 def _autocast(entry: OpEntry, op: Any, device_type: str, key: DispatchKey) -> Callable[..., Any]:
     rule, casts = entry.autocast, (torch.float16, torch.bfloat16, torch.float32)
     assert rule is not None
+    kept = [number for number, name in enumerate(_arguments(op)[0]) if name in entry.singles]
 
     def kernel(*args: Any, **options: Any) -> Any:
         given = [arg for arg in args if isinstance(arg, Tensor)]
@@ -436,7 +437,11 @@ def _autocast(entry: OpEntry, op: Any, device_type: str, key: DispatchKey) -> Ca
         with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)):
             if dtype is None:
                 return op(*args, **options)
-            out = op(*[_cast(arg, dtype) if isinstance(arg, Tensor) else arg for arg in args], **options)
+            cast = [_cast(arg, dtype) if isinstance(arg, Tensor) else arg for arg in args]
+            for number in kept:
+                if number < len(args):
+                    cast[number] = args[number]
+            out = op(*cast, **options)
             if result is None:
                 return out
             return tuple(one.to(result) for one in out) if isinstance(out, tuple) else out.to(result)

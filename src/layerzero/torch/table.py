@@ -35,7 +35,8 @@ class OpEntry:
 
     `formula` gives gradients; without one a backward pass is refused by name. `saves` has what it reads: for each
     tensor ("out" is the result) the arguments that need it for their gradients, ANY for all; one that is no tensor
-    needs it where it is given. `autocast` is None where tensors stay as they are; `batch` is None where vmap is refused
+    needs it where it is given. `autocast` is None where tensors stay as they are, as `singles` always do, which are
+    float32; `batch` is None where vmap is refused
     by name.
 
     `results`: how many; of several there is a form with `out` where `outs` names what it writes, in their order.
@@ -62,6 +63,7 @@ class OpEntry:
     backward: str = ""
     by_torch: Callable[..., Tensor | None] | None = None
     library: str = "layerzero"
+    singles: frozenset[str] = ANY
 
     @property
     def label(self) -> str:
@@ -107,6 +109,8 @@ def _sample(logits: Tensor, seed: Tensor, offset: Tensor, *settings: Tensor | No
     return found
 
 
+_OPTIONS = "int[2] window_size=[-1, -1], float softcap=0.0"
+_OF_HEADS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
 _RULE = (
     'bool is_causal=False, float? scale=None, bool enable_gqa=False, str layout="BHSD", str causal_alignment="top_left"'
 )
@@ -117,12 +121,14 @@ TABLE: dict[str, OpEntry] = {
         OpEntry(
             "attention",
             "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
-            'float? scale=None, bool enable_gqa=False, *, str layout="BHSD", str causal_alignment="top_left"',
+            f"float? scale=None, bool enable_gqa=False, {_OF_HEADS}, *, "
+            f'str layout="BHSD", str causal_alignment="top_left", {_OPTIONS}',
             fakes.attention,
             gradients.attention,
-            {"q": ANY, "k": ANY, "v": ANY, "attn_mask": ANY, "out": ANY, "lse": ANY},
+            dict.fromkeys(("q", "k", "v", "attn_mask", "sinks", "alibi_slopes", "out", "lse"), ANY),
             autocasting.lower,
             batching.attention,
+            singles=frozenset({"alibi_slopes"}),
             with_gradients="attention_forward",
             also_saved="lse",
             backward="attention_backward",
@@ -130,9 +136,10 @@ TABLE: dict[str, OpEntry] = {
         ),
         OpEntry(
             "attention_forward",
-            f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, *, {_RULE}",
+            f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, {_OF_HEADS}, *, {_RULE}, {_OPTIONS}",
             fakes.attention_forward,
             autocast=autocasting.lower,
+            singles=frozenset({"alibi_slopes"}),
             results=2,
             runs=attention.attention_forward,
         ),

@@ -40,7 +40,8 @@ def traced(request: Request) -> Any:
         args = (*request.args, options.pop("approximate"))
     elif request.op == "attention":
         named = ("dropout_p", "is_causal", "scale", "enable_gqa")
-        args = (*request.args, *(options.pop(name) for name in named))
+        *tensors, sinks, slopes = request.args
+        args = (*tensors, *(options.pop(name) for name in named), sinks, slopes)
     else:
         args = request.args
     if isinstance(request.out, tuple):  # several results have no form with `out`

@@ -53,7 +53,7 @@ def _check(message: messages.Prepare, inputs: Sequence[TensorSpec | None], outpu
     if (
         op is None
         or (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs))
-        or set(message.attrs) != set(op.attrs)
+        or not op.has_attrs(message.attrs)
     ):
         raise ProtocolError(f"a plan of {message.op!r:.80} has other tensors or attributes than that op")
     if any(spec is None and name not in op.optional for name, spec in zip(op.inputs, inputs, strict=True)):

@@ -8,6 +8,7 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 ATTENTION = {
@@ -66,6 +67,7 @@ def call(op: str, *inputs: TensorSpec | None, out: TensorSpec | None = None, dev
     attrs = {name: value for name, value in named.items() if name not in CONDITIONS}
     conditions = {name: value for name, value in named.items() if name in CONDITIONS}
     outputs = (out,) if out is not None else ()
+    inputs = (*inputs, *[None] * (len(OPS[op].inputs) - len(inputs)))
     return SelectionContext(op, inputs, outputs, {**ATTRS.get(op, {}), **attrs}, device or DeviceSpec(), **conditions)
 
 

@@ -203,6 +203,8 @@ ODD_KERNELS: dict[str, list[dict[str, Any]]] = {
             {"platform": "cuda", "min_sm": 80, "max_sm": 90, "is_cuda_graph_safe": True},
             {"head_dim_multiple": 16, "min_head_dim": 1, "causal_alignments": ["top_left", "bottom_right"]},
             {"mutates_inputs": True, "min_ndim": 5, "supports_kv_cache_layouts": ["NHD"]},
+            {"optional_attrs": ["window_left", "softcap"], "supports_causal_mask": True},
+            {"optional_args": ["sinks"], "required_args": ["alibi_slopes"]},
         )
     ],
     "layer_norm": [
@@ -262,11 +264,13 @@ def contexts(draw: st.DrawFn, op: str) -> SelectionContext:
             mask_shape = (*mask_shape[:3], 5)
         inputs = [draw(tensors(shape)) for shape in shapes]
         inputs.append(draw(st.none() | tensors(mask_shape)))
+        inputs += [draw(st.none() | st.none() | tensors(shape)) for shape in ((h,), (1, h))]
         outputs = [draw(tensors((b, h, sq, shapes[2][3])))]
         attrs["is_causal"] = draw(st.booleans())
         attrs["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
         attrs["layout"] = draw(st.sampled_from(["BHSD", "BSHD"]))
         attrs["scale"] = draw(st.sampled_from([1.0, 0.25, 1]))
+        attrs |= draw(st.sampled_from([{}, {}, {"window_left": 3}, {"window_right": 3}, {"softcap": 2.0}]))
         attrs |= draw(
             st.sampled_from(
                 [{}, {}, {}, {"dropout_p": 0.5}, {"lse_base": "2"}, {"kv_cache_layout": "NHD"}, {"quant_dtype": "int8"}]

@@ -42,8 +42,8 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
 
     single = TensorSpec.contiguous("float32", (1,))
     inputs: dict[str, tuple[TensorSpec | None, ...]] = {
-        "attention": (*[dense(2, 16, 256, head_dim)] * 3, None),
-        "attention_forward": (*[dense(2, 16, 256, head_dim)] * 3, None),
+        "attention": (*[dense(2, 16, 256, head_dim)] * 3, None, None, None),
+        "attention_forward": (*[dense(2, 16, 256, head_dim)] * 3, None, None, None),
         "attention_backward": (
             *[dense(2, 16, 256, head_dim)] * 5,
             *(TensorSpec.contiguous("float32", (2, 16, 256)), None),
@@ -96,7 +96,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
         "min": -1.0, "max": None,
     }  # fmt: skip
-    given = {name: attrs[name] for name in OPS[op].attrs}
+    given = {name: attrs[name] for name in OPS[op].attrs if name not in OPS[op].options}
     specs = inputs.get(op, (dense(64, 128),))
     return SelectionContext(op, tuple(specs), (dense(64, 128),), given, device)
 

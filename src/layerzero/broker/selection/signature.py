@@ -68,10 +68,9 @@ class CallSpec:
         ]
         if missing:
             raise ProtocolError(f"{op.name} lacks {', '.join(missing)}")
-        if set(message.attrs) != set(op.attrs) or not all(type(v) in ATTR_TYPES for v in message.attrs.values()):
-            raise ProtocolError(
-                f"{op.name} takes exactly the attributes {', '.join(op.attrs) or '(none)'}, all scalars"
-            )
+        if not op.has_attrs(message.attrs) or not all(type(v) in ATTR_TYPES for v in message.attrs.values()):
+            names = ", ".join(f"[{name}]" if name in op.options else name for name in op.attrs)
+            raise ProtocolError(f"{op.name} takes exactly the attributes {names or '(none)'}, all scalars")
         if message.device and (op.sized_output or not op.inputs):
             raise InvalidArgument(f"{op.name} runs on the CPU; its route names the device {message.device!r:.80}")
         inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)

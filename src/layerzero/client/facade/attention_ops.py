@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client.arrays.array_types import ArrayT
 from layerzero.client.connection.call import Request
+from layerzero.client.facade.ops import extents_of
 from layerzero.client.facade.running import perform
 from layerzero.client.planning import attention_plans
 
@@ -18,24 +20,30 @@ def attention_forward(
     k: AnyArray,
     v: AnyArray,
     attn_mask: AnyArray | None = None,
+    sinks: AnyArray | None = None,
+    alibi_slopes: AnyArray | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "BHSD",
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> tuple[ArrayT, Any]:
     """Softmax attention, and the log-sum-exp of each row of its scores: (out, lse).
 
-    Arguments and out as attention. With s = scale q k^T + mask, lse[i] = log(sum_j exp(s[i, j])), natural, float32 of
-    shape (batch, heads, seq_q) in either layout, without the leading dimensions that q lacks; -inf for a row that sees
-    nothing, whose out is 0. Both are new, of the kind of q; attention_backward takes them.
+    Arguments and out as attention. With s the scores, lse[i] = log(sum_j exp(s[i, j])), natural, float32 of shape
+    (batch, heads, seq_q) in either layout, without the leading dimensions that q lacks, the sink among the scores; -inf
+    for a row that sees nothing, whose out is 0. Both are new, of the kind of q; attention_backward takes those of calls
+    without options, merge_attention those of any.
     Source: Dao et al. 2022, algorithm 1 (there L = m + log l).
     """
-    args = (q, k, v, attn_mask)
+    args = (q, k, v, attn_mask, sinks, alibi_slopes)
     params = _params(is_causal, scale, enable_gqa, layout, causal_alignment)
+    params |= {"window_size": extents_of(window_size), "softcap": softcap}
     planner = attention_plans.plan_attention_forward
     return perform(Request("attention_forward", args, params, planner, None, backend, timeout_s))
 

@@ -45,23 +45,31 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    sinks: AnyArray | None = None,
+    alibi_slopes: AnyArray | None = None,
     *,
     layout: str = "BHSD",
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> ArrayT:
-    """Softmax attention: softmax(q k^T * scale + mask) v.
+    """Softmax attention: softmax(cap(q k^T * scale) + mask) v, cap(s) being softcap tanh(s / softcap), or s without.
 
     q: (batch, heads, seq_q, head_dim), k: (batch, kv_heads, seq_k, head_dim), v: (batch, kv_heads, seq_k, value_dim),
     or with layout="BSHD" heads and sequence exchanged; leading dimensions may be left out.
     attn_mask: broadcastable to (batch, heads, seq_q, seq_k); bool (True: attend) or the dtype of q (added).
     scale: multiplies q k^T, default 1/sqrt(head_dim). enable_gqa: heads may be a multiple of kv_heads.
     causal_alignment: for is_causal with seq_q != seq_k: row i sees columns up to i ("top_left", as in torch) or up to
-    i + seq_k - seq_q ("bottom_right", as in FlashAttention). Rows that see nothing are zero. dropout_p must be 0.
+    i + seq_k - seq_q ("bottom_right", as in FlashAttention): that column is the row's place. Rows that see nothing are
+    zero. dropout_p must be 0.
+    window_size: (left, right), how many columns before and after its place a row sees, -1 for all. softcap: 0 for none.
+    sinks: (heads,) of q's dtype: a further score of each row, which takes weight and has no value. alibi_slopes:
+    float32 (heads,) or (batch, heads): minus the slope times |column - place| is added to scores.
     Returns: shaped like q with value_dim for head_dim.
-    Source: Vaswani et al. 2017, eq. 1.
+    Source: Vaswani et al. 2017, eq. 1; of the options docs/ops.md.
     """
     params = {
         "dropout_p": dropout_p,
@@ -70,8 +78,10 @@ def attention(
         "enable_gqa": enable_gqa,
         "layout": layout,
         "causal_alignment": causal_alignment,
+        "window_size": extents_of(window_size),
+        "softcap": softcap,
     }
-    args = (q, k, v, attn_mask)
+    args = (q, k, v, attn_mask, sinks, alibi_slopes)
     return perform(Request("attention", args, params, attention_plans.plan_attention, out, backend, timeout_s))
 
 
@@ -460,7 +470,7 @@ def null(*, backend: str | None = None, timeout_s: float | None = None) -> None:
 
 def extents_of(value: Any) -> Any:
     """As a tuple of Python's own integers, so that it can be part of a call's key; plans.py refuses anything else."""
-    if type(value) is tuple and len(value) == 1 and type(value[0]) is int:  # most are; asking for Integral takes 2 us
+    if type(value) is tuple and {*map(type, value)} == {int}:  # most are; asking for Integral takes 2 us
         return value
     if isinstance(value, Integral):
         return (int(value),)

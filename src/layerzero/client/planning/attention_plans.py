@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from layerzero.client.planning.checks import (
     Shape,
     attention_scale,
     choice,
+    finite,
     flag,
     fresh,
     listed,
@@ -16,7 +19,7 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.client.planning.plans import BSHD_AXES, Plan, Scalar, remember
-from layerzero.ipc.vocabulary.shapes import CAUSAL_ALIGNMENTS, LAYOUTS
+from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS, LAYOUTS, MAX_WINDOW
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -26,6 +29,8 @@ def plan_attention(
     k: TensorSpec,
     v: TensorSpec,
     attn_mask: TensorSpec | None = None,
+    sinks: TensorSpec | None = None,
+    alibi_slopes: TensorSpec | None = None,
     *,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -33,12 +38,15 @@ def plan_attention(
     enable_gqa: bool = False,
     layout: str = "BHSD",
     causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> Plan:
-    """torch.nn.functional.scaled_dot_product_attention, with the memory order and the causal rule named."""
+    """torch.nn.functional.scaled_dot_product_attention, with the memory order, the causal rule and more named."""
     op, options = "attention", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
     if number(op, "dropout_p", dropout_p) != 0.0:
         refuse(op, f"dropout_p is {dropout_p}", "0.0, because kernels draw no random numbers", "drop it, or call torch")
-    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options, window_size=window_size, softcap=softcap)
+    inputs = (*inputs, *_of_heads(op, inputs, sinks, alibi_slopes, attrs, causal_alignment))
     output, result = _out(op, inputs, q.ndim, layout)
     return Plan(op, inputs, attrs, (output,), (result,))
 
@@ -49,16 +57,21 @@ def plan_attention_forward(
     k: TensorSpec,
     v: TensorSpec,
     attn_mask: TensorSpec | None = None,
+    sinks: TensorSpec | None = None,
+    alibi_slopes: TensorSpec | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     layout: str = "BHSD",
     causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> Plan:
     """Attention, and the log-sum-exp of its rows."""
     op, options = "attention_forward", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
-    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options, window_size=window_size, softcap=softcap)
+    inputs = (*inputs, *_of_heads(op, inputs, sinks, alibi_slopes, attrs, causal_alignment))
     output, result = _out(op, inputs, q.ndim, layout)
     rows = output.shape[:3]
     lse, lse_result = TensorSpec.contiguous("float32", rows), fresh(op, "float32", rows[4 - q.ndim :])
@@ -105,6 +118,48 @@ def plan_attention_backward(
     return Plan(op, (grad4, *inputs[:3], output4, lse3, inputs[3]), attrs, outputs, results)
 
 
+def _of_heads(
+    op: str,
+    inputs: Sequence[TensorSpec | None],
+    sinks: TensorSpec | None,
+    slopes: TensorSpec | None,
+    attrs: dict[str, Scalar],
+    causal_alignment: str,
+) -> tuple[TensorSpec | None, TensorSpec | None]:
+    """Sinks and slopes as the op has them. Distances depend on the alignment."""
+    q, k = inputs[:2]
+    assert q is not None
+    assert k is not None
+    batch, heads, seq_q, _ = q.shape
+    if sinks is not None:
+        if sinks.dtype != q.dtype:
+            refuse(op, f"sinks is {sinks.dtype}", f"{q.dtype} like q", f"convert it to {q.dtype}")
+        if sinks.shape != (heads,):
+            refuse(op, f"sinks has shape {list(sinks.shape)}", f"[{heads}], one for each head of q", "reshape it")
+    if slopes is not None:
+        if slopes.dtype != "float32":
+            refuse(op, f"alibi_slopes is {slopes.dtype}", "float32", "convert it to float32")
+        if slopes.shape not in ((heads,), (1, heads), (batch, heads)):
+            text = f"[{heads}], or [1 or {batch}, {heads}], one for each head of q"
+            refuse(op, f"alibi_slopes has shape {list(slopes.shape)}", text, "reshape it")
+        slopes = slopes.unsqueeze(0) if slopes.ndim == 1 else slopes
+        if seq_q != k.shape[2]:
+            attrs["causal_alignment"] = causal_alignment
+    return sinks, slopes
+
+
+def _windows(op: str, window_size: object, queries: int, keys: int, is_bottom_right: bool) -> tuple[int, int]:
+    """How far a query sees to the left and to the right; -1 where that hides no key of any."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        refuse(op, f"window_size is {window_size!r}", "(left, right)", "pass two integers, -1 for no limit")
+    for one in window_size:
+        if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < -1:
+            refuse(op, f"window_size is {window_size!r}", "integers from -1 on", "pass -1 for no limit")
+    left, right = (min(int(one), MAX_WINDOW) for one in window_size)
+    first = keys - queries if is_bottom_right else 0  # the place of the first query
+    return -1 if left >= first + queries - 1 else left, -1 if right >= keys - 1 - first else right
+
+
 def _options(
     is_causal: bool, scale: float | None, enable_gqa: bool, layout: str, causal_alignment: str
 ) -> dict[str, Any]:
@@ -129,6 +184,8 @@ def _forward(
     enable_gqa: bool,
     layout: str,
     causal_alignment: str,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> tuple[tuple[TensorSpec | None, ...], dict[str, Scalar]]:
     """The views of q, k, v and the mask, and the attributes, that all ops of attention have."""
     is_causal = flag(op, "is_causal", is_causal)
@@ -148,16 +205,27 @@ def _forward(
 
     batch, heads, seq_q, head_dim = q4.shape
     seq_k = k4.shape[2]
-    if attn_mask is not None and is_causal:
-        refuse(op, "attn_mask and is_causal=True are both given", "one of them", "put the causal rule into the mask")
+    left, right = _windows(op, window_size, seq_q, seq_k, causal_alignment == "bottom_right")
+    if right == 0:  # the causal rule by another name
+        is_causal = True
+    cap = finite(op, "softcap", softcap, "0.0 for none")
+    if cap < 0.0:
+        refuse(op, f"softcap is {softcap!r}", "0.0 or more", "pass a positive number, or 0.0 for none")
     mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
+    has_places = is_causal or left >= 0 or right >= 0
     attrs: dict[str, Scalar] = {
         "is_causal": is_causal,
         "scale": attention_scale(op, scale, head_dim),
         # Without a mask to align, or with a square one, both rules say the same: one route serves them.
-        "causal_alignment": causal_alignment if is_causal and seq_q != seq_k else "top_left",
+        "causal_alignment": causal_alignment if has_places and seq_q != seq_k else "top_left",
         "layout": layout,
     }
+    if left >= 0:
+        attrs["window_left"] = left
+    if right > 0 and not is_causal:
+        attrs["window_right"] = right
+    if cap:
+        attrs["softcap"] = cap
     return (q4, k4, v4, mask4), attrs
 
 

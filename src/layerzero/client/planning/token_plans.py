@@ -14,7 +14,8 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember, same_shape
-from layerzero.ipc.vocabulary.shapes import CAUSAL_ALIGNMENTS, INDEX_DTYPES
+from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS
+from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 

@@ -65,9 +65,10 @@ def _replace(fusing: Fusing, flow: Flow, found: _Found) -> None:
     keys = _transposed(program, k)
     params: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": found.scale, "enable_gqa": False}
     params |= {"layout": "BHSD", "causal_alignment": "top_left"}
-    arrays = [value.obj for value in (q, keys, v)] + [None if mask is None else mask.obj]
+    params |= {"window_size": (-1, -1), "softcap": 0.0}
+    arrays = [value.obj for value in (q, keys, v)] + [None if mask is None else mask.obj, None, None]
     request = Request("attention", tuple(arrays), params, plan_attention)
-    uses = tuple(None if value is None else Use(value.number) for value in (q, keys, v, mask))
+    uses = tuple(None if value is None else Use(value.number) for value in (q, keys, v, mask, None, None))
     step = replace(last, name="attention", args=uses, kwargs={}, function=None)
     step.reads = tuple(use.value for use in uses if use is not None)
     step.request = replace(request, args=())

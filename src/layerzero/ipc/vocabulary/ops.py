@@ -6,10 +6,10 @@ docs/ops.md has the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -18,7 +18,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 class Op:
     """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
     `indices` hold integers or bools, whatever the dtype of the data: where to look, counts, seeds; those in `singles`
-    float32.
+    float32. `options` names the attributes that a call may lack; a kernel takes those that its descriptor names.
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
@@ -36,12 +36,18 @@ class Op:
     indices: frozenset[str] = frozenset()
     singles: frozenset[str] = frozenset()
     attrs: tuple[str, ...] = ()
+    options: frozenset[str] = frozenset()
     sized_output: bool = False
 
     @cached_property
     def in_place(self) -> tuple[str, ...]:
         """The outputs that are inputs as well."""
         return tuple(name for name in self.outputs if name in self.inputs)
+
+    def has_attrs(self, names: Iterable[str]) -> bool:
+        """Whether a call may have just these attributes."""
+        given = set(names)
+        return set(self.attrs) - self.options <= given <= set(self.attrs)
 
     @cached_property
     def runs_on_gpus(self) -> bool:
@@ -85,27 +91,36 @@ TOKENIZER_ATTRS = (
 )
 
 _ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
+_ATTENTION_INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
+_ATTENTION_OPTIONS = ("window_left", "window_right", "softcap")
 
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
         # q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) -> (B,Hq,Sq,Dv); Hq is a multiple of Hk.
         # attn_mask (1|B, 1|Hq, 1|Sq, 1|Sk): bool (True = attend) or q's dtype (added). scale is a float.
+        # sinks (Hq), q's dtype: one more score of each row, whose value is 0. alibi_slopes float32 (1|B,Hq): minus the
+        # slope times the distance of query and key is added to scores. window_left, window_right: integers from 0 on,
+        # how many keys before and after its own place a query sees. softcap: a float above 0, c tanh(scores / c).
         # `layout` says how the caller's memory is ordered; the views are BHSD either way.
         Op(
             "attention",
-            ("q", "k", "v", "attn_mask"),
-            optional=frozenset({"attn_mask"}),
-            attrs=_ATTENTION_ATTRS,
+            _ATTENTION_INPUTS,
+            optional=frozenset(_ATTENTION_INPUTS[3:]),
+            singles=frozenset({"alibi_slopes"}),
+            attrs=(*_ATTENTION_ATTRS, *_ATTENTION_OPTIONS),
+            options=frozenset(_ATTENTION_OPTIONS),
         ),
-        # attention for a later backward pass: also the log-sum-exp of each row of scaled and masked scores, natural,
-        # float32 (B,Hq,Sq); -inf where a row sees nothing.
+        # attention, and the log-sum-exp of each row of scaled and masked scores, natural, float32 (B,Hq,Sq), sinks
+        # among them; -inf where a row sees nothing.
         Op(
             "attention_forward",
-            ("q", "k", "v", "attn_mask"),
+            _ATTENTION_INPUTS,
             ("out", "lse"),
-            optional=frozenset({"attn_mask"}),
-            attrs=_ATTENTION_ATTRS,
+            optional=frozenset(_ATTENTION_INPUTS[3:]),
+            singles=frozenset({"alibi_slopes"}),
+            attrs=(*_ATTENTION_ATTRS, *_ATTENTION_OPTIONS),
+            options=frozenset(_ATTENTION_OPTIONS),
         ),
         # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
         # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them
@@ -324,6 +339,11 @@ PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with 
 TAKE_OUTS = frozenset({"add_rms_norm"})
 # Ops on views (B,H,S,D) with a causal rule and a mask.
 ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
+
+
+def aligns(given: Container[str], attrs: Mapping[str, Any]) -> bool:
+    """Whether a call of attention depends on which key a query's own place is: by the causal rule, windows, slopes."""
+    return bool(attrs["is_causal"]) or any(n in attrs for n in _ATTENTION_OPTIONS[:2]) or "alibi_slopes" in given
 
 
 class Heads(NamedTuple):

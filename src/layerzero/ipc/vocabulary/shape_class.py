@@ -2,7 +2,8 @@
 broker asks for the class of a call.
 
 A class is `variant/size/memory`, or "empty" when an extent is 0:
-variant   what the kernel is asked to compute: causal rule, mask, grouped heads, weight, bias, broadcast ...
+variant   what the kernel is asked to compute: causal rule, mask, grouped heads, weight, bias, broadcast ...; of
+          attention with options (window, soft cap, sinks, slopes, mask beside the causal rule) which one, or "several"
 size      of the extents that kernels cut into blocks: small (all below 16), aligned (those from 16 on are multiples of
           16), ragged (some are not: there is a remainder to handle), long (one is above 256: several blocks)
 memory    the worst of all tensors: dense, rows (only the last dimension is without gaps), strided; bshd for attention
@@ -74,8 +75,19 @@ Facets = tuple[str, Sequence[int]]  # the variant, and the extents that decide o
 
 
 def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    q, k, v, mask = inputs
+    """With options all else is one class: its cases have causal rules, masks and grouped heads beside them."""
+    q, k, v, mask, sinks, slopes = inputs
     queries, keys = q.shape[2], k.shape[2]
+    options = {
+        "window": "window_left" in attrs or "window_right" in attrs,
+        "softcap": "softcap" in attrs,
+        "sinks": sinks is not None,
+        "alibi": slopes is not None,
+        "causal+mask": attrs["is_causal"] and mask is not None,
+    }
+    given = [name for name, is_given in options.items() if is_given]
+    if given:
+        return (given[0] if len(given) == 1 else "several"), _folded(max(queries, keys))
     parts = []
     if attrs["is_causal"]:
         parts.append("causal" if queries == keys else f"causal_{attrs['causal_alignment']}")
@@ -87,7 +99,7 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _attention_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    return _attention((*inputs[1:4], inputs[6]), attrs)
+    return _attention((*inputs[1:4], inputs[6], None, None), attrs)
 
 
 def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:

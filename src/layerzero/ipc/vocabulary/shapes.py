@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.attention_shapes import ATTENTION
 from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
@@ -30,7 +31,6 @@ from layerzero.ipc.vocabulary.shape_checks import (
     equal,
     flag,
     float_dtype,
-    grouped_heads,
     indices,
     integer,
     least_ndim,
@@ -43,8 +43,6 @@ from layerzero.ipc.vocabulary.shape_checks import (
 )
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
 
-LAYOUTS = ("BHSD", "BSHD")
-CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 GELU_APPROXIMATIONS = ("none", "tanh")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 SCALED_DTYPES = ("float32", "bfloat16", "float16")
@@ -88,99 +86,6 @@ def overlaps(spec: TensorSpec) -> bool:
             return True
         last += (extent - 1) * stride
     return False
-
-
-def _attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    q, k, v = required(inputs, 3)
-    mask = inputs[3]
-    dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
-    for name, spec in (("q", q), ("k", k), ("v", v)):
-        of_ndim(op, name, spec, 4)
-    equal(op, "batch", q=q.shape[0], k=k.shape[0], v=v.shape[0])
-    equal(op, "heads", k=k.shape[1], v=v.shape[1])
-    equal(op, "sequence length", k=k.shape[2], v=v.shape[2])
-    equal(op, "head_dim", q=q.shape[3], k=k.shape[3])
-    grouped_heads(op, q.shape[1], k.shape[1])
-    is_causal = flag(op, attrs, "is_causal")
-    if mask is not None:
-        if mask.dtype not in ("bool", dtype):
-            refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {dtype} like q")
-        target = (*q.shape[:3], k.shape[2])
-        if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, target, strict=True)):
-            refuse(op, f"attn_mask has shape {list(mask.shape)}", f"4 dimensions that broadcast to {list(target)}")
-        if is_causal:
-            refuse(op, "attn_mask and is_causal are both given", "one of them")
-    number(op, attrs, "scale")
-    choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
-    choice(op, attrs, "layout", LAYOUTS)
-    return ((dtype, (*q.shape[:3], v.shape[3])),)
-
-
-def _attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    (out,) = _attention(op, inputs, attrs)
-    return out, ("float32", out[1][:3])
-
-
-def _attention_backward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    grad_out, q, k, v, output, lse = required(inputs, 6)
-    out, rows = _attention_forward(op, (q, k, v, inputs[6]), attrs)
-    for name, spec, (dtype, shape) in (("grad_out", grad_out, out), ("output", output, out), ("lse", lse, rows)):
-        if (spec.dtype, spec.shape) != (dtype, shape):
-            refuse(op, f"{name} is {spec}", f"{dtype}{list(shape)}, as q, k and v say")
-    return tuple((out[0], spec.shape) for spec in (q, k, v))
-
-
-def _attention_varlen(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    q, k, v, ends_q, ends_k = required(inputs, 5)
-    dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
-    for name, spec in (("q", q), ("k", k), ("v", v)):
-        of_ndim(op, name, spec, 3)
-    indices(op, "cu_seqlens_q", ends_q, 1)
-    indices(op, "cu_seqlens_k", ends_k, 1)
-    equal(op, "entries", cu_seqlens_q=ends_q.shape[0], cu_seqlens_k=ends_k.shape[0])
-    if not ends_q.shape[0]:
-        refuse(op, "cu_seqlens_q is empty", "one more entry than there are sequences")
-    equal(op, "tokens", k=k.shape[0], v=v.shape[0])
-    equal(op, "heads", k=k.shape[1], v=v.shape[1])
-    equal(op, "head_dim", q=q.shape[2], k=k.shape[2])
-    grouped_heads(op, q.shape[1], k.shape[1])
-    flag(op, attrs, "is_causal")
-    number(op, attrs, "scale")
-    choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
-    return ((dtype, (*q.shape[:2], v.shape[2])),)
-
-
-def _paged_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    q, k_cache, v_cache, tables, lengths = required(inputs, 5)
-    dtype = float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
-    of_ndim(op, "q", q, 3)
-    _caches(op, k_cache, v_cache)
-    indices(op, "block_tables", tables, 2)
-    indices(op, "seq_lens", lengths, 1)
-    equal(op, "rows", q=q.shape[0], block_tables=tables.shape[0], seq_lens=lengths.shape[0])
-    equal(op, "head_dim", q=q.shape[2], k_cache=k_cache.shape[3])
-    grouped_heads(op, q.shape[1], k_cache.shape[2])
-    number(op, attrs, "scale")
-    return ((dtype, (*q.shape[:2], v_cache.shape[3])),)
-
-
-def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
-    of_ndim(op, "k_cache", k_cache, 4)
-    of_ndim(op, "v_cache", v_cache, 4)
-    equal(op, "blocks, their size and heads", k_cache=k_cache.shape[:3], v_cache=v_cache.shape[:3])
-
-
-def _append_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    key, value, k_cache, v_cache, slots = required(inputs, 5)
-    dtype = same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
-    of_ndim(op, "key", key, 3)
-    of_ndim(op, "value", value, 3)
-    _caches(op, k_cache, v_cache)
-    indices(op, "slots", slots, 1, INDEX_DTYPES)
-    equal(op, "rows", key=key.shape[0], value=value.shape[0], slots=slots.shape[0])
-    equal(op, "heads and head_dim", key=key.shape[1:], k_cache=k_cache.shape[2:])
-    equal(op, "heads and head_dim", value=value.shape[1:], v_cache=v_cache.shape[2:])
-    return ((dtype, k_cache.shape), (dtype, v_cache.shape))
 
 
 def _rope(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
@@ -360,12 +265,7 @@ def _texts(op: str, inputs: Inputs, attrs: Attrs, dtypes: Sequence[str]) -> None
 
 
 _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
-    "attention": _attention,
-    "attention_forward": _attention_forward,
-    "attention_backward": _attention_backward,
-    "attention_varlen": _attention_varlen,
-    "paged_attention": _paged_attention,
-    "append_kv": _append_kv,
+    **ATTENTION,
     "rope": _rope,
     "matmul": _matmul,
     "addmm": _addmm,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-WARM, WARM_S = 24, 5.0  # calls of all ops at least, for so long at least: until kernels are lifted
+WARM, WARM_S = 24, 5.0  # calls of all ops at least, for so long at least the first time: until kernels are lifted
 ROUNDS = 9  # timed calls of each way
 FASTER = 0.97  # of the time of torch alone at most, twice
 HOLDS, LONGER = 1_000, 10_000  # calls, after the first trial and after others; then they are timed anew
@@ -212,7 +212,8 @@ class WholeCalls:
         return kind.ways[way], way
 
     def _warm_again(self, kind: _Kind) -> None:
-        kind.chosen, kind.ways, kind.seen, kind.calls, kind.until_s = None, (), set(), 0, 0.0
+        """Its kernels were lifted before the first trial: a few calls do, and `until_s` is past."""
+        kind.chosen, kind.ways, kind.seen, kind.calls = None, (), set(), 0
         kind.found, kind.is_second = {}, False
 
     def _try(self, kind: _Kind, ways: Sequence[Ops]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from layerzero.ipc.vocabulary.shape_class import REGISTER
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shape_class import LONG, REGISTER
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
@@ -24,7 +25,9 @@ def _attention_backward(claims: Claims) -> Iterator[Problem]:
     """Those of attention_forward, with a gradient; `output` and `lse` are what comes out there."""
     numbers = Numbers(17)
     for forward in _attention_problems("attention_forward", claims, least_heads=1):
-        q, k, v, mask = forward.inputs
+        q, k, v, mask, sinks, slopes = forward.inputs
+        if sinks or slopes or OPS["attention"].options & forward.attrs.keys():
+            continue
         assert q is not None
         assert v is not None
         shape = (*q.shape[:3], v.shape[3])
@@ -73,12 +76,57 @@ def _attention_problems(op: str, claims: Claims, least_heads: int = 2) -> Iterat
                 q = numbers(batch, heads, rows, dims[0])
                 k, v = (numbers(batch, heads // group, keys, d) for d in dims)
                 title = f"{variant}, {name}{', grouped heads' if group > 1 else ''}"
-                yield Problem(op, title, attrs, (q, k, v, mask), ("", "", "", kind))
+                yield Problem(op, title, attrs, (q, k, v, mask, None, None), ("", "", "", kind, "", "float32"))
     plain = {"is_causal": False, "scale": 0.25, "causal_alignment": "top_left", "layout": "BHSD"}
     dim = _head_dim(claims, 8)
     for queries, keys in ((0, 3), (3, 0)):
         q, k, v = numbers(1, 2, queries, dim), numbers(1, 2, keys, dim), numbers(1, 2, keys, dim)
-        yield Problem(op, f"{queries} queries, {keys} keys", plain, (q, k, v, None))
+        inputs = (q, k, v, None, None, None)
+        yield Problem(op, f"{queries} queries, {keys} keys", plain, inputs, ("", "", "", "", "", "float32"))
+    yield from _option_problems(op, claims, numbers)
+
+
+# Each option once with few heads and keys, and once beyond a block of a library: queries, keys, causal_alignment of a
+# causal rule or "", mask or "", query heads for each key head, attributes, and whether there are sinks and slopes.
+_OPTIONS: tuple[tuple[str, tuple[int, int], str, str, int, dict[str, Any], bool, bool], ...] = (
+    ("window", (7, 7), "top_left", "", 2, {"window_left": 2}, False, False),
+    ("window", (5, 9), "", "bool", 1, {"window_left": 1, "window_right": 2}, False, False),
+    ("window", (2, 272), "bottom_right", "", 1, {"window_left": 20}, False, False),
+    ("window of nothing", (9, 3), "top_left", "", 1, {"window_left": 0}, False, False),
+    ("softcap", (5, 9), "bottom_right", "", 2, {"softcap": 2.0}, False, False),
+    ("softcap", (3, 272), "", "", 1, {"softcap": 0.5}, False, False),
+    ("sinks", (7, 5), "", "bool", 2, {}, True, False),
+    ("sinks", (2, 272), "bottom_right", "", 1, {}, True, False),
+    ("slopes", (5, 9), "", "", 2, {}, False, True),
+    ("slopes", (2, 272), "bottom_right", "", 1, {}, False, True),
+    ("mask and causal", (7, 7), "top_left", "bool", 2, {}, False, False),
+    ("mask and causal", (3, 272), "bottom_right", "float", 1, {}, False, False),
+    ("window and softcap", (6, 9), "bottom_right", "", 2, {"window_left": 3, "softcap": 1.5}, False, False),
+    ("window and softcap", (2, 272), "bottom_right", "", 1, {"window_left": 100, "softcap": 1.5}, False, False),
+    ("window and sinks", (6, 6), "top_left", "", 2, {"window_left": 3}, True, False),
+    ("all options", (5, 7), "top_left", "float", 2, {"window_left": 2, "softcap": 1.5}, True, True),
+    ("all options", (3, 272), "", "bool", 1, {"window_left": 99, "window_right": 30, "softcap": 9.0}, True, True),
+)
+
+
+def _option_problems(op: str, claims: Claims, numbers: Numbers) -> Iterator[Problem]:
+    dim = _head_dim(claims, 8)
+    for title, (queries, keys), alignment, mask_kind, group, options, has_sinks, has_slopes in _OPTIONS:
+        batch, heads = (1, group) if keys > LONG else (2, 2 * group)
+        attrs = {
+            "is_causal": bool(alignment),
+            "scale": 0.25,
+            "causal_alignment": alignment or "bottom_right",
+            "layout": "BHSD",
+            **options,
+        }
+        mask = _mask(numbers, (batch, 1, queries, keys), mask_kind) if mask_kind else None
+        q = numbers(batch, heads, queries, dim)
+        k, v = (numbers(batch, heads // group, keys, dim) for _ in "kv")
+        sinks = numbers(heads) if has_sinks else None
+        slopes = Values((batch, heads), [0.25 + n / 16 for n in range(batch * heads)]) if has_slopes else None
+        kinds = ("", "", "", "bool" if mask_kind == "bool" else "", "", "float32")
+        yield Problem(op, f"{title}, {queries} x {keys}", attrs, (q, k, v, mask, sinks, slopes), kinds)
 
 
 def _head_dim(claims: Claims, wanted: int) -> int:

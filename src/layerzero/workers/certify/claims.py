@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, aligns, heads
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify.values import Shape
 
@@ -85,6 +85,8 @@ def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], 
     allowed = {*claims.get("optional_args", ()), *required, "attn_mask"}
     if not (OPS[op].optional & given.keys()) <= allowed or not given.keys() >= set(required):
         return False
+    if not OPS[op].options & attrs.keys() <= set(claims.get("optional_attrs", ())):
+        return False
     return all(name not in attrs or attrs[name] in values for name, values in (claims.get("attrs") or {}).items())
 
 
@@ -124,8 +126,10 @@ def _admits_attention(claims: Claims, given: Mapping[str, TensorSpec], attrs: Ma
         kind = "bool" if mask.dtype == "bool" else "float"
         if kind not in claims.get("attn_mask_types", ()):
             return False
+        if attrs["is_causal"] and not claims.get("supports_causal_mask"):
+            return False
     is_aligned = attrs["causal_alignment"] in claims.get("causal_alignments", ())
-    return is_aligned or not attrs["is_causal"] or q.shape[2] == k.shape[2]
+    return is_aligned or not aligns(given, attrs) or q.shape[2] == k.shape[2]
 
 
 def _limit(claims: Claims, name: str) -> float:

@@ -28,7 +28,7 @@ from layerzero.workers.certify.values import (
 
 
 def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
-    """softmax(q k^T * scale + mask) v; a row that sees no key is 0."""
+    """softmax(cap(q k^T * scale) + mask) v; a row that sees no key is 0."""
     return attention_forward(inputs, attrs)[0]
 
 
@@ -39,7 +39,7 @@ def attention_forward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Va
     out: list[float] = []
     lse: list[float] = []
     of_head, columns = None, []
-    for head, _, weights, row_lse in _rows_of_weights(q, k, inputs[3], attrs):
+    for head, _, weights, row_lse in _rows_of_weights(q, k, inputs[3:], attrs):
         if head != of_head:
             start, stop = head.start * wide, head.stop * wide
             of_head, columns = head, [v.flat[start + c : stop : wide] for c in range(wide)]
@@ -56,7 +56,7 @@ def attention_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[V
     grad_q: list[float] = []
     grads_k: dict[range, list[list[float]]] = {}
     grads_v: dict[range, list[list[float]]] = {}
-    rows = _rows_of_weights(q, k, inputs[6], attrs)
+    rows = _rows_of_weights(q, k, (inputs[6], None, None), attrs)
     while of_head := list(itertools.islice(rows, queries)):
         head, first, *_ = of_head[0]
         weights = [found or [0.0] * keys for _, _, found, _ in of_head]
@@ -88,35 +88,42 @@ def _product(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -
 
 
 def _rows_of_weights(
-    q: Values, k: Values, mask: Values | None, attrs: Attrs
+    q: Values, k: Values, beside: Sequence[Values | None], attrs: Attrs
 ) -> Iterator[tuple[range, int, list[float], float]]:
     """For each query: the rows of k and v that its head has, its own row, the weights of those keys, none where it sees
-    nothing, and the logarithm of what they were divided by."""
+    nothing, and the logarithm of what they were divided by. `beside`: mask, sinks and slopes."""
+    mask, sinks, slopes = beside
     batch, heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
+    left, right = attrs.get("window_left", math.inf), 0 if attrs["is_causal"] else attrs.get("window_right", math.inf)
+    cap = attrs.get("softcap")
     for b, h in itertools.product(range(batch), range(heads)):
         head = b * kv_heads + h // (heads // kv_heads)
         k_rows = rows_of(k.flat, dim, head * keys, keys)
         places = range(head * keys, (head + 1) * keys)
+        slope = 0.0 if slopes is None else broadcast_value(slopes, (b, h))
+        sink = -math.inf if sinks is None else sinks.flat[h]
         for i in range(queries):
             number = (b * heads + h) * queries + i
             row = q.flat[number * dim :][:dim]
             scores = []
             for j in range(keys):
-                bias = 0.0
+                bias = -slope * abs(i + shift - j)
                 if mask is not None:
-                    bias = broadcast_value(mask, (b, h, i, j))
-                    bias = (0.0 if bias else -math.inf) if isinstance(bias, bool) else bias
-                if attrs["is_causal"] and j > i + shift:
+                    value = broadcast_value(mask, (b, h, i, j))
+                    bias += (0.0 if value else -math.inf) if isinstance(value, bool) else value
+                if not -left <= j - (i + shift) <= right:
                     bias = -math.inf
-                scores.append(sum(map(mul, row, k_rows[j])) * attrs["scale"] + bias)
+                score = sum(map(mul, row, k_rows[j])) * attrs["scale"]
+                scores.append((score if cap is None else cap * math.tanh(score / cap)) + bias)
             top = max(scores, default=-math.inf)
             if top == -math.inf:
-                yield places, number, [], -math.inf
+                yield places, number, [], sink
                 continue
+            top = max(top, sink)
             weights = [math.exp(score - top) for score in scores]
-            total = sum(weights)
+            total = sum(weights) + math.exp(sink - top)
             yield places, number, [weight / total for weight in weights], top + math.log(total)
 
 

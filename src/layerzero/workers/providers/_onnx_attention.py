@@ -15,8 +15,7 @@ from layerzero.workers.providers._onnx_graph import Graph, Shape
 
 def forward(onnx: Any, numpy: Any, call: Call) -> Graph:
     """out and lse, float32. A row that sees nothing has 0 and -inf."""
-    q, k, v, mask = call.inputs
-    made = _Attention(onnx, numpy, call, q, k, v, mask)
+    made = _Attention(onnx, numpy, call, *call.inputs)
     made.weights()
     made.add("MatMul", ["p", "v"], "out")
     made.add("Log", ["total"], "log_total")
@@ -29,7 +28,7 @@ def forward(onnx: Any, numpy: Any, call: Call) -> Graph:
 def backward(onnx: Any, numpy: Any, call: Call) -> Graph:
     """grad_q, grad_k and grad_v. The weights are computed anew, and so is sum(grad_out output) = sum(p dp)."""
     grad_out, q, k, v, _, _, mask = call.inputs
-    made = _Attention(onnx, numpy, call, q, k, v, mask)
+    made = _Attention(onnx, numpy, call, q, k, v, mask, None, None)
     made.weights()
     assert grad_out is not None
     made.inputs["grad_out"] = made.shape_of(grad_out.shape)
@@ -50,16 +49,30 @@ def backward(onnx: Any, numpy: Any, call: Call) -> Graph:
     return Graph(made.nodes, made.inputs, shapes)
 
 
-def causal_rule(numpy: Any, shape: Shape, call: Call) -> Any:
-    """What `seen` is: True where a query of (..., queries, keys) sees a key."""
+def constant_input(numpy: Any, name: str, shape: Shape, dtype: str, call: Call) -> Any:
+    """What an input of the graph is that no argument is. `seen`: True where a query of (..., queries, keys) sees a key
+    by the causal rule and by windows; `distance`: from the place of a query to a key."""
     queries, keys = shape[-2:]
     shift = keys - queries if call.attrs["causal_alignment"] == "bottom_right" else 0
-    return numpy.tri(queries, keys, shift, dtype=numpy.bool_).reshape(shape)
+    distance = numpy.arange(keys) - numpy.arange(queries)[:, None] - shift
+    if name == "distance":
+        return numpy.abs(distance).astype(dtype).reshape(shape)
+    left, right = call.attrs.get("window_left"), 0 if call.attrs["is_causal"] else call.attrs.get("window_right")
+    seen = numpy.ones((queries, keys), numpy.bool_)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return seen.reshape(shape)
+
+
+CONSTANT_INPUTS = {"seen": "bool", "distance": ""}  # and their dtypes; "" for that of the data
 
 
 class _Attention:
-    def __init__(self, onnx: Any, numpy: Any, call: Call, q: Any, k: Any, v: Any, mask: Any) -> None:
-        self.onnx, self.numpy, self.call, self.mask, self.dtype = onnx, numpy, call, mask, q.dtype
+    def __init__(self, onnx: Any, numpy: Any, call: Call, *given: Any) -> None:
+        q, k, v, self.mask, self.sinks, self.slopes = given
+        self.onnx, self.numpy, self.call, self.dtype = onnx, numpy, call, q.dtype
         self.nodes: list[Any] = []
         self.constants: set[str] = set()
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
@@ -75,6 +88,19 @@ class _Attention:
     def add(self, kind: str, given: list[str], made: str, **attributes: Any) -> None:
         self.nodes.append(self.onnx.helper.make_node(kind, given, [made], **attributes))
 
+    def after(self, kind: str, given: list[str], made: str, **attributes: Any) -> str:
+        """What `add` has made."""
+        self.add(kind, given, made, **attributes)
+        return made
+
+    def hidden(self, seen: str, scores: str, made: str) -> str:
+        """Scores, and -inf where `seen` is False."""
+        return self.after("Where", [seen, scores, self.constant("hidden", -self.numpy.inf)], made)
+
+    @property
+    def element(self) -> Any:
+        return self.onnx.helper.np_dtype_to_tensor_dtype(self.numpy.dtype(self.dtype))
+
     def constant(self, name: str, values: Any, dtype: str = "") -> str:
         if name not in self.constants:
             self.constants.add(name)
@@ -88,25 +114,38 @@ class _Attention:
         self.add("MatMul", ["q", "k_t"], "products")
         self.add("Mul", ["products", self.constant("scale", self.call.attrs["scale"])], "scaled")
         scores = "scaled"
-        seen = ""
-        if self.call.attrs["is_causal"]:
-            seen = "seen"
-            self.inputs[seen] = (1, 1, 1, self.rows[3], self.inputs["k"][3])
-        elif self.mask is not None:
+        cap, attrs = self.call.attrs.get("softcap"), self.call.attrs
+        if cap is not None:
+            bound = self.constant("softcap", cap)
+            scores = self.after("Tanh", [self.after("Div", [scores, bound], "inner")], "turned")
+            scores = self.after("Mul", [scores, bound], "capped")
+        keys = self.inputs["k"][3]
+        if self.slopes is not None:
+            self.inputs["alibi_slopes"] = self.shape_of((*self.slopes.shape, 1, 1))
+            self.inputs["distance"] = (1, 1, 1, self.rows[3], keys)
+            slopes = self.after("Cast", ["alibi_slopes"], "slopes", to=self.element)
+            scores = self.after("Sub", [scores, self.after("Mul", [slopes, "distance"], "bias")], "biased")
+        if self.mask is not None:
             self.inputs["attn_mask"] = self.shape_of(self.mask.shape)
-            seen = "attn_mask" if self.mask.dtype == "bool" else ""
-            if not seen:
-                self.add("Add", ["scaled", "attn_mask"], "scores")
-                scores = "scores"
-        if seen:
-            self.add("Where", [seen, "scaled", self.constant("hidden", -self.numpy.inf)], "scores")
-            scores = "scores"
+            if self.mask.dtype != "bool":
+                scores = self.after("Add", [scores, "attn_mask"], "masked")
+            else:
+                scores = self.hidden("attn_mask", scores, "masked")
+        if attrs["is_causal"] or "window_left" in attrs or "window_right" in attrs:
+            self.inputs["seen"] = (1, 1, 1, self.rows[3], keys)
+            scores = self.hidden("seen", scores, "scores")
         self.add("ReduceMax", [scores, self.constant("last", [-1], "int64")], "largest", keepdims=1)
         # From the lowest number on: -inf minus -inf is none.
         lowest = self.constant("lowest", self.numpy.finfo(self.dtype).min)
-        self.add("Max", ["largest", lowest], "top")
+        if self.sinks is not None:
+            self.inputs["sinks"] = self.shape_of((1, self.heads, 1, 1))
+        self.add("Max", ["largest", lowest, *(["sinks"] if self.sinks is not None else [])], "top")
         self.add("Sub", [scores, "top"], "below")
         self.add("Exp", ["below"], "powers")
-        self.add("ReduceSum", ["powers", self.constant("last", [-1], "int64")], "total", keepdims=1)
+        of_keys = "total" if self.sinks is None else "of_keys"
+        self.add("ReduceSum", ["powers", self.constant("last", [-1], "int64")], of_keys, keepdims=1)
+        if self.sinks is not None:
+            power = self.after("Exp", [self.after("Sub", ["sinks", "top"], "sinks_below")], "power")
+            self.add("Add", ["of_keys", power], "total")
         self.add("Max", ["total", self.constant("one", 1.0)], "divisor")  # it is 1 or more where a key is seen
         self.add("Div", ["powers", "divisor"], "p")

@@ -12,8 +12,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes, and the shapes of their inputs and outputs by name, in order, as in ipc/vocabulary/ops.py. The
-    input `seen` of attention is made by `causal_rule` there; inputs of the op that no node reads are left out."""
+    """Nodes, and the shapes of their inputs and outputs by name, in order, as in ipc/vocabulary/ops.py. What attention
+    has besides is made by `constant_input` there; inputs of the op that no node reads are left out."""
 
     nodes: list[Any]
     inputs: dict[str, Shape]

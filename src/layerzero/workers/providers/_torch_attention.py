@@ -1,13 +1,18 @@
-"""Attention with the log-sum-exp of its rows, and its backward pass, by torch's flash attention for CPUs."""
+"""Attention with the log-sum-exp of its rows, and its backward pass, by torch's flash attention for CPUs; options of
+attention that it lacks are composed of other kernels of torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._torch_ops import Run
+
+ROWS = 256  # queries at a time where each sees some of the keys
+CHUNK = 1 << 22  # scores or biases at a time
 
 
 class FlashAttention:
@@ -21,7 +26,9 @@ class FlashAttention:
 
     def forward(self, views: Sequence[Any], call: Call) -> Run:
         """Targets: out and lse."""
-        q, k, v, mask = views
+        if has_options(call):
+            return Composed(self.torch, self.attend, views, call).forward
+        q, k, v, mask, *_ = views
         width, scale = max(q.shape[3], v.shape[3]), call.attrs["scale"]
         is_empty = not (q.shape[0] * q.shape[1] * q.shape[2] and k.shape[2] and width)
 
@@ -32,15 +39,21 @@ class FlashAttention:
                 lse.fill_(-math.inf if k.shape[2] == 0 else math.log(k.shape[2]))
                 return
             is_causal, bias = self._rule(q, k, mask, call)
-            found, rows = self._forward(
-                *(self._wide(tensor, width) for tensor in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
-            )
-            out.copy_(found[..., : out.shape[3]])
+            found, rows = self.attend(q, k, v, bias, scale, is_causal=is_causal)
+            out.copy_(found)
             lse.copy_(rows)
-            if bias is not None:  # the kernel gives 0 for a row that sees nothing
-                lse.masked_fill_(~(bias > -math.inf).any(-1), -math.inf)
 
         return run
+
+    def attend(self, q: Any, k: Any, v: Any, bias: Any, scale: float, *, is_causal: bool = False) -> tuple[Any, Any]:
+        """Result and log-sum-exp. `bias`: in q's dtype or float32, dense in its last two dimensions."""
+        width = max(q.shape[3], v.shape[3])
+        found, rows = self._forward(
+            *(self._wide(tensor, width) for tensor in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+        if bias is not None:  # the kernel gives 0 for a row that sees nothing
+            rows.masked_fill_(~(bias > -math.inf).any(-1), -math.inf)
+        return found[..., : v.shape[3]], rows
 
     def backward(self, views: Sequence[Any], call: Call) -> Run:
         """Targets: the gradients of q, k and v. In float64 forward runs again, for a log-sum-exp of that precision."""
@@ -80,11 +93,129 @@ class FlashAttention:
         dimensions."""
         torch, (queries, keys) = self.torch, (q.shape[2], k.shape[2])
         is_causal = call.attrs["is_causal"]
-        if is_causal and queries != keys and call.attrs["causal_alignment"] == "bottom_right":
-            mask = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril_(keys - queries)
+        shift = keys - queries if call.attrs["causal_alignment"] == "bottom_right" else 0
+        if is_causal and (shift or mask is not None):
+            seen = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril_(shift)
+            mask = seen if mask is None else both(mask, seen)
             is_causal = False
         if mask is None:
             return is_causal, None
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         return False, mask.expand(*mask.shape[:2], queries, keys).contiguous()
+
+
+def has_options(call: Call) -> bool:
+    """Whether a call asks for more than scaled_dot_product_attention has."""
+    given = any(spec is not None for spec in call.inputs[4:]) or not OPS[call.op].options.isdisjoint(call.attrs)
+    return given or bool(call.attrs["is_causal"] and call.inputs[3] is not None)
+
+
+def both(mask: Any, seen: Any) -> Any:
+    """A mask that hides what `seen`, which is bool, hides, too."""
+    return mask & seen if mask.dtype == seen.dtype else mask.masked_fill(~seen, -math.inf)
+
+
+class Composed:
+    """Attention with options, so many queries at a time that neither their scores nor their biases take much memory;
+    of windows and causal rules only the keys that these queries may see. `attend(q, k, v, bias, scale)` gives a result
+    and its log-sum-exp; without one, and with a soft cap, they are composed."""
+
+    def __init__(
+        self, torch: Any, attend: Callable[..., tuple[Any, Any]] | None, views: Sequence[Any], call: Call
+    ) -> None:
+        self.torch = torch
+        self.q, self.k, self.v, self.mask, self.sinks, self.slopes = views
+        attrs = call.attrs
+        self.scale, self.cap = attrs["scale"], attrs.get("softcap")
+        self.attend = attend if attend is not None and self.cap is None else self._composed
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        self.shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
+        self.left = attrs.get("window_left")
+        self.right = 0 if attrs["is_causal"] else attrs.get("window_right")
+        self.wide = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def forward(self, targets: Any) -> None:
+        """Fills out and lse."""
+        out, lse = targets
+        if not self.q.numel() or not out.numel():
+            return
+        for rows in self._chunks():
+            found, total = self._rows(rows)
+            out[:, :, rows].copy_(found)
+            lse[:, :, rows].copy_(total)
+
+    def attention(self, out: Any) -> None:
+        """Fills out."""
+        for rows in self._chunks():
+            out[:, :, rows].copy_(self._rows(rows)[0])
+
+    def _chunks(self) -> Iterator[slice]:
+        batch, heads, queries, _ = self.q.shape
+        reach = self.k.shape[2]
+        if self.left is not None and self.right is not None:
+            reach = min(reach, self.left + self.right + ROWS)
+        rows = min(queries, ROWS if self.left is not None or self.right is not None else queries)
+        if self.attend == self._composed or self.slopes is not None:
+            rows = max(1, min(rows, CHUNK // (batch * heads * max(reach, 1))))
+        for start in range(0, queries, rows):
+            yield slice(start, min(start + rows, queries))
+
+    def _rows(self, rows: slice) -> tuple[Any, Any]:
+        """What these queries get, and its log-sum-exp."""
+        first, last = rows.start + self.shift, rows.stop - 1 + self.shift
+        low = 0 if self.left is None else max(first - self.left, 0)
+        high = self.k.shape[2] if self.right is None else min(last + self.right + 1, self.k.shape[2])
+        q = self.q[:, :, rows]
+        if low >= high:
+            out = q.new_zeros((*q.shape[:3], self.v.shape[3]))
+            lse = q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
+        else:
+            bias = self._bias(rows, low, high)
+            out, lse = self.attend(q, self.k[:, :, low:high], self.v[:, :, low:high], bias, self.scale)
+        if self.sinks is None:
+            return out, lse
+        sink = self.sinks.to(lse.dtype)[:, None]
+        total = self.torch.logaddexp(lse, sink)
+        share = (lse - total).exp_().masked_fill_(lse == -math.inf, 0.0)  # of the weight, what keys have
+        return out.to(self.wide) * share.unsqueeze(-1), total
+
+    def _bias(self, rows: slice, low: int, high: int) -> Any:
+        """What is added to scores: (1 or batch, 1 or heads, queries, keys), or None."""
+        torch, bias = self.torch, None
+        place = {"device": self.q.device}
+        distance = torch.arange(low, high, **place) - torch.arange(rows.start, rows.stop, **place)[:, None] - self.shift
+        if self.slopes is not None:
+            bias = -self.slopes.to(self.wide)[:, :, None, None] * distance.abs()
+        if self.mask is not None:
+            mask = self.mask.expand(*self.mask.shape[:2], self.q.shape[2], self.k.shape[2])[:, :, rows, low:high]
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape, dtype=self.wide, **place).masked_fill_(~mask, -math.inf)
+            bias = mask.to(self.wide) if bias is None else bias + mask
+        if self.left is not None or self.right is not None:
+            hidden = torch.zeros((), dtype=torch.bool, **place)
+            if self.left is not None:
+                hidden = hidden | (distance < -self.left)
+            if self.right is not None:
+                hidden = hidden | (distance > self.right)
+            if bias is None:
+                bias = torch.zeros((1, 1, *distance.shape), dtype=self.wide, **place)
+            bias = bias.masked_fill(hidden, -math.inf)
+        return None if bias is None else bias.contiguous()
+
+    def _composed(self, q: Any, k: Any, v: Any, bias: Any, scale: float) -> tuple[Any, Any]:
+        """As `attend`, with the soft cap if there is one."""
+        torch, cap = self.torch, self.cap
+        batch, heads, rows, _ = q.shape
+        shape = (batch, k.shape[1], heads // k.shape[1] * rows, -1)  # heads that share keys are rows of one product
+        wide_q, wide_k, wide_v = (tensor.to(self.wide) for tensor in (q, k, v))
+        scores = torch.matmul(wide_q.reshape(shape), wide_k.mT).reshape(batch, heads, rows, -1)
+        scores = scores.mul_(scale) if cap is None else scores.mul_(scale / cap).tanh_().mul_(cap)
+        if bias is not None:
+            scores = scores + bias
+        top = scores.amax(-1, keepdim=True)
+        top = top.masked_fill(top == -math.inf, 0.0)
+        weights = (scores - top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = torch.matmul(weights.reshape(shape), wide_v).reshape(*q.shape[:3], -1)
+        return out / total.masked_fill(total == 0.0, 1.0), (total.log() + top).squeeze(-1)

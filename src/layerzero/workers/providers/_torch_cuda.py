@@ -93,7 +93,7 @@ class TorchCuda:
         """
 
         def build(views: Sequence[Any], call: Call) -> Run:
-            q, k, v, _ = views
+            q, k, v, *_ = views
             queries, keys, wide = q.shape[2], k.shape[2], v.shape[3]
             if keys == 0:  # every row is fully masked
                 return lambda out: out.zero_()

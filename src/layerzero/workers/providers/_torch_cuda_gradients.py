@@ -106,7 +106,7 @@ class Gradients:
 
     def _forwards(self, forward: Forward, given: Given) -> Builder:
         def build(views: Sequence[Any], call: Call) -> Run:
-            q, k, v, mask = views
+            q, k, v, mask, *_ = views
             if _is_empty(q, k, v):
                 return lambda targets: _nothing(targets, k)
             hidden = _hidden(q, k, call)

@@ -291,7 +291,7 @@ class Attention:
         self.ready: set[tuple[str, Any, int, Any]] = set()
 
     def prefill(self, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, _ = views
+        q, k, v, *_ = views
         if k.shape[2] == 0:
             return lambda out: out.zero_()
         (batch, heads, queries, dim), keys, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
@@ -321,7 +321,7 @@ class Attention:
         return run
 
     def decode(self, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, _ = views
+        q, k, v, *_ = views
         (batch, heads, queries, dim), (_, kv_heads, keys, _) = q.shape, k.shape
         is_causal = bool(call.attrs["is_causal"])
         offset = keys

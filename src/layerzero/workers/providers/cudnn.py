@@ -75,7 +75,7 @@ class Attention:
     def build(self, views: Sequence[Any], call: Call) -> Run:
         """A Builder. Masks of fewer combinations: what hides no key is no mask, and rows that see no key, which cuDNN
         refuses, are set to 0 here."""
-        q, k, v, _ = views
+        q, k, v, *_ = views
         if k.shape[2] == 0:
             return lambda out: out.zero_()
         is_causal = bool(call.attrs["is_causal"])

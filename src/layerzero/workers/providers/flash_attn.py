@@ -16,8 +16,17 @@ def load() -> Loaded:
 
     gpu = TorchCuda(torch)
 
-    def forward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
-        return flash_attn.flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal)
+    def attention(views: Sequence[Any], call: Call) -> Run:
+        slopes, attrs = views[5], call.attrs
+        window = (attrs.get("window_left", -1), attrs.get("window_right", -1))
+
+        def forward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
+            options: dict[str, Any] = {"window_size": window, "softcap": attrs.get("softcap", 0.0)}
+            if slopes is not None:
+                options["alibi_slopes"] = (slopes[0] if len(slopes) == 1 else slopes).contiguous()
+            return flash_attn.flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal, **options)
+
+        return gpu.attention(forward)(views, call)
 
     def varlen(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, is_causal: bool, scale: float) -> Any:
         # No sequence is longer than all together. A longest one of 1 would take a path for one query in each.
@@ -50,7 +59,7 @@ def load() -> Loaded:
         return run
 
     builders = {
-        "attention": gpu.attention(forward),
+        "attention": attention,
         "attention_varlen": gpu.attention_varlen(varlen),
         "paged_attention": paged,
     }

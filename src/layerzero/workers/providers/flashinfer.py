@@ -142,7 +142,7 @@ class _Prefill:
         self.ragged_wrappers: dict[tuple[str, int], Any] = {}
 
     def build(self, backend: str, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, _ = views
+        q, k, v, *_ = views
         queries, keys, wide = q.shape[2], k.shape[2], v.shape[3]
         if keys == 0:  # every row is fully masked
             return lambda out: out.zero_()

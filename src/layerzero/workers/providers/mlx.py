@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _mlx_activations, _mlx_elementwise
+from layerzero.workers.providers import _mlx_activations, _mlx_attention, _mlx_elementwise
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
 _FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-_HALF_DTYPES = ("float16", "bfloat16")
 
 
 def load() -> Loaded:
@@ -25,7 +25,7 @@ def load() -> Loaded:
     mx.set_default_device(mx.cpu)
     library = _Mlx(mx)
     builders: dict[str, Callable[..., Callable[..., Any]]] = {
-        "attention": library.attention,
+        "attention": partial(_mlx_attention.attention, mx),
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
         "addmm": library.addmm,
@@ -86,35 +86,6 @@ class _Mlx:
                 memory[target] = source[piece]
 
         return write
-
-    def attention(self, call: Call) -> Callable[..., Any]:
-        mx, scale = self.mx, call.attrs["scale"]
-        q, k, _, mask_spec = call.inputs
-        assert q is not None
-        assert k is not None
-        queries, keys = q.shape[2], k.shape[2]
-        dtype = getattr(mx, q.dtype)
-        causal: Any = None
-        if call.attrs["is_causal"]:
-            first_hidden = 1 if call.attrs["causal_alignment"] == "top_left" else 1 + keys - queries
-            causal = mx.arange(keys)[None, :] < mx.arange(queries)[:, None] + first_hidden
-        has_hidden_rows = mask_spec is not None or (
-            causal is not None and keys < queries and call.attrs["causal_alignment"] == "bottom_right"
-        )
-        is_half = q.dtype in _HALF_DTYPES
-
-        def compute(q: Any, k: Any, v: Any, mask: Any) -> Any:
-            if is_half:  # MLX multiplies in the inputs' dtype on the CPU, which loses digits and time
-                q, k, v = (array.astype(mx.float32) for array in (q, k, v))
-                mask = mask.astype(mx.float32) if mask is not None and mask.dtype != mx.bool_ else mask
-            mask = causal if mask is None else mask
-            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-            if has_hidden_rows:  # MLX gives a fully masked row the mean of v, or NaN
-                visible = mask if mask.dtype == mx.bool_ else mask > -math.inf
-                out = mx.where(mx.any(visible, axis=-1, keepdims=True), out, mx.array(0, out.dtype))
-            return out.astype(dtype)
-
-        return compute
 
     def layer_norm(self, call: Call) -> Callable[..., Any]:
         rows, shape, eps = *_norm_shape(call), call.attrs["eps"]

@@ -58,8 +58,9 @@ def load() -> Loaded:
         given = dict(zip(OPS[call.op].inputs, inputs, strict=True))
         feeds = {}
         for name, shape in made.inputs.items():
-            if name == "seen":
-                feeds[name] = _onnx_attention.causal_rule(numpy, shape, call)
+            if name in _onnx_attention.CONSTANT_INPUTS:
+                dtype = _onnx_attention.CONSTANT_INPUTS[name] or outputs[0].spec.dtype
+                feeds[name] = _onnx_attention.constant_input(numpy, name, shape, dtype, call)
             elif (block := given[name]) is not None:
                 feeds[name] = view(block).reshape(shape)
         targets = [view(block) for block in outputs]

@@ -91,8 +91,10 @@ class _Runtime:
         numpy, given = self.numpy, dict(zip(OPS[call.op].inputs, inputs, strict=True))
         places = []  # name, dtype, shape and memory, of inputs and then of outputs
         for name, shape in graph.inputs.items():
-            if name == "seen":
-                places.append((name, "bool", shape, _onnx_attention.causal_rule(numpy, shape, call)))
+            if name in _onnx_attention.CONSTANT_INPUTS:
+                dtype = _onnx_attention.CONSTANT_INPUTS[name] or outputs[0].spec.dtype
+                made = _onnx_attention.constant_input(numpy, name, shape, dtype, call)
+                places.append((name, dtype, shape, made))
             elif (block := given[name]) is not None:
                 places.append((name, block.spec.dtype, shape, numpy.frombuffer(block.host, numpy.uint8)))
         for (name, shape), block in zip(graph.outputs.items(), outputs, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import FlashAttention
+from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
@@ -22,12 +22,15 @@ def load() -> Loaded:
     torch.set_grad_enabled(False)
 
     view = host_view(torch)
+    flash = FlashAttention(torch)
 
     def attention(views: Sequence[Any], call: Call) -> Run:
-        q, k, v, mask = views
+        q, k, v, mask, *_ = views
         queries, keys = q.shape[2], k.shape[2]
         if keys == 0:  # every row is fully masked
             return lambda out: out.zero_()
+        if has_options(call):
+            return Composed(torch, flash.attend, views, call).attention
         is_causal = call.attrs["is_causal"]
         if is_causal and queries != keys and call.attrs["causal_alignment"] == "bottom_right":
             is_causal = False
@@ -82,7 +85,6 @@ def load() -> Loaded:
 
         return run
 
-    flash = FlashAttention(torch)
     builders: dict[str, Builder] = {
         "attention": attention,
         "attention_forward": flash.forward,

@@ -13,6 +13,7 @@ from typing import Any
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations, _torch_elementwise
+from layerzero.workers.providers._torch_attention import Composed
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
@@ -39,6 +40,8 @@ def load() -> Loaded:
         "attention.cudnn": attention.cudnn,
         "attention.cudnn_wide": attention.cudnn,
         "attention.math": attention.math,
+        "attention.composed": lambda views, call: Composed(torch, None, views, call).attention,
+        "attention_forward.composed": lambda views, call: Composed(torch, None, views, call).forward,
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
@@ -88,7 +91,7 @@ class _Attention:
         self.gpu = gpu
 
     def flash(self, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, _ = views
+        q, k, v, *_ = views = views[:4]
         if k.shape[2] == 0:  # every row is fully masked
             return lambda out: out.zero_()
         is_bottom_right = _is_bottom_right(views, call)
@@ -107,7 +110,7 @@ class _Attention:
         return run
 
     def efficient(self, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, _ = views
+        q, k, v, *_ = views = views[:4]
         if k.shape[2] == 0:
             return lambda out: out.zero_()
         is_bottom_right = _is_bottom_right(views, call)
@@ -141,7 +144,7 @@ class _Attention:
         return run
 
     def cudnn(self, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, mask = views
+        q, k, v, mask = views = views[:4]
         if k.shape[2] == 0:
             return lambda out: out.zero_()
         inputs = [self.gpu.aligned(tensor) for tensor in (q, k, v)]
@@ -155,7 +158,7 @@ class _Attention:
         return self._masked("CUDNN_ATTENTION", doubled, call, inputs)
 
     def math(self, views: Sequence[Any], call: Call) -> Run:
-        q, k, v, mask = views
+        q, k, v, mask = views = views[:4]
         queries, keys = q.shape[2], k.shape[2]
         if keys == 0:
             return lambda out: out.zero_()

@@ -50,7 +50,7 @@ class _Zentorch:
 
     def attention(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         torch = self.torch
-        q, k, v, mask = self.views(inputs)
+        q, k, v, mask, *_ = self.views(inputs)
         out = self.view(outputs[0])
         queries, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
         width = max(q.shape[3], value_width)

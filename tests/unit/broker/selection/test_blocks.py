@@ -39,7 +39,7 @@ def silu(*verdicts: Verdict) -> Ranked:
 
 
 def attention(*verdicts: Verdict) -> Ranked:
-    return Ranked(CallSpec("attention", (Q, Q, Q, None), (Q,), {}, ""), scored(verdicts), WEIGHT)
+    return Ranked(CallSpec("attention", (Q, Q, Q, None, None, None), (Q,), {}, ""), scored(verdicts), WEIGHT)
 
 
 def verdict(kernel_id: str, us: float | None = None, *reasons: Rejection, **facts: Any) -> Verdict:

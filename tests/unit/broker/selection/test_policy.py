@@ -33,7 +33,7 @@ def call(op: str = "attention", queries: int = 128, is_causal: bool = False) -> 
         return SelectionContext(op, (square, square), (square,), {}, DEVICE)
     q, k = (TensorSpec.contiguous("float16", (1, 2, n, 64)) for n in (queries, 256))
     attrs = {"is_causal": is_causal, "scale": 0.1, "causal_alignment": "top_left", "layout": "BHSD"}
-    return SelectionContext(op, (q, k, k, None), (q,), attrs, DEVICE)
+    return SelectionContext(op, (q, k, k, None, None, None), (q,), attrs, DEVICE)
 
 
 CALL = call()

@@ -309,7 +309,7 @@ def test_a_cached_verdict_is_the_one_that_a_fresh_engine_gives(bodies: list[byte
 def attention(tokens: int) -> bytes:
     x = TensorSpec.contiguous("float32", (1, 1, tokens, 8)).to_wire()
     attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
-    return encode(Route(op="attention", inputs=[x, x, x, None], outputs=[x], attrs=attrs))
+    return encode(Route(op="attention", inputs=[x, x, x, None, None, None], outputs=[x], attrs=attrs))
 
 
 def test_calls_on_both_sides_of_a_limit_on_length_share_no_verdict() -> None:

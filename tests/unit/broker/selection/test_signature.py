@@ -51,7 +51,7 @@ def route(op: str = "silu", **fields: Any) -> bytes:
         (route(inputs=[["float8", [1], [1]]]), InvalidArgument, "unknown dtype 'float8'"),
         (route(outputs=[["float32", [1], [-1]]]), InvalidArgument, "non-negative"),
         (
-            route("attention", inputs=[FLOAT, QKV, QKV, None], outputs=[QKV], attrs=ATTENTION),
+            route("attention", inputs=[FLOAT, QKV, QKV, None, None, None], outputs=[QKV], attrs=ATTENTION),
             InvalidArgument,
             "4 dimensions",
         ),

@@ -408,12 +408,6 @@ REFUSED_BY_TORCH_TOO = [
         "q has 4 heads and k 3; allowed: a multiple",
     ),
     ("attention", (t(3, 4, 3, 8), t(2, 4, 5, 8), t(2, 4, 5, 8)), {}, "q batch is 3, k batch is 2"),
-    (
-        "attention",
-        (Q, Q, V, t(3, 3, dtype=torch.bool)),
-        {"is_causal": True},
-        "attn_mask and is_causal=True are both given",
-    ),
     ("attention", (Q, Q, Q, t(3, 4, dtype=torch.bool)), {}, r"attn_mask has shape \[3, 4\]; .* = \[1, 4, 3, 3\]"),
     ("attention", (Q, Q, Q, t(2, 4, 3, 3)), {}, r"attn_mask has shape \[2, 4, 3, 3\]"),
     ("attention", (Q, Q, Q, t(2, 1, 1, 3, 3)), {}, "at most 4 dimensions, like q"),

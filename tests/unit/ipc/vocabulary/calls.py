@@ -12,15 +12,17 @@ Change = dict[str, Any]
 ATTENTION = {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left"}
 TOKENIZER = {**dict.fromkeys(TOKENIZER_ATTRS, "h"), "tokenizer_digest": "d", "tokenizer_format": "f"}
 
+UNASKED = {"attn_mask": None, "sinks": None, "alibi_slopes": None}
+
 # By op: its tensors as "DTYPE EXTENT...", its attributes, its outputs. No two extents are equal that need not be.
 CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] = {
     "attention": (
-        {"q": "float32 2 6 5 7", "k": "float32 2 3 11 7", "v": "float32 2 3 11 13", "attn_mask": None},
+        {"q": "float32 2 6 5 7", "k": "float32 2 3 11 7", "v": "float32 2 3 11 13", **UNASKED},
         {**ATTENTION, "layout": "BHSD"},
         ("float32 2 6 5 13",),
     ),
     "attention_forward": (
-        {"q": "float32 2 6 5 7", "k": "float32 2 3 11 7", "v": "float32 2 3 11 13", "attn_mask": None},
+        {"q": "float32 2 6 5 7", "k": "float32 2 3 11 7", "v": "float32 2 3 11 13", **UNASKED},
         {**ATTENTION, "layout": "BHSD"},
         ("float32 2 6 5 13", "float32 2 6 5"),
     ),

@@ -38,6 +38,13 @@ X = dense(2, 3, 32)
             {"is_causal": True, "causal_alignment": "bottom_right"},
             "causal_bottom_right+gqa/ragged/dense",
         ),
+        ("attention", (Q, K, K, None), {"window_left": 3, "is_causal": True}, "window/small/dense"),
+        ("attention", (Q, K1, K1, MASK), {"window_right": 3}, "window/small/dense"),
+        ("attention", (Q, K, K, MASK), {"is_causal": True}, "causal+mask/small/dense"),
+        ("attention", (Q, K, K, None, dense(4)), {}, "sinks/small/dense"),
+        ("attention", (Q, K, K, None, None, dense(1, 4)), {}, "alibi/small/dense"),
+        ("attention", (Q, K, K, None, dense(4)), {"softcap": 3.0}, "several/small/dense"),
+        ("attention", (Q, *[dense(1, 4, 257, 64)] * 2), {"softcap": 3.0}, "softcap/long/dense"),
         ("attention", (Q, K, K, None), {"layout": "BSHD"}, "plain/ragged/bshd"),
         ("attention", (Q, dense(1, 4, 0, 64), dense(1, 4, 0, 64), None), {}, EMPTY),
         ("matmul", (dense(3, 8), dense(8, 5)), {}, "matrix/small/dense"),
@@ -71,7 +78,9 @@ X = dense(2, 3, 32)
 )
 def test_class_says_what_is_computed_how_large_and_where(op: str, inputs: Any, attrs: Any, expected: str) -> None:
     """These names are in reports, and in cached probes."""
-    assert shape_class(op, inputs, {**(ATTENTION if op == "attention" else {}), **attrs}) == expected
+    if op == "attention":
+        inputs, attrs = (*inputs, *[None] * (6 - len(inputs))), {**ATTENTION, **attrs}
+    assert shape_class(op, inputs, attrs) == expected
 
 
 def test_output_counts_where_it_is_known() -> None:

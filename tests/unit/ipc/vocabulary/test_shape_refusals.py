@@ -12,6 +12,7 @@ from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
 FLOATS = "bfloat16, float16, float32, float64"
+EACH = "one for each head of q"
 ALIGNMENTS = "top_left or bottom_right"
 QUANTIZED = "float8_e4m3fn or float8_e5m2 or int8"
 NUMBERS = ", ".join(CAST_DTYPES[1:])
@@ -49,6 +50,9 @@ ACCEPTED: list[tuple[str, Change, str]] = [
     ("attention", {"q": "float32 2 0 5 7", "k": "float32 2 0 11 7", "v": "float32 2 0 11 13"}, "float32 2 0 5 13"),
     ("attention", {"q": "float32 2 3 5 7"}, "float32 2 3 5 13"),
     ("attention_forward", {"attn_mask": "bool 1 6 5 1"}, "float32 2 6 5 13"),
+    ("attention", {"attn_mask": "bool 1 1 1 1", "is_causal": True}, "float32 2 6 5 13"),
+    ("attention", {"sinks": "float32 6", "alibi_slopes": "float32 2 6", "softcap": 2.0}, "float32 2 6 5 13"),
+    ("attention", {"window_left": 0, "window_right": 3, "alibi_slopes": "float32 1 6"}, "float32 2 6 5 13"),
     ("attention_backward", {"attn_mask": "float16 2 1 1 11"}, "float16 2 6 5 7"),
     ("attention_varlen", {"cu_seqlens_q": "int32 1", "cu_seqlens_k": "int32 1"}, "float32 5 6 13"),
     ("append_kv", {"slots": "int32 5"}, "int8 10 4 3 7"),
@@ -173,12 +177,15 @@ REFUSED: list[tuple[str, Change, str, str]] = [
         "attn_mask has shape [0, 1, 1, 1]",
         "4 dimensions that broadcast to [2, 6, 5, 11]",
     ),
-    (
-        "attention",
-        {"attn_mask": "bool 1 1 1 1", "is_causal": True},
-        "attn_mask and is_causal are both given",
-        "one of them",
-    ),
+    ("attention", {"sinks": "float32 3"}, "sinks is float32[3]", f"float32[6], {EACH}"),
+    ("attention", {"sinks": "float16 6"}, "sinks is float16[6]", f"float32[6], {EACH}"),
+    ("attention", {"alibi_slopes": "float32 6"}, "alibi_slopes is float32[6]", f"float32, (1 or 2, 6), {EACH}"),
+    ("attention", {"alibi_slopes": "float16 1 6"}, "alibi_slopes is float16[1, 6]", f"float32, (1 or 2, 6), {EACH}"),
+    ("attention", {"window_left": -1}, "window_left is -1", "an integer from 0 to 2147483647"),
+    ("attention", {"window_right": 1.0}, "window_right is 1.0", "an integer from 0 to 2147483647"),
+    ("attention", {"softcap": 1}, "softcap is 1", "a finite float"),
+    ("attention", {"softcap": 0.0}, "softcap is 0.0", "above 0, or left out"),
+    ("attention_forward", {"softcap": -2.0}, "softcap is -2.0", "above 0, or left out"),
     ("attention", {"scale": 1}, "scale is 1", "a finite float"),
     ("attention", {"scale": float("inf")}, "scale is inf", "a finite float"),
     ("attention", {"scale": float("nan")}, "scale is nan", "a finite float"),

@@ -112,12 +112,12 @@ ATTENTION = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "
 @pytest.mark.parametrize(
     ("op", "inputs", "outputs", "attrs", "text"),
     [
-        ("attention", (*QKV[:2], F32("float32", (1, 1, 1, 64)), None), QKV[:1], ATTENTION, "sequence length 1"),
-        ("attention", (*QKV, F32("float32", (1, 1, 16, 17))), QKV[:1], ATTENTION, "attn_mask has shape"),
-        ("attention", (*QKV, None), (F32("float32", (1, 1, 1, 64)),), ATTENTION, "output out is float32"),
-        ("attention", (*QKV, None), (F32("float16", (1, 1, 16, 64)),), ATTENTION, "output out is float16"),
-        ("attention", (*QKV, None), QKV[:1], {**ATTENTION, "scale": float("nan")}, "scale is nan"),
-        ("attention", (*QKV, None), QKV[:1], {**ATTENTION, "is_causal": 1}, "is_causal is 1"),
+        ("attention", (*QKV[:2], F32("float32", (1, 1, 1, 64)), *[None] * 3), QKV[:1], ATTENTION, "sequence length 1"),
+        ("attention", (*QKV, F32("float32", (1, 1, 16, 17)), None, None), QKV[:1], ATTENTION, "attn_mask has shape"),
+        ("attention", (*QKV, *[None] * 3), (F32("float32", (1, 1, 1, 64)),), ATTENTION, "output out is float32"),
+        ("attention", (*QKV, *[None] * 3), (F32("float16", (1, 1, 16, 64)),), ATTENTION, "output out is float16"),
+        ("attention", (*QKV, *[None] * 3), QKV[:1], {**ATTENTION, "scale": float("nan")}, "scale is nan"),
+        ("attention", (*QKV, *[None] * 3), QKV[:1], {**ATTENTION, "is_causal": 1}, "is_causal is 1"),
         (
             "linear",
             (F32("float32", (4, 8)), F32("float32", (32, 8)), None),

@@ -151,14 +151,19 @@ def calls(
         shapes = [(b, hk * group, sq, d), (b, hk, sk, d), (b, hk, sk, dv)]
         inputs = [draw(place(dtype, shape)) for shape in shapes]
         mask = None
-        if not is_causal and draw(st.booleans()):
+        if draw(st.booleans()):
             shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, sq, sk)]
             mask = draw(tensors(draw(st.sampled_from(["bool", dtype])), shape))
         alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal and sq != sk else "top_left"
         attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
         out = draw(place(dtype, (b, hk * group, sq, dv)))
         if op != "attention_backward":
-            return [*inputs, mask], out, attrs
+            asked = [kind for kind in ("window_left", "window_right", "softcap") if draw(st.sampled_from([0, 0, 1]))]
+            attrs |= {kind: 2.0 if kind == "softcap" else 3 for kind in asked}
+            sinks, slopes = (
+                draw(st.none() | tensors(*one)) for one in ((dtype, shapes[0][1:2]), ("float32", (1, shapes[0][1])))
+            )
+            return [*inputs, mask, sinks, slopes], out, attrs
         output, lse = draw(place(dtype, out.shape)), draw(tensors("float32", out.shape[:3]))
         return [out, *inputs, output, lse, mask], out, attrs
     if op == "attention_varlen":

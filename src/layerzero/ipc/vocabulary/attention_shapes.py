@@ -1,0 +1,151 @@
+"""Shape functions of attention and of caches of keys and values: shapes.py's, of this family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layerzero.ipc.vocabulary.shape_checks import (
+    INDEX_DTYPES,
+    Attrs,
+    Inputs,
+    Output,
+    choice,
+    equal,
+    flag,
+    float_dtype,
+    grouped_heads,
+    indices,
+    integer,
+    number,
+    of_ndim,
+    refuse,
+    required,
+    same_dtype,
+)
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+LAYOUTS = ("BHSD", "BSHD")
+CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+MAX_WINDOW = (1 << 31) - 1  # as far as the integers of libraries reach
+
+
+def _attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q = required(inputs, 1)[0]
+    sinks, slopes = inputs[4:]
+    if sinks is not None and (sinks.dtype, sinks.shape) != (q.dtype, q.shape[1:2]):
+        refuse(op, f"sinks is {sinks}", f"{q.dtype}{list(q.shape[1:2])}, one for each head of q")
+    if slopes is not None and (slopes.dtype != "float32" or slopes.shape not in ((1, *q.shape[1:2]), q.shape[:2])):
+        refuse(op, f"alibi_slopes is {slopes}", f"float32, (1 or {q.shape[0]}, {q.shape[1]}), one for each head of q")
+    return _plain_attention(op, inputs[:4], attrs)
+
+
+def _options(op: str, attrs: Attrs) -> None:
+    for name in ("window_left", "window_right"):
+        if name in attrs:
+            integer(op, attrs, name, 0, MAX_WINDOW)
+    if "softcap" in attrs:
+        number(op, attrs, "softcap")
+        if attrs["softcap"] <= 0.0:
+            refuse(op, f"softcap is {attrs['softcap']}", "above 0, or left out")
+
+
+def _plain_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, k, v = required(inputs, 3)
+    mask = inputs[3]
+    dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        of_ndim(op, name, spec, 4)
+    equal(op, "batch", q=q.shape[0], k=k.shape[0], v=v.shape[0])
+    equal(op, "heads", k=k.shape[1], v=v.shape[1])
+    equal(op, "sequence length", k=k.shape[2], v=v.shape[2])
+    equal(op, "head_dim", q=q.shape[3], k=k.shape[3])
+    grouped_heads(op, q.shape[1], k.shape[1])
+    flag(op, attrs, "is_causal")
+    if mask is not None:
+        if mask.dtype not in ("bool", dtype):
+            refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {dtype} like q")
+        target = (*q.shape[:3], k.shape[2])
+        if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, target, strict=True)):
+            refuse(op, f"attn_mask has shape {list(mask.shape)}", f"4 dimensions that broadcast to {list(target)}")
+    number(op, attrs, "scale")
+    choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
+    choice(op, attrs, "layout", LAYOUTS)
+    _options(op, attrs)
+    return ((dtype, (*q.shape[:3], v.shape[3])),)
+
+
+def _attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    (out,) = _attention(op, inputs, attrs)
+    return out, ("float32", out[1][:3])
+
+
+def _attention_backward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    grad_out, q, k, v, output, lse = required(inputs, 6)
+    out, rows = _attention_forward(op, (q, k, v, inputs[6], None, None), attrs)
+    for name, spec, (dtype, shape) in (("grad_out", grad_out, out), ("output", output, out), ("lse", lse, rows)):
+        if (spec.dtype, spec.shape) != (dtype, shape):
+            refuse(op, f"{name} is {spec}", f"{dtype}{list(shape)}, as q, k and v say")
+    return tuple((out[0], spec.shape) for spec in (q, k, v))
+
+
+def _attention_varlen(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, k, v, ends_q, ends_k = required(inputs, 5)
+    dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        of_ndim(op, name, spec, 3)
+    indices(op, "cu_seqlens_q", ends_q, 1)
+    indices(op, "cu_seqlens_k", ends_k, 1)
+    equal(op, "entries", cu_seqlens_q=ends_q.shape[0], cu_seqlens_k=ends_k.shape[0])
+    if not ends_q.shape[0]:
+        refuse(op, "cu_seqlens_q is empty", "one more entry than there are sequences")
+    equal(op, "tokens", k=k.shape[0], v=v.shape[0])
+    equal(op, "heads", k=k.shape[1], v=v.shape[1])
+    equal(op, "head_dim", q=q.shape[2], k=k.shape[2])
+    grouped_heads(op, q.shape[1], k.shape[1])
+    flag(op, attrs, "is_causal")
+    number(op, attrs, "scale")
+    choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
+    return ((dtype, (*q.shape[:2], v.shape[2])),)
+
+
+def _paged_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, k_cache, v_cache, tables, lengths = required(inputs, 5)
+    dtype = float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
+    of_ndim(op, "q", q, 3)
+    _caches(op, k_cache, v_cache)
+    indices(op, "block_tables", tables, 2)
+    indices(op, "seq_lens", lengths, 1)
+    equal(op, "rows", q=q.shape[0], block_tables=tables.shape[0], seq_lens=lengths.shape[0])
+    equal(op, "head_dim", q=q.shape[2], k_cache=k_cache.shape[3])
+    grouped_heads(op, q.shape[1], k_cache.shape[2])
+    number(op, attrs, "scale")
+    return ((dtype, (*q.shape[:2], v_cache.shape[3])),)
+
+
+def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
+    of_ndim(op, "k_cache", k_cache, 4)
+    of_ndim(op, "v_cache", v_cache, 4)
+    equal(op, "blocks, their size and heads", k_cache=k_cache.shape[:3], v_cache=v_cache.shape[:3])
+
+
+def _append_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    key, value, k_cache, v_cache, slots = required(inputs, 5)
+    dtype = same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
+    of_ndim(op, "key", key, 3)
+    of_ndim(op, "value", value, 3)
+    _caches(op, k_cache, v_cache)
+    indices(op, "slots", slots, 1, INDEX_DTYPES)
+    equal(op, "rows", key=key.shape[0], value=value.shape[0], slots=slots.shape[0])
+    equal(op, "heads and head_dim", key=key.shape[1:], k_cache=k_cache.shape[2:])
+    equal(op, "heads and head_dim", value=value.shape[1:], v_cache=v_cache.shape[2:])
+    return ((dtype, k_cache.shape), (dtype, v_cache.shape))
+
+
+ATTENTION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
+    "attention": _attention,
+    "attention_forward": _attention_forward,
+    "attention_backward": _attention_backward,
+    "attention_varlen": _attention_varlen,
+    "paged_attention": _paged_attention,
+    "append_kv": _append_kv,
+}

@@ -1,0 +1,85 @@
+"""Windows, soft cap, sinks and slopes of attention: how a call of them reaches a kernel, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerzero.client.planning.attention_plans import plan_attention, plan_attention_forward
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+def dense(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec.contiguous(dtype, shape)
+
+
+def attrs(queries: int, keys: int, **options: Any) -> dict[str, Any]:
+    q, k = (dense(1, 2, n, 8) for n in (queries, keys))
+    return plan_attention(q, k, k, **options).attrs
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "options", "sent"),
+    [
+        (5, 5, {"window_size": (2, 1)}, {"window_left": 2, "window_right": 1}),
+        (5, 5, {"window_size": [2, -1], "is_causal": True}, {"window_left": 2, "is_causal": True}),
+        (5, 5, {"window_size": (2, 3), "is_causal": True}, {"window_left": 2, "is_causal": True}),
+        (5, 5, {"window_size": (2, 0)}, {"window_left": 2, "is_causal": True}),
+        (5, 5, {"window_size": (4, 4)}, {}),
+        (5, 5, {"window_size": (3, 4)}, {"window_left": 3}),
+        (5, 9, {"window_size": (4, 8)}, {}),
+        (5, 9, {"window_size": (8, 4), "causal_alignment": "bottom_right"}, {}),
+        (5, 9, {"window_size": (7, 3), "causal_alignment": "bottom_right"}, {"window_left": 7, "window_right": 3}),
+        (1, 9, {"window_size": (4096, 0), "causal_alignment": "bottom_right"}, {}),
+        (5, 5, {"window_size": (1 << 40, 1 << 40)}, {}),
+        (5, 5, {"softcap": 0}, {}),
+        (5, 5, {"softcap": 30}, {"softcap": 30.0}),
+    ],
+)
+def test_what_hides_nothing_is_not_sent(queries: int, keys: int, options: dict[str, Any], sent: dict[str, Any]) -> None:
+    """A short prompt of a model with windows is a call that every kernel takes."""
+    found = attrs(queries, keys, **options)
+    is_placed = bool(sent) and queries != keys and "softcap" not in sent
+    alignment = options.get("causal_alignment", "top_left") if is_placed else "top_left"
+    plain = {"is_causal": False, "scale": 8**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
+    if options.get("window_size") == (4096, 0):  # the causal rule, of a query that sees all
+        plain |= {"is_causal": True, "causal_alignment": "bottom_right"}
+    assert found == plain | sent
+
+
+def test_sinks_and_slopes_are_tensors_of_the_call() -> None:
+    q, k = dense(2, 4, 3, 8), dense(2, 4, 5, 8)
+    plan = plan_attention_forward(q, k, k, None, dense(4), dense(4), causal_alignment="bottom_right")
+    assert plan.inputs[4:] == (dense(4), dense(1, 4))
+    assert plan.attrs["causal_alignment"] == "bottom_right"  # distances depend on it
+
+
+def test_a_mask_goes_beside_the_causal_rule() -> None:
+    q, mask = dense(1, 2, 5, 8), dense(5, 5, dtype="bool")
+    plan = plan_attention(q, q, q, mask, is_causal=True)
+    assert plan.attrs["is_causal"]
+    assert plan.inputs[3] == dense(1, 1, 5, 5, dtype="bool")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window_size": 5}, r"window_size is 5; allowed: \(left, right\); pass two integers, -1 for no limit"),
+        ({"window_size": (1,)}, r"window_size is \(1,\); allowed: \(left, right\)"),
+        ({"window_size": (1, -2)}, r"window_size is \(1, -2\); allowed: integers from -1 on"),
+        ({"window_size": (1.0, 2)}, r"window_size is \(1.0, 2\); allowed: integers from -1 on"),
+        ({"window_size": (True, 2)}, r"window_size is \(True, 2\); allowed: integers"),
+        ({"softcap": -1.0}, "softcap is -1.0; allowed: 0.0 or more"),
+        ({"softcap": float("inf")}, "softcap is inf; allowed: a finite number"),
+        ({"sinks": dense(3)}, r"sinks has shape \[3\]; allowed: \[4\], one for each head of q"),
+        ({"sinks": dense(4, dtype="float16")}, "sinks is float16; allowed: float32 like q; convert it"),
+        ({"alibi_slopes": dense(3, 4)}, r"alibi_slopes has shape \[3, 4\]; allowed: \[4\], or \[1 or 2, 4\]"),
+        ({"alibi_slopes": dense(4, dtype="float64")}, "alibi_slopes is float64; allowed: float32"),
+    ],
+)
+def test_what_makes_no_sense_is_named(options: dict[str, Any], says: str) -> None:
+    q = dense(2, 4, 3, 8)
+    with pytest.raises(InvalidArgument, match=f"attention: {says}"):
+        plan_attention(q, q, q, **options)
