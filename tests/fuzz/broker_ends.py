@@ -85,6 +85,7 @@ class BrokerEnds:
             handle=handle,
             forget=lambda _: None,
             note_change=lambda: None,
+            is_observer=lambda pid: False,
         )
 
     def handle(self, event: ev.Event) -> None:
