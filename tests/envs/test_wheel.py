@@ -10,6 +10,7 @@ from pathlib import Path
 
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.lifting import lifted_library
+from layerzero.workers import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +24,14 @@ def test_wheel_installs_and_runs_in_an_empty_venv(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"layerzero", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
-    for compiled, module in ((fastpath_library.repeats, "_fastpath."), (lifted_library.lifted, "_lifted.")):
-        assert (compiled is not None) == any(name.startswith(f"layerzero/client/gpu/{module}") for name in names)
+    for compiled, module in (
+        (fastpath_library.repeats, "client/gpu/_fastpath."),
+        (lifted_library.lifted, "client/gpu/_lifted."),
+        (serving.library, "workers/_serving."),
+    ):
+        assert (compiled is not None) == any(
+            name.startswith(f"layerzero/{module}") and name.endswith(".so") for name in names
+        )
     for needed in (
         "layerzero/py.typed",
         "layerzero/envs/manifests/torch.toml",
