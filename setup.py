@@ -1,23 +1,38 @@
-"""What pyproject.toml has no stable words for: the C of the client, one file for all Pythons from 3.11 on."""
+"""What pyproject.toml has no stable words for: what is compiled, one file for all Pythons: of the client from 3.11 on,
+of workers, whose environments are others', from 3.10 on."""
 
 from setuptools import Extension, setup
 
-CLIENT = "src/layerzero/client"
+CLIENT, SHM, ACCELERATION = (f"src/layerzero/{folder}" for folder in ("client", "ipc/shm", "torch/acceleration"))
+
+
+def extension(folder: str, name: str) -> Extension:
+    return Extension(
+        f"layerzero.{folder.replace('/', '.')}.{name}",
+        [f"src/layerzero/{folder}/{name}.c"],
+        depends=[
+            f"{SHM}/_words.h",
+            f"{SHM}/_lane.h",
+            f"{CLIENT}/gpu/_call_key.h",
+            f"{CLIENT}/gpu/_counting.h",
+            *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "line", "waiting")),
+            *(f"{ACCELERATION}/_look_{part}.h" for part in ("key", "layers")),
+        ],
+        py_limited_api=True,
+        optional=True,  # without a C compiler the same steps run in Python, and reports say so
+    )
+
 
 setup(
     ext_modules=[
-        Extension(
-            f"layerzero.client.{folder}.{name}",
-            [f"{CLIENT}/{folder}/{name}.c"],
-            depends=[
-                f"{CLIENT}/gpu/_call_key.h",
-                f"{CLIENT}/gpu/_counting.h",
-                *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "line", "waiting")),
-            ],
-            py_limited_api=True,
-            optional=True,  # without a C compiler the same steps run in Python, and reports say so
+        extension(folder, name)
+        for folder, name in (
+            ("client/gpu", "_fastpath"),
+            ("client/gpu", "_lifted"),
+            ("client/session", "_repeats"),
+            ("torch/acceleration", "_look"),
+            ("workers", "_serving"),
         )
-        for folder, name in (("gpu", "_fastpath"), ("gpu", "_lifted"), ("session", "_repeats"))
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

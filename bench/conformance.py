@@ -6,7 +6,8 @@ results/conformance.md, and exits with 1 where a result is wrong or a call fails
 Needs onnx 1.23 or newer beside LayerZero (pip install -e '.[conformance]'): its tests are made by its code. A test is
 of one node; those of an operator written out in others ("expanded") are left out. What is compared is an operator's
 first result, by the test's own tolerance: means, present keys and their like are no results of our ops. A past is put
-before the new keys, and tables are looked up, before the call; conformance_calls.py has all that is mapped.
+before the new keys, and tables are looked up, before the call; conformance_calls.py and conformance_vision.py have
+all that is mapped.
 
 Numbers of half precision that ONNX wants were rounded at each step, so that they miss the exact ones by more than a
 test's own tolerance. A result outside of it counts as "nearer" if its greatest distance to what ONNX's reference
@@ -22,12 +23,15 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import conformance_calls
+import conformance_vision
 import numpy as np
 from common import backend_versions, finish, own_broker, parser, verdict
-from conformance_calls import CALLS, Node, Unserved
+from conformance_calls import Node, Unserved
 
 import layerzero as lz
 
+CALLS = {**conformance_calls.CALLS, **conformance_vision.CALLS}
 BACKENDS = ("torch", "onnxruntime", "mlx", "zentorch", "onnx-reference")
 QUICK = ("Softmax", "MatMul", "LayerNormalization")
 

@@ -140,8 +140,6 @@ def rotary(node: Node) -> Call:
 def attention(node: Node) -> Call:
     q, k, v = (node.array(i) for i in range(3))
     mask, past_k, past_v, lengths = (node.input(i) for i in range(3, 7))
-    need(not node.attr("softcap", 0.0), "softcap")
-    need(node.attr("left_window_size", -1) < 0 and node.attr("right_window_size", -1) < 0, "windows")
     need(lengths is None, "nonpad_kv_seqlen")
     need(not node.has_output(3), "qk_matmul_output")
     is_flat = q.ndim == 3
@@ -153,10 +151,12 @@ def attention(node: Node) -> Call:
         past = past_k.shape[2]
         k, v = np.concatenate((past_k, k), 2), np.concatenate((past_v, v), 2)
     options: dict[str, Any] = {"scale": node.attr("scale", None), "enable_gqa": q.shape[1] != k.shape[1]}
-    if node.attr("is_causal", 0):
+    options |= {"softcap": node.attr("softcap", 0.0), "is_causal": bool(node.attr("is_causal", 0))}
+    options["window_size"] = tuple(node.attr(f"{side}_window_size", -1) for side in ("left", "right"))
+    if options["is_causal"] or options["window_size"] != (-1, -1):
         is_last = past == k.shape[2] - q.shape[2]
         need(not past or is_last, "a causal rule that begins between the first and the last key")
-        options |= {"is_causal": True, "causal_alignment": "bottom_right" if past else "top_left"}
+        options["causal_alignment"] = "bottom_right" if past else "top_left"
     need(mask is None or mask.shape[-1] == k.shape[2], "a mask of fewer keys than there are")
 
     def call(backend: str) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests import sampling_reference
+from tests import sampling_reference, vision_reference
 
 from layerzero.ipc.vocabulary.numerics import TOLERANCE as TOLERANCE
 
@@ -272,7 +272,10 @@ def addmm(x: Array, a: Array, b: Array, *, beta: float, alpha: float) -> Array:
 
 def linear(x: Array, weight: Array, bias: Array | None = None, *, activation: str = "") -> Array:
     product = matmul(x, weight.T) if x.ndim > 1 else matmul(x[None], weight.T)[0]
-    made = product if bias is None else np.asarray(product + wide(bias))
+    return _activated(product if bias is None else np.asarray(product + wide(bias)), activation)
+
+
+def _activated(made: Array, activation: str) -> Array:
     match activation:
         case "":
             return made
@@ -285,6 +288,40 @@ def gated_mlp(x: Array, gate_up: Array, down: Array, *, activation: str) -> Arra
     half = down.shape[1]
     gate = linear(x, gate_up[:half], activation=activation)
     return linear(gate * linear(x, gate_up[half:]), down)
+
+
+def conv(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    stride: str,
+    padding: str,
+    dilation: str,
+    groups: int,
+    activation: str,
+) -> Array:
+    tensors = (wide(x), wide(weight), None if bias is None else wide(bias))
+    attrs: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _activated(vision_reference.conv(*tensors, **attrs), activation)
+
+
+def conv_transpose(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    stride: str,
+    padding: str,
+    output_padding: str,
+    dilation: str,
+    groups: int,
+    activation: str,
+) -> Array:
+    tensors = (wide(x), wide(weight), None if bias is None else wide(bias))
+    attrs: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    made = vision_reference.conv_transpose(*tensors, **attrs, output_padding=output_padding)
+    return _activated(made, activation)
 
 
 def softmax(x: Array, *, dim: int, dtype: str = "") -> F64:
@@ -516,6 +553,12 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "addmm": addmm,
     "linear": linear,
     "gated_mlp": gated_mlp,
+    "conv": conv,
+    "conv_transpose": conv_transpose,
+    "max_pool": vision_reference.max_pool,
+    "avg_pool": vision_reference.avg_pool,
+    "adaptive_max_pool": vision_reference.adaptive_max_pool,
+    "adaptive_avg_pool": vision_reference.adaptive_avg_pool,
     "softmax": softmax,
     "log_softmax": log_softmax,
     "layer_norm": layer_norm,

@@ -7,6 +7,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from tests.gpu.vision_calls import OPS as VISION_OPS
+from tests.gpu.vision_calls import random_call
+
 from layerzero.client.planning import (
     activation_plans,
     attention_plans,
@@ -16,6 +19,7 @@ from layerzero.client.planning import (
     product_plans,
     sampling_plans,
     token_plans,
+    vision_plans,
 )
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
@@ -186,6 +190,25 @@ def _gated_mlp(rng: Random) -> Plan:
     )
 
 
+def _vision(rng: Random, op: str) -> Plan:
+    dtype = _float(rng)
+    shapes, attrs = random_call(op, rng)
+    numbers = {
+        name: tuple(map(int, value.split(","))) if isinstance(value, str) and name != "activation" else value
+        for name, value in attrs.items()
+    }
+    if "padding" in numbers:
+        half = len(numbers["padding"]) // 2
+        numbers["padding"] = tuple(zip(numbers["padding"][:half], numbers["padding"][half:], strict=True))
+    if "activation" in numbers:
+        numbers["activation"] = numbers["activation"] or None
+    if "divisor" in numbers:
+        numbers["divisor_override"] = numbers.pop("divisor") or None
+    planner = getattr(vision_plans, f"plan_{op}")
+    made: Plan = planner(*(shape and _tensor(rng, dtype, *shape) for shape in shapes), **numbers)
+    return made
+
+
 def _softmax(rng: Random) -> Plan:
     shape = _extents(rng, rng.randint(1, 3))
     dtype = rng.choice((None, *sorted(FLOAT_DTYPES)))
@@ -329,6 +352,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    **{op: partial(_vision, op=op) for op in VISION_OPS},
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "layer_norm": _layer_norm,

@@ -98,6 +98,14 @@ if TYPE_CHECKING:
         detokenize as detokenize,
         tokenize as tokenize,
     )
+    from layerzero.client.facade.vision_ops import (
+        adaptive_avg_pool as adaptive_avg_pool,
+        adaptive_max_pool as adaptive_max_pool,
+        avg_pool as avg_pool,
+        conv as conv,
+        conv_transpose as conv_transpose,
+        max_pool as max_pool,
+    )
     from layerzero.functions.environment import env as env
     from layerzero.functions.decorator import isolated as isolated
     from layerzero.functions.handle import Handle as Handle
@@ -178,6 +186,7 @@ _HOME = {
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
+    "layerzero.client.facade.vision_ops": ("adaptive_avg_pool adaptive_max_pool avg_pool conv conv_transpose max_pool"),
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",
     "layerzero.client.tools.ready": "ReadinessReport readiness_check",
@@ -203,8 +212,12 @@ _HOME = {
     ),
     "layerzero.ipc.vocabulary.tensors": "TensorSpec",
 }
+_OF_DIMS = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
 # torch's names of what an op of ours does, too.
-_SERVED_BY = dict.fromkeys(("bmm", "mm", "mv"), "matmul")
+_SERVED_BY = {
+    **dict.fromkeys(("bmm", "mm", "mv"), "matmul"),
+    **{f"{op}{n}d": op for op in _OF_DIMS for n in (1, 2, 3)},
+}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
 __all__ = [*sorted(_MODULE_OF)]  # for type checkers, the imports above say what is public

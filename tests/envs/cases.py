@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from tests import reference
-from tests.envs import elementwise_cases
+from tests.envs import elementwise_cases, vision_cases
 from tests.envs.attention_cases import option_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
@@ -652,6 +652,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
     **elementwise_cases.CASES,
+    **vision_cases.CASES,
     "quantize": quantize_cases,
     "dequantize": dequantize_cases,
     "embedding": embedding_cases,

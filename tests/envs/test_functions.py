@@ -127,6 +127,34 @@ def test_what_is_lent_cannot_be_written(site: Site) -> None:
     assert shared.tolist() == [0, 0, 0, 0]
 
 
+IMPORTING = """
+import layerzero as lz
+
+OLD = lz.env("numpy-old", requires=["numpy==1.26.4"], python="3.11")
+
+@lz.isolated(OLD)
+def files():
+    import helper, numpy
+    return [helper.__file__, numpy.__file__]
+
+if __name__ == "__main__":
+    lz.connect()
+    print(*files(), sep="\\n")
+"""
+
+
+def test_bytecode_is_left_in_the_environment_and_not_beside_the_users_files(site: Site, tmp_path: Path) -> None:
+    """So that what a function imports there is compiled once, and not at each start of a worker."""
+    (tmp_path / "helper.py").write_text("VALUE = 1\n")
+    (tmp_path / "importing.py").write_text(IMPORTING)
+    answer = run(site, str(tmp_path / "importing.py"))
+    assert answer.returncode == 0, answer.stderr
+    helper, numpy = map(Path, answer.stdout.split())
+    assert helper.parent == tmp_path
+    assert [path.name for path in (numpy.parent / "__pycache__").glob("__init__.*.pyc")] == ["__init__.cpython-311.pyc"]
+    assert not (tmp_path / "__pycache__").exists()
+
+
 def test_contradictions_are_told_by_the_resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERZERO_STORE", str(tmp_path))
     wrong = lz.env("wrong", requires=["numpy<2", "numpy>=2"])

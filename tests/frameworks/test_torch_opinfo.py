@@ -68,6 +68,8 @@ SERVED = [
     Served("bmm", lzt.matmul, least=1),
     Served("mv", lzt.matmul, least=1),
     Served("addmm", torch.ops.layerzero.addmm),
+    *(Served(f"nn.functional.conv{d}d", getattr(lzt, f"conv{d}d")) for d in (1, 2, 3)),
+    *(Served(f"nn.functional.conv_transpose{d}d", getattr(lzt, f"conv_transpose{d}d")) for d in (1, 2, 3)),
     Served("add", lambda x, other, alpha=1: torch.ops.layerzero.add(x, alpha * other)),
     Served("mul", torch.ops.layerzero.mul),
     # Its own samples have tensors for bounds.
@@ -93,6 +95,7 @@ def samples(served: Served, dtype: torch.dtype, needs_grad: bool) -> Iterator[tu
             yield info.op, sample
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # torch's, of its own
 IDS = [f"{served.name}-{served.variant}" for served in SERVED]
 
 

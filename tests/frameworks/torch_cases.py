@@ -116,6 +116,39 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(3, 5, seed=2), t(4, 3).t(), t(4, 5, seed=1)), {"beta": 0.0}),
             ((t(5, seed=2), t(0, 4), t(4, 5, seed=1)), {}),
         ],
+        "conv": [
+            ((t(2, 4, 6, 5), t(6, 2, 3, 2, seed=1), t(6, seed=2), [2, 1], [1, 0], [1, 2], 2), {}),
+            ((t(2, 4, 7), t(6, 4, 3, seed=1), None, [2], [1]), {}),
+            ((t(4, 4, 5, 3), t(4, 1, 2, 2, 2, seed=1), t(4, seed=2), [1], [1], [1], 4), {}),
+            ((t(2, 3, 6, 5), t(4, 3, 3, 2, seed=1), t(4, seed=2), [1], [2, 0, 0, 1]), {}),
+            *(
+                ((t(2, 3, 7), t(4, 3, 3, seed=1), t(4, seed=2), [1], [1], [1], 1, name), {})
+                for name in LINEAR_ACTIVATIONS
+            ),
+            ((t(0, 3, 7), t(4, 3, 3, seed=1)), {}),
+        ],
+        "conv_transpose": [
+            ((t(2, 4, 5, 6), t(4, 3, 3, 2, seed=1), t(6, seed=2), [2, 1], [1, 0], [1, 0], 2, [1, 2]), {}),
+            ((t(2, 4, 7), t(4, 6, 3, seed=1), None, [2], [1]), {}),
+            ((t(3, 3, 5, 3), t(3, 1, 2, 2, 2, seed=1), t(3, seed=2), [1], [1], [0], 3), {}),
+            ((t(2, 3, 6, 5), t(3, 4, 3, 3, seed=1), t(4, seed=2), [2], [2, 0, 0, 1]), {}),
+            ((t(2, 3, 7), t(3, 4, 3, seed=1), t(4, seed=2), [2], [1], [1], 1, [1], "gelu"), {}),
+            ((t(0, 3, 7), t(3, 4, 3, seed=1)), {}),
+        ],
+        "max_pool": [
+            ((t(2, 3, 6, 5), [3, 2], [2, 1], [1, 0], [1, 2], True), {}),
+            ((t(2, 3, 7), [3]), {}),
+            ((t(2, 3, 4, 5, 3), [2], [1], [1, 0, 1, 0, 1, 0]), {}),
+        ],
+        "avg_pool": [
+            ((t(2, 3, 6, 5), [3, 2], [2, 1], [1, 0], True, False), {}),
+            ((t(2, 3, 7), [3], [2], [1]), {}),
+            ((t(2, 3, 4, 5, 3), [2], [1], [1], False, True, 3), {}),
+        ],
+        **{
+            op: [((t(2, 3, 6, 5), [4, 1]), {}), ((t(2, 3, 7), [3]), {}), ((t(2, 3, 4, 5, 3), [2]), {})]
+            for op in ("adaptive_max_pool", "adaptive_avg_pool")
+        },
         "rope": [
             ((t(2, 3, 2, 6), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
             ((t(3, 2, 4), t(3, 2, seed=1), t(3, 2, seed=2)), {"interleaved": True}),
@@ -260,7 +293,10 @@ def _batch_norm(
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = ""
 ) -> torch.Tensor:
-    made = F.linear(x, weight, bias) if weight.dim() == 2 else x @ weight + bias
+    return _activated(F.linear(x, weight, bias) if weight.dim() == 2 else x @ weight + bias, activation)
+
+
+def _activated(made: torch.Tensor, activation: str) -> torch.Tensor:
     after: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "relu": F.relu,
         "gelu": F.gelu,
@@ -314,6 +350,75 @@ def joined(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.stack(result) if isinstance(result, tuple) else result
 
 
+def _conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = (1,),
+    padding: Any = (0,),
+    dilation: Any = (1,),
+    groups: int = 1,
+    activation: str = "",
+) -> torch.Tensor:
+    """Of what was padded before."""
+    dims = weight.dim() - 2
+    low, high = (
+        (padding[:dims], padding[dims:]) if len(padding) > dims else [list(padding) * (dims // len(padding))] * 2
+    )
+    x = F.pad(x, [n for d in range(dims - 1, -1, -1) for n in (low[d], high[d])])
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    return _activated(convolve(x, weight, bias, tuple(stride), 0, tuple(dilation), groups), activation)
+
+
+def _conv_transpose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = (1,),
+    padding: Any = (0,),
+    output_padding: Any = (0,),
+    groups: int = 1,
+    dilation: Any = (1,),
+    activation: str = "",
+) -> torch.Tensor:
+    """With what is cut off, cut off by hand."""
+    dims = weight.dim() - 2
+    low, high = (
+        (padding[:dims], padding[dims:]) if len(padding) > dims else [list(padding) * (dims // len(padding))] * 2
+    )
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    made = convolve(x, weight, bias, tuple(stride), 0, tuple(output_padding), groups, tuple(dilation))
+    first = made.dim() - dims
+    cuts = [slice(low[d], made.shape[first + d] - high[d]) for d in range(dims)]
+    return _activated(made[(..., *cuts)], activation)
+
+
+def _pool(name: str) -> Callable[..., torch.Tensor]:
+    def pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), *args: Any) -> torch.Tensor:
+        """Of uneven padding, what is padded before."""
+        dims = x.dim() - 2
+        if len(padding) > dims:
+            low, high = padding[:dims], padding[dims:]
+            ends = [n for d in range(dims - 1, -1, -1) for n in (low[d], high[d])]
+            x, padding = F.pad(x, ends, value=-torch.inf), (0,)
+        args = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args)
+        made: torch.Tensor = getattr(F, f"{name}{dims}d")(
+            x, tuple(kernel), tuple(stride) or None, tuple(padding), *args
+        )
+        return made
+
+    return pool
+
+
+def _adaptive(name: str) -> Callable[..., torch.Tensor]:
+    def pool(x: torch.Tensor, size: Any) -> torch.Tensor:
+        dims = x.dim() - 2
+        made: torch.Tensor = getattr(F, f"{name}{dims}d")(x, tuple(size) if len(size) > 1 else size[0])
+        return made
+
+    return pool
+
+
 NATIVE: dict[str, Callable[..., Any]] = {
     "silu": F.silu,
     "gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
@@ -339,6 +444,10 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "rms_norm": F.rms_norm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    "conv": _conv,
+    "conv_transpose": _conv_transpose,
+    **{op: _pool(op) for op in ("max_pool", "avg_pool")},
+    **{op: _adaptive(op) for op in ("adaptive_max_pool", "adaptive_avg_pool")},
     "addmm": torch.addmm,
     "add": torch.add,
     "mul": torch.mul,

@@ -122,6 +122,20 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "4 rows, 4096", (of(4, 4096), weight, None), (of(4, 4096),), attrs, _WELL
         yield "1024 rows, 4096", (of(1024, 4096), weight, None), (of(1024, 4096),), attrs, _WELL
         yield "512 rows, bias", (of(512, 1024), of(2048, 1024), of(2048)), (of(512, 2048),), attrs, _WELL
+    elif op == "conv":
+        inputs = (of(2, 320, 32, 32), of(320, 320, 3, 3), of(320))
+        attrs = {"stride": "1,1", "padding": "1,1,1,1", "dilation": "1,1", "groups": 1, "activation": ""}
+        yield "320 channels, 3 x 3", inputs, (of(2, 320, 32, 32),), attrs, _WELL
+    elif op == "conv_transpose":
+        inputs = (of(2, 64, 32, 32), of(64, 64, 4, 4), of(64))
+        attrs = {"stride": "2,2", "padding": "1,1,1,1", "dilation": "1,1", "groups": 1, "activation": ""}
+        yield "64 channels, 4 x 4", inputs, (of(2, 64, 64, 64),), {**attrs, "output_padding": "0,0"}, _WELL
+    elif op in ("max_pool", "avg_pool"):
+        attrs = {"kernel_size": "2,2", "stride": "2,2", "padding": "0,0,0,0", "ceil_mode": False}
+        attrs |= {"dilation": "1,1"} if op == "max_pool" else {"count_include_pad": True, "divisor": 0}
+        yield "halves of 56", (of(4, 64, 56, 56),), (of(4, 64, 28, 28),), attrs, _WELL
+    elif op in ("adaptive_max_pool", "adaptive_avg_pool"):
+        yield "14 to 7", (of(4, 256, 14, 14),), (of(4, 256, 7, 7),), {"output_size": "7,7"}, _WELL
     elif op in ("softmax", "log_softmax"):
         yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1, "dtype": ""}, _WELL
         yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0, "dtype": ""}, _WELL

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import vision_calls
+
 from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -261,6 +263,9 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         elif op == "cast":
             attrs = {"dtype": rng.choice(("float16", "bfloat16", "float32", "int32"))}
             inputs = [numbers(rng.choice((1, 3, 40)), extent())]
+        elif op in vision_calls.OPS:
+            given, attrs = vision_calls.random_call(op, rng)
+            inputs = [shape and numbers(*shape) for shape in given]
         elif op in INDICES and OPS[op].inputs[0] in ("logits", "target_probs", "draft_ids"):
             inputs = sampling_inputs(op, rng, rng.choice((1, 3, 8)), extent() * rng.choice((1, 3, 30)))
         elif op == "embedding":

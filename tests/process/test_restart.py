@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import layerzero as lz
 from layerzero.client.cli.restart import replace
 
 X = np.array([1, 2, 3], np.float32)
+STACKS = "most recent call first"
 WANTED = X / (1 + np.exp(-X))
 
 
@@ -87,7 +91,8 @@ def test_another_worker_takes_over_under_traffic(connected: Site) -> None:
 
 
 def test_functions_workers_are_replaced_one_by_one_and_objects_waited_for(store_of_functions: Site) -> None:
-    """By the environment's short name. Nobody can take over an object: with --force it is lost."""
+    """By the environment's short name, also where a program has asked for another one under it. Nobody can take over
+    an object: with --force it is lost. Of two workers of one backend each has a log."""
     site, ask = store_of_functions, lz.session().ask
     both = pool.pid.options(workers=2)
     with Traffic(pool.pid, lambda: max(list(both.map([1, 2, 3, 4])))):
@@ -102,6 +107,10 @@ def test_functions_workers_are_replaced_one_by_one_and_objects_waited_for(store_
         waits.start()
         wait_until(lambda: [one["state"] for one in site.backend(name)["beside"]] == ["ready"])
         assert handle.fetch() == ["here", home]
+        log = site.folder / f"worker-{name}.log"
+        os.kill(home, signal.SIGUSR2)
+        wait_until(lambda: STACKS in log.with_suffix(".log.1").read_text())
+        assert STACKS not in log.read_text()
         handle.close()
         waits.join()
     assert rows[-1]["ok"], rows[-1]["said"]
@@ -115,12 +124,24 @@ def test_functions_workers_are_replaced_one_by_one_and_objects_waited_for(store_
     assert pool.pid() != home
 
 
+def test_a_short_name_is_of_what_a_program_has_declared_last(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    one, other = (lz.env("shop", requires=[f"packaging=={version}"]) for version in ("24.0", "24.1"))
+    with site.environment():
+        for declared in (one, other, one):
+            assert declared.unready() is not None
+            assert declared.backend in command(site, "env", "show", "shop").stdout
+    site.stop()
+
+
 @pytest.fixture
 def store_of_functions(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     forks.start_server()
+    other = lz.env("pair", requires=["packaging==24.0"])
     site = Site(tmp_path_factory.mktemp("store"))
     with site.environment():
         pool.PAIR.build(quiet=True)
+        assert other.unready() is not None
         site.start().connect()
         list(pool.gather.map([str(tmp_path_factory.mktemp("met"))] * 2, [2] * 2))
         yield site

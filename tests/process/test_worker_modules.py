@@ -47,7 +47,18 @@ CPU_WORKER = {
         "tensors",
         "worker_codes",
     },
-    "layerzero.workers": {"arenas", "boot", "chains", "lanes", "loop", "prepared", "provider"},
+    "layerzero.workers": {
+        "_serving",
+        "arenas",
+        "boot",
+        "chains",
+        "lanes",
+        "loop",
+        "outcomes",
+        "prepared",
+        "provider",
+        "serving",
+    },
 }
 TELL = """
 import atexit, os, sys

@@ -92,7 +92,6 @@ def _of(kind: str, *rows: tuple[Any, ...]) -> tuple[Architecture, ...]:
     return tuple(Architecture(name, model, kind, *rest) for name, model, *rest in rows)
 
 
-SOFT_CAP, SINKS = "soft cap", "sinks"
 NOT_ASKED = "not asked"  # its layers look no attention function up: what they do themselves stays
 REFUSED = "refused"  # it has a class for each of the names that it knows, and this is none of them: KeyError
 IMAGE_TOKEN = 98
@@ -108,7 +107,7 @@ ARCHITECTURES = (
         ("qwen2", "Qwen2ForCausalLM"),
         ("qwen3", "Qwen3ForCausalLM"),
         ("gemma", "GemmaForCausalLM"),
-        ("gemma2", "Gemma2ForCausalLM", {}, SOFT_CAP),
+        ("gemma2", "Gemma2ForCausalLM"),
         ("gemma3_text", "Gemma3ForCausalLM"),
         ("phi", "PhiForCausalLM"),
         ("phi3", "Phi3ForCausalLM"),
@@ -159,7 +158,7 @@ ARCHITECTURES = (
         ("deepseek_v2", "DeepseekV2ForCausalLM", {"num_key_value_heads": 4}),
         ("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4}),
         ("glm4_moe", "Glm4MoeForCausalLM"),
-        ("gpt_oss", "GptOssForCausalLM", {}, SINKS),
+        ("gpt_oss", "GptOssForCausalLM"),
         ("dots1", "Dots1ForCausalLM", {"head_dim": 8, "num_key_value_heads": 4, "n_shared_experts": 1}),
         ("llama4_text", "Llama4ForCausalLM"),
         ("deepseek_v32", "DeepseekV32ForCausalLM", {"num_key_value_heads": 4, "index_topk": 4, "index_head_dim": 16}),
@@ -202,7 +201,7 @@ ARCHITECTURES = (
         ("nllb-moe", "NllbMoeForConditionalGeneration"),
         ("longt5", "LongT5ForConditionalGeneration"),
         ("led", "LEDForConditionalGeneration", {}, NOT_ASKED),
-        ("t5gemma", "T5GemmaForConditionalGeneration", {}, SOFT_CAP),
+        ("t5gemma", "T5GemmaForConditionalGeneration"),
     ),
     *_of(
         "vision",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.transformer_models.architectures import ARCHITECTURES, NOT_ASKED, REFUSED, SINKS, SOFT_CAP
+from tests.transformer_models.architectures import ARCHITECTURES, NOT_ASKED, REFUSED
 from tests.transformer_models.comparing import ids
 from tests.transformer_models.tokenizers import gpt2
 
@@ -37,8 +37,7 @@ def named(after: str, before: str) -> set[str]:
 @pytest.mark.parametrize(
     ("after", "before", "outcomes"),
     [
-        ("Served:", "\nHanded", {"served"}),
-        ("Handed to the model's own formula:", "\nNot asked", {SOFT_CAP, SINKS}),
+        ("Served:", "\nNot asked", {"served"}),
         ("Not asked:", "\nRefused", {NOT_ASKED}),
         ("Refused:", "\n## ", {REFUSED}),
     ],

@@ -6,6 +6,7 @@ A declaration is named by what it asks for, so that two programs may call differ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -59,9 +60,13 @@ def is_ours(manifest: EnvManifest) -> bool:
 
 
 def declare(declared: Declared, store: Path) -> EnvManifest:
-    """Write manifest and descriptor where they are not there yet. Raises ConfigError."""
+    """Write manifest and descriptor where they are not there yet, and note which was declared last. Raises
+    ConfigError."""
     path = manifest_path(declared, store)
-    if not path.is_file():
+    if path.is_file():
+        with contextlib.suppress(OSError):  # of another user, say
+            os.utime(path)
+    else:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if is_locked(declared):
@@ -113,11 +118,10 @@ def write(asked: Declared, store: Path) -> tuple[Lock, str]:
 
 
 def full_name(name: str, store: Path) -> str:
-    """The backend that a name means: itself, or the one environment of functions that is called so."""
-    alike = sorted(path.stem for path in folder(store).glob("*.toml") if path.stem.rpartition(".")[0] == name)
-    if len(alike) > 1:
-        raise ConfigError(f"name one of {', '.join(alike)}: {name} is short for each of them")
-    return alike[0] if alike else name
+    """The backend that a name means: itself, or the environment of functions that is called so; of several that which
+    a program has declared last."""
+    alike = [path for path in folder(store).glob("*.toml") if path.stem.rpartition(".")[0] == name]
+    return max(alike, key=lambda path: path.stat().st_mtime_ns).stem if alike else name
 
 
 def found(declared: Declared, store: Path) -> str:

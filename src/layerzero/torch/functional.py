@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch import registration  # noqa: F401  # defines the ops
+from layerzero.torch import (
+    registration,  # noqa: F401  # defines the ops
+    vision,
+)
 
 ops = torch.ops.layerzero
+Numbers = int | Sequence[int]
 
 
 def silu(input: Tensor, *, backend: str | None = None, timeout_s: float | None = None) -> Tensor:
@@ -198,3 +202,135 @@ def scaled_dot_product_attention(
 
 def _extents(shape: int | Sequence[int]) -> Sequence[int]:
     return (shape,) if isinstance(shape, (int, torch.SymInt)) else shape
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: str | Numbers = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Of (batch, channels, length), or without batch, and a weight (out_channels, channels / groups, kernel). Dtypes as
+    silu; as torch.nn.functional.conv1d."""
+    return _conv(1, input, weight, bias, stride, padding, dilation, groups, backend, timeout_s)
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: str | Numbers = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """As conv1d, of two dimensions; as torch.nn.functional.conv2d."""
+    return _conv(2, input, weight, bias, stride, padding, dilation, groups, backend, timeout_s)
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: str | Numbers = 0,
+    dilation: Numbers = 1,
+    groups: int = 1,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """As conv1d, of three dimensions; as torch.nn.functional.conv3d."""
+    return _conv(3, input, weight, bias, stride, padding, dilation, groups, backend, timeout_s)
+
+
+def _conv(
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: str | Numbers,
+    dilation: Numbers,
+    groups: int,
+    backend: str | None,
+    timeout_s: float | None,
+) -> Tensor:
+    _of_dims(f"conv{dims}d", dims, weight)
+    pads = vision.flattened(padding, weight, stride, dilation)
+    options = {"backend": backend, "timeout_s": timeout_s}
+    return ops.conv.default(input, weight, bias, stride, pads, dilation, groups, **options)
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers = 0,
+    output_padding: Numbers = 0,
+    groups: int = 1,
+    dilation: Numbers = 1,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Of (batch, channels, length), or without batch, and a weight (channels, out_channels / groups, kernel). Dtypes as
+    silu; as torch.nn.functional.conv_transpose1d."""
+    _of_dims("conv_transpose1d", 1, weight)
+    args = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return ops.conv_transpose.default(*args, backend=backend, timeout_s=timeout_s)
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers = 0,
+    output_padding: Numbers = 0,
+    groups: int = 1,
+    dilation: Numbers = 1,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """As conv_transpose1d, of two dimensions; as torch.nn.functional.conv_transpose2d."""
+    _of_dims("conv_transpose2d", 2, weight)
+    args = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return ops.conv_transpose.default(*args, backend=backend, timeout_s=timeout_s)
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Numbers = 1,
+    padding: Numbers = 0,
+    output_padding: Numbers = 0,
+    groups: int = 1,
+    dilation: Numbers = 1,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """As conv_transpose1d, of three dimensions; as torch.nn.functional.conv_transpose3d."""
+    _of_dims("conv_transpose3d", 3, weight)
+    args = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return ops.conv_transpose.default(*args, backend=backend, timeout_s=timeout_s)
+
+
+def _of_dims(name: str, dims: int, weight: Tensor) -> None:
+    if weight.dim() != dims + 2:
+        raise lz.InvalidArgument(
+            f"{name}: weight has shape {list(weight.shape)}; allowed: {dims + 2} dimensions; check it"
+        )

@@ -131,7 +131,7 @@ def linear(grad: Tensor, call: Call) -> Gradients:
     is_vector = len(call.shape["weight"]) == 1
     if call["activation"] is not None:
         made = torch.matmul(x, weight) if is_vector else torch.nn.functional.linear(x, weight)
-        grad = _through(call["activation"], grad, made if bias_shape is None else made + call["bias"])
+        grad = through(call["activation"], grad, made if bias_shape is None else made + call["bias"])
     g = grad.unsqueeze(-1) if is_vector else grad
     found: Gradients = {}
     if "input" in call.needs:
@@ -153,7 +153,7 @@ def gated_mlp(grad: Tensor, call: Call) -> Gradients:
         found["down"] = torch.matmul(_rows(grad).t(), _rows(opened * up))
     if call.needs & {"input", "gate_up"}:
         by_hidden = torch.matmul(grad, call["down"])
-        by_product = torch.cat((_through(activation, by_hidden * up, gate), by_hidden * opened), -1)
+        by_product = torch.cat((through(activation, by_hidden * up, gate), by_hidden * opened), -1)
         if "input" in call.needs:
             found["input"] = torch.matmul(by_product, gate_up)
         if "gate_up" in call.needs:
@@ -168,7 +168,7 @@ def _activated(activation: str, x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate=activation.partition("_")[2] or "none")
 
 
-def _through(activation: str, grad: Tensor, x: Tensor) -> Tensor:
+def through(activation: str, grad: Tensor, x: Tensor) -> Tensor:
     """The gradient by what an activation of linear is applied to."""
     if activation == "relu":
         return grad * (x > 0.0)

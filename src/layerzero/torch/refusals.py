@@ -28,18 +28,18 @@ class Refusals:
     """By op, arguments and policy, of one connection. Threads may share it."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Refused] = {}
+        self.known: dict[Hashable, _Refused] = {}
         self._session: ref[Session] | None = None  # whose calls they were
 
     def why(self, op: str, given: Sequence[Any]) -> str:
         """Why a call as this one was refused a short while ago; "" where it is to be made. `given`: its arguments,
         tensors and plain values."""
-        if not self._known:
+        if not self.known:
             return ""
         if self._session is None or self._session() is not _session():
-            self._known.clear()
+            self.known.clear()
             return ""
-        refused = self._known.get(_kind(op, given))
+        refused = self.known.get(_kind(op, given))
         return refused.why if refused is not None and time.monotonic() < refused.until_s else ""
 
     def note(self, op: str, given: Sequence[Any], why: str) -> None:
@@ -47,18 +47,18 @@ class Refusals:
         session = _session()
         if session is None:
             return
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
         self._session = ref(session)
         kind = _kind(op, given)
-        before = self._known.get(kind)
+        before = self.known.get(kind)
         pause_s = FIRST_PAUSE_S if before is None else min(2 * before.pause_s, LONGEST_PAUSE_S)
-        self._known[kind] = _Refused(why, pause_s, time.monotonic() + pause_s)
+        self.known[kind] = _Refused(why, pause_s, time.monotonic() + pause_s)
 
     def forget(self, op: str, given: Sequence[Any]) -> None:
         """It is served."""
-        if self._known:
-            self._known.pop(_kind(op, given), None)
+        if self.known:
+            self.known.pop(_kind(op, given), None)
 
 
 def _session() -> Session | None:

@@ -22,6 +22,7 @@ from layerzero.torch import (
     fakes,
     gradients,
     norms,
+    vision,
 )
 
 ANY: frozenset[str] = frozenset()
@@ -217,6 +218,60 @@ TABLE: dict[str, OpEntry] = {
             {"input": ANY, "gate_up": ANY, "down": frozenset({"input", "gate_up"})},
             autocasting.lower,
             batching.gated_mlp,
+        ),
+        OpEntry(
+            "conv",
+            vision.CONV_ARGUMENTS,
+            vision.conv_fake,
+            vision.conv_gradients,
+            {"input": ANY, "weight": ANY, "bias": frozenset({"activation"})},
+            autocasting.lower,
+            vision.conv_batch,
+            runs=vision.conv,
+        ),
+        OpEntry(
+            "conv_transpose",
+            vision.CONV_TRANSPOSE_ARGUMENTS,
+            vision.conv_transpose_fake,
+            vision.conv_transpose_gradients,
+            {"input": ANY, "weight": ANY, "bias": frozenset({"activation"})},
+            autocasting.lower,
+            vision.conv_transpose_batch,
+            runs=vision.conv_transpose,
+        ),
+        OpEntry(
+            "max_pool",
+            "Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, "
+            "bool ceil_mode=False",
+            vision.pool_fake("max_pool"),
+            vision.max_pool_gradients,
+            {"input": ANY},
+            batch=vision.pool_batch("max_pool"),
+            runs=vision.max_pool,
+        ),
+        OpEntry(
+            "avg_pool",
+            "Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, "
+            "bool count_include_pad=True, int? divisor_override=None",
+            vision.pool_fake("avg_pool"),
+            vision.avg_pool_gradients,
+            batch=vision.pool_batch("avg_pool"),
+            runs=vision.avg_pool,
+        ),
+        OpEntry(
+            "adaptive_max_pool",
+            "Tensor input, int[1] output_size",
+            vision.adaptive_fake("adaptive_max_pool"),
+            vision.adaptive_max_pool_gradients,
+            {"input": ANY},
+            batch=vision.pool_batch("adaptive_max_pool"),
+        ),
+        OpEntry(
+            "adaptive_avg_pool",
+            "Tensor input, int[1] output_size",
+            vision.adaptive_fake("adaptive_avg_pool"),
+            vision.adaptive_avg_pool_gradients,
+            batch=vision.pool_batch("adaptive_avg_pool"),
         ),
         *(
             OpEntry(

@@ -9,6 +9,7 @@ import torch
 
 from layerzero.client.connection.call import Request
 from layerzero.client.facade import running
+from layerzero.torch import vision
 from layerzero.torch.table import TABLE
 
 
@@ -31,6 +32,8 @@ def traced(request: Request) -> Any:
         args = (*request.args, options.pop("eps"))
     elif request.op == "batch_norm":
         args = (*request.args, *(options.pop(name) for name in ("training", "momentum", "eps")))
+    elif request.op in ("conv", "conv_transpose", *vision.POOLS):
+        args = (*request.args, *vision.traced(request.op, request.args, options))
     elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))
     elif request.op in ("linear", "gated_mlp", "clamp", "cast"):

@@ -15,10 +15,10 @@ from layerzero.transformers import masks, running
 from layerzero.transformers.modeling import ModelingFile, file_of
 from layerzero.transformers.running import HandedOver
 
-# What layers say besides, and no kernel has. Each is handed to the model's own formula, and so is what only that names.
+# What layers say besides. Of what is left over, each is handed to the model's own formula where only that names it.
 # A mask says the same of a sliding window, as it does for SDPA and for the formula.
-_EAGER_HAS = {"softcap": "soft cap", "s_aux": "sinks", "sinks": "sinks"}
 _SAID_BY_MASKS = frozenset({"sliding_window"})
+_CAP, _SINKS = "softcap", ("s_aux", "sinks")  # which SDPA of Transformers refuses, and ignores
 
 
 def attention(
@@ -52,17 +52,20 @@ def attention(
     if (blocks := kwargs.pop("block_indices", None)) is not None:
         attention_mask = _of_blocks(module, blocks, attention_mask, query, key, kwargs.get("position_ids"))
         causal = False
-    reason = _eager_reason(file, kwargs)
-    if reason is not None:
-        running.count(module, "attention", f"handed to the model's own formula: {reason}")
-        return _eager(module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, kwargs)
     given = (query, key, value, attention_mask, dropout, scaling, causal, position_bias)
+    cap, sinks = kwargs.get(_CAP), next((found for name in _SINKS if (found := kwargs.get(name)) is not None), None)
+    reason = _eager_reason(file, kwargs, query, cap, sinks)
+    if reason is not None:
+        return _by_eager(reason, module, given, kwargs)
+    is_beyond_sdpa = bool(cap) or sinks is not None
     try:
         if running.IS_DISABLED:
             raise HandedOver("LAYERZERO_DISABLE")
-        return _by_the_faster(module, given, kwargs) if if_faster else _by_ours(module, given)
+        if if_faster and not is_beyond_sdpa:
+            return _by_the_faster(module, given, kwargs)
+        return _by_ours(module, given, float(cap or 0.0), sinks)
     except HandedOver as why:
-        return _by_sdpa(str(why), module, given, kwargs)
+        return (_by_eager if is_beyond_sdpa else _by_sdpa)(str(why), module, given, kwargs)
 
 
 def attention_if_faster(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -86,9 +89,11 @@ def _by_the_faster(module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, 
     return result
 
 
-def _by_ours(module: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, None]:
+def _by_ours(
+    module: nn.Module, given: tuple[Any, ...], cap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, None]:
     """Raises HandedOver."""
-    out = _serve(*given)
+    out = _serve(*[*given, cap, sinks])
     running.count(module, "attention")
     return out, None
 
@@ -97,6 +102,13 @@ def _by_sdpa(why: str, module: nn.Module, given: tuple[Any, ...], kwargs: dict[s
     running.count(module, "attention", f"handed to SDPA: {why}")
     found: tuple[Tensor, None] = sdpa_attention_forward(module, *given, **kwargs)
     return found
+
+
+def _by_eager(
+    why: str, module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    running.count(module, "attention", f"handed to the model's own formula: {why}")
+    return _eager(module, *[*given, kwargs])
 
 
 def _serve(
@@ -108,6 +120,8 @@ def _serve(
     scaling: float | None,
     causal: bool,
     position_bias: Tensor | None,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """By lz.attention. Raises HandedOver."""
     if dropout:
@@ -123,12 +137,15 @@ def _serve(
     batch = max(query.shape[0], key.shape[0])  # queries that are learned have a batch of one
     if query.shape[0] != batch:
         query = query.expand(batch, -1, -1, -1)
-    options = {"is_causal": bool(causal), "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    rule: tuple[Any, ...] = (mask, 0.0, bool(causal), scaling, query.shape[1] != key.shape[1])
+    if sinks is not None:
+        rule = (*rule, sinks.to(query.dtype))
+    options: dict[str, Any] = {"softcap": cap} if cap else {}
     if _is_dense(query, key, value):
-        out = running.call("attention", query, key, value, mask, **options)
+        out = running.call("attention", query, key, value, *rule, **options)
         return out.transpose(1, 2).contiguous()
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return running.call("attention", q, k, v, mask, **options, layout="BSHD")
+    return running.call("attention", q, k, v, *rule, **options, layout="BSHD")
 
 
 def _is_dense(*tensors: Tensor) -> bool:
@@ -138,13 +155,16 @@ def _is_dense(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _eager_reason(file: ModelingFile, kwargs: dict[str, Any]) -> str | None:
+def _eager_reason(file: ModelingFile, kwargs: dict[str, Any], query: Tensor, cap: Any, sinks: Any) -> str | None:
     """Why only the model's own formula has what is asked for, or None."""
+    if cap is not None and not isinstance(cap, (int, float)):
+        return "soft cap"
+    is_odd = sinks is not None and not (isinstance(sinks, Tensor) and sinks.shape == query.shape[1:2])
+    if is_odd or (file.has_sinks and sinks is None):
+        return "sinks"
     for name, value in kwargs.items():
-        if value is None or value is False or name in _SAID_BY_MASKS:
+        if value is None or value is False or name in _SAID_BY_MASKS or name == _CAP or name in _SINKS:
             continue
-        if name in _EAGER_HAS:
-            return _EAGER_HAS[name]
         if name == "output_attentions" or name in file.arguments:
             return name
     return None if file.is_ordinary else "a formula of its own"

@@ -33,6 +33,8 @@ _NAMES = {
 }
 _NAMES |= {"F", "getattr", "hasattr", "head_dim", "num_key_value_groups", "repeat_kv", "shape", "size", "tanh"}
 _NAMES |= {"training", "transpose", "type"}
+# And what one with sinks is: a column more of each row of scores, which is cut off after the softmax.
+_OF_SINKS = {"cat", "expand", "max", "reshape", "sinks", "values"}
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,14 @@ class ModelingFile:
     """A module with models. `eager`: its own attention formula, None where it has none. `arguments`: those that it
     names. `has_interface`: its layers look attention functions up by name. `takes_sdpa`: all of its models do, and with
     it bool masks; others add masks to numbers. `is_ordinary`: SDPA computes the same as `eager` for arguments that SDPA
-    has."""
+    has. `has_sinks`: `eager` has sinks, of which SDPA knows nothing."""
 
     eager: Callable[..., Any] | None
     has_interface: bool
     takes_sdpa: bool
     is_ordinary: bool
     arguments: frozenset[str]
+    has_sinks: bool = False
 
 
 def modeling_file(name: str) -> ModelingFile:
@@ -70,9 +73,12 @@ def _read(name: str) -> ModelingFile:
         if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == name
     ]
     takes_sdpa = has_interface and bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
-    is_ordinary = takes_sdpa or (eager is not None and set(_names(eager)) <= _NAMES)
+    names = set() if eager is None else set(_names(eager))
+    has_sinks = "sinks" in names
+    known = _NAMES | _OF_SINKS if has_sinks else _NAMES
+    is_ordinary = takes_sdpa or (eager is not None and names <= known)
     arguments = frozenset(inspect.signature(eager).parameters if eager is not None else ())
-    return ModelingFile(eager, has_interface, takes_sdpa, is_ordinary, arguments)
+    return ModelingFile(eager, has_interface, takes_sdpa, is_ordinary, arguments, has_sinks)
 
 
 def file_of(layer: object) -> ModelingFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import traceback
@@ -15,9 +14,11 @@ with loading():
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="layerzero.workers", description=__doc__)
-    parser.add_argument("--boot-fd", type=int, required=True, help="descriptor with the boot configuration (msgpack)")
-    config = boot.read_config(parser.parse_args().boot_fd)
+    match sys.argv[1:]:  # argparse takes a tenth of a worker's start
+        case ["--boot-fd", number] if number.isdecimal():
+            config = boot.read_config(int(number))
+        case _:
+            sys.exit(f"usage: python -m layerzero.workers --boot-fd N: {__doc__.partition(':')[2].strip()}")
     boot.die_with_parent(config.parent_pid)
     boot.point_stdout_at_stderr()
     try:

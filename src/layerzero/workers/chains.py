@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import msgpack
-
-from layerzero.ipc.errors import BackendError, ProtocolError
+from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.memory import ControlPage
 from layerzero.ipc.transport.chains import digest_of, pack_times, resolve, unpack_chain_call, unpack_table
 from layerzero.ipc.transport.wire import Ref
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers.lanes import Lane
+from layerzero.workers.outcomes import short_error
 from layerzero.workers.provider import Bound
 
 Bind = Callable[[Lane, int, bytes], "Bound | None"]
@@ -65,9 +64,3 @@ def _bind(one: Lane, call: int, body: bytes, bind: Bind, read: ReadTable) -> tup
         return None
     one.remember_chain(body, tuple(bounds))
     return tuple(bounds)
-
-
-def short_error(exc: Exception) -> bytes:
-    """An error as it fits behind a call's end."""
-    packed: bytes = msgpack.packb(BackendError(f"{type(exc).__name__}: {exc}"[:400]).to_wire())
-    return packed

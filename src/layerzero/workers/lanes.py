@@ -6,23 +6,20 @@ import os
 import select
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
 from layerzero.ipc.spinning import Spin
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.workers.provider import Bound, Call
+from layerzero.workers.serving import Claimed, Line, line_of
 
 MAX_READY = 4 * lane.DEPTH  # calls of a lane that need no second look
 MAX_CHAINS = 64
 MAX_TAKES = 64  # tries to take a ring that must come at once
-_fence = threading.Lock()
-
-Claimed: TypeAlias = tuple[int, int, bytes]  # a call: its number, plan, references
 
 
 @dataclass(eq=False)
@@ -39,7 +36,11 @@ class Lane:
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
     neighbours: dict[tuple[int, bytes], Call] = field(default_factory=dict)
     chains: dict[bytes, tuple[Bound, ...]] = field(default_factory=dict)
-    last_call: int = 0  # that was claimed
+    line: Line = field(init=False)
+
+    @property
+    def last_call(self) -> int:
+        return self.line.last_call
 
     def claim(self) -> Claimed | None:
         """(number, plan, references) of the next call; None when its client has taken it back. Raises ProtocolError for
@@ -49,17 +50,17 @@ class Lane:
         call = self.last_call + 1
         found = self.page.get_call(call)
         if found is None:
-            raise ProtocolError(f"the client of lane {self.number} rings for call {call}, which it has not put")
-        self.last_call = call
+            raise ProtocolError(self.rings_for_nothing())
+        self.line.last_call = call
         return call, *found
+
+    def rings_for_nothing(self) -> str:
+        return f"the client of lane {self.number} rings for call {self.last_call + 1}, which it has not put"
 
     def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
         """Tell the client how its call ended."""
         self.page.put_end(call, status, plan, kernel_ns, said)
-        with _fence:  # a locked instruction: the end is on the page before it is asked who waits for it
-            pass
-        if self.page.is_awaited(call):
-            lane.ring_back(self.answer)
+        self.line.tell(call)
 
     def remember(self, plan: int, refs: bytes, bound: Bound) -> None:
         if len(self.ready) >= MAX_READY:
@@ -90,6 +91,7 @@ class Lanes:
         """`spin_ns`: for how long a lane's page may be looked at for its next call."""
         self._poll, self._open_page = poll, open_page
         self._spin = Spin(spin_ns)
+        self.server: Any = None  # takes the place of `claimed` and `watch`, where there is one
         self._latest: Lane | None = None  # it had a call just now
         self._lanes: dict[int, Lane] = {}
         self._by_doorbell: dict[int, Lane] = {}
@@ -113,14 +115,17 @@ class Lanes:
             raise
         os.close(page)
         self._poll.register(doorbell, select.POLLIN)
+        end = None if self._open_page is lane.Page else made.end
+        made.line = line_of(made, number, made.page, (doorbell, made.answer), made.ready, end)
+        if self.server is not None:
+            self.server.add(made.line)
         self._lanes[number] = self._by_doorbell[doorbell] = made
 
     def close(self, number: int) -> None:
         gone = self._lanes.pop(number, None)
         self._plans.pop(number, None)
         if gone is not None:
-            if self._by_doorbell.pop(gone.doorbell, None) is not None:
-                self._poll.unregister(gone.doorbell)
+            self._unhear(gone)
             self._latest = None
             gone.page.close()
             os.close(gone.doorbell)
@@ -164,9 +169,19 @@ class Lanes:
             return one.claim()
         except ProtocolError as exc:
             print(exc, file=sys.stderr)
-            self._poll.unregister(one.doorbell)
-            del self._by_doorbell[one.doorbell]
+            self._unhear(one)
             return None
+
+    def mute(self, one: Lane) -> None:
+        """As `claimed` does of a lane whose client rings for nothing."""
+        print(one.rings_for_nothing(), file=sys.stderr)
+        self._unhear(one)
+
+    def _unhear(self, one: Lane) -> None:
+        if self._by_doorbell.pop(one.doorbell, None) is not None:
+            self._poll.unregister(one.doorbell)
+            if self.server is not None:
+                self.server.remove(one.line)
 
     def are_doorbells(self, events: Iterable[tuple[int, int]]) -> bool:
         """Whether `poll` returned nothing else."""

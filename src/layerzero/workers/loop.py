@@ -8,7 +8,6 @@ import select
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgpack
 import zmq
 
 from layerzero.ipc import spinning
-from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.errors import BackendError, ProtocolError, from_wire
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
@@ -38,10 +37,12 @@ from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITT
 from layerzero.workers import boot
 from layerzero.workers.arenas import Arena, map_arena
 from layerzero.workers.boot import BootConfig, import_provider
-from layerzero.workers.chains import run_chain, short_error
-from layerzero.workers.lanes import Claimed, Lane, Lanes
+from layerzero.workers.chains import run_chain
+from layerzero.workers.lanes import Lane, Lanes
+from layerzero.workers.outcomes import error_body, said_of
 from layerzero.workers.prepared import neighbour, read_call, read_neighbours
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
+from layerzero.workers.serving import Claimed, server_of
 
 if TYPE_CHECKING:
     from layerzero.workers.failpoint import Faults
@@ -154,6 +155,14 @@ class _Loop:
         poll.register(sockets.poll_fd(self._dealer), select.POLLIN)
         poll.register(self._control, select.POLLIN)
         control_fd = self._control.fileno()
+        self._lanes.server = server_of(
+            self._serve_claimed,
+            self._finish_call,
+            self._lanes.mute,
+            self._page,
+            (sockets.poll_fd(self._dealer), control_fd),
+            spoils_calls=self._faults is not None,
+        )
         while True:
             while sockets.has_input(self._dealer):  # also after each send, which may eat the edge that announces input
                 frame = self._dealer.recv(_NOBLOCK)
@@ -194,6 +203,8 @@ class _Loop:
         """Serve calls of lanes until a socket has something, too. The broker's is not asked meanwhile: nothing of it
         was read or sent, so that what comes can be polled for."""
         poll, lanes = self._poll.poll, self._lanes
+        if lanes.server is not None:
+            return lanes.server.serve()  # type: ignore[no-any-return]
         while True:
             seen = lanes.watch()
             if seen is not None:
@@ -289,7 +300,7 @@ class _Loop:
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
             if self._gpu is not None:
                 self._gpu.gpus.check(exc)
-            body = _error_body(exc)
+            body = error_body(exc)
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
         self._dealer.send(reply)
         self._page.write(0, IDLE)
@@ -316,7 +327,7 @@ class _Loop:
         return elapsed_ns, result
 
     def _leave(self, number: int, call: int, error: Exception | None) -> None:
-        body = b"" if error is None else _error_body(error)
+        body = b"" if error is None else error_body(error)
         self._dealer.send(wire.pack(Kind.LEFT, seq=call, aux=number, body=body))
 
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
@@ -324,32 +335,39 @@ class _Loop:
         for one, claimed in self._lanes.claimed(events):
             self._serve_lane(one, claimed)
 
+    def _serve_claimed(self, one: Lane, claimed: Claimed) -> bool:
+        """As `_serve_lane`. Whether something came meanwhile that only the loop can serve."""
+        self._serve_lane(one, claimed)
+        return self._gpu is not None or bool(self._lifts)
+
     def _serve_lane(self, one: Lane, claimed: Claimed) -> None:
+        """workers/_serving.c does the same for calls that are ready."""
         call, plan, body = claimed
         if plan == CHAIN:
             run_chain(one, call, body, self._page, self._bound_on, self._chain_table)
             return
-        page, dispatch, said, elapsed_ns = self._page, mark(one.number, call), b"", 0
+        page, dispatch, elapsed_ns, outcome = self._page, mark(one.number, call), 0, None
         try:
             page.write(dispatch, MAPPED)
             bound = one.ready.get((plan, body)) or self._bound_on(one, plan, body)
             if bound is None:
-                status = lane.DECLINED
-            else:
-                page.write(dispatch, EXECUTING)
-                start_ns = time.perf_counter_ns()
-                result = bound()
-                elapsed_ns = time.perf_counter_ns() - start_ns
-                page.write(dispatch, WRITTEN)
-                status = lane.OK
-                if result is not None:
-                    said = msgpack.packb(result)
-                    if len(said) > lane.MAX_WORD_BYTES:
-                        status, said = lane.DECLINED, b""
-        except Exception as exc:  # as above; the broker hears of it when the client brings the call there
-            status, elapsed_ns, said = lane.RAISED, 0, short_error(exc)
-        one.end(call, status, plan, elapsed_ns, said)
-        page.write(0, IDLE)
+                one.end(call, lane.DECLINED, plan)
+                page.write(0, IDLE)
+                return
+            page.write(dispatch, EXECUTING)
+            start_ns = time.perf_counter_ns()
+            outcome = bound()
+            elapsed_ns = time.perf_counter_ns() - start_ns
+            page.write(dispatch, WRITTEN)
+        except Exception as exc:  # as above
+            outcome = exc
+        self._finish_call(one, call, plan, elapsed_ns, outcome)
+
+    def _finish_call(self, one: Lane, call: int, plan: int, elapsed_ns: int, outcome: Any) -> None:
+        """Tell the client of a lane how its call ended, which the broker hears of when it is brought there."""
+        status, said = said_of(outcome)
+        one.end(call, status, plan, 0 if status == lane.RAISED else elapsed_ns, said)
+        self._page.write(0, IDLE)
 
     def _bound_on(self, one: Lane, plan: int, body: bytes) -> Bound | None:
         """A call on a lane, ready to be run; None for one that the broker did not allow, or whose arenas are not here.
@@ -477,20 +495,3 @@ class _Loop:
 
 def _tensors(call: Call) -> int:
     return len(call.inputs) + len(call.outputs)
-
-
-def _error_body(exc: Exception) -> bytes:
-    """The error as it travels. Texts that UTF-8 cannot hold and facts that are not plain are reduced to ASCII."""
-    try:
-        packed: bytes = msgpack.packb(_describe(exc).to_wire())
-    except (TypeError, ValueError, OverflowError):
-        packed = msgpack.packb(BackendError(ascii(exc)[:2000], exception=type(exc).__name__).to_wire())
-    return packed
-
-
-def _describe(exc: Exception) -> LayerZeroError:
-    if isinstance(exc, LayerZeroError):
-        exc.message = exc.message[:2000]
-        return exc
-    text = "".join(traceback.format_exception(exc))
-    return BackendError(f"{type(exc).__name__}: {exc}"[:2000], exception=type(exc).__name__, traceback=text[-4000:])

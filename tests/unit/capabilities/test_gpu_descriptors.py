@@ -52,6 +52,8 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
         "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),
         "linear": (dense(64, 128), dense(256, 128), None),
+        **dict.fromkeys(("conv", "conv_transpose"), (dense(2, 64, 16, 16), dense(64, 64, 3, 3), dense(64))),
+        **dict.fromkeys(("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"), (dense(2, 64, 16, 16),)),
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
@@ -93,6 +95,8 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
         "dim": 1, "ndim": 1, "num_groups": 32, "eps": 1e-6, "approximate": "tanh", "activation": "gelu",
         "beta": 0.5, "alpha": 2.0,
+        "stride": "1,1", "padding": "1,1,1,1", "dilation": "1,1", "output_padding": "0,0", "groups": 1,
+        "kernel_size": "3,3", "ceil_mode": False, "count_include_pad": True, "divisor": 0, "output_size": "7,7",
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
         "min": -1.0, "max": None,
     }  # fmt: skip

@@ -15,6 +15,7 @@ from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import chains, messages, wire
 from layerzero.ipc.transport.wire import Kind, Ref
+from layerzero.workers import serving
 
 ARENA_BYTES = 4 * NBYTES
 TOY = """
@@ -242,6 +243,34 @@ def test_a_step_that_raises_is_named_and_ends_its_chain(rider: Rider) -> None:
     assert status == lane.RAISED
     assert b"nono" in said
     assert rider.page.step_of(rider.calls) == (1, True)
+
+
+@pytest.mark.parametrize("variable", ["LAYERZERO_NO_C", "LAYERZERO_WORKER_OTHER"])
+def test_calls_end_alike_with_what_is_compiled_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Where it cannot be loaded, as in an image with another libc, the same steps run in Python."""
+    monkeypatch.setenv(variable, "1")
+    (tmp_path / "toy.py").write_text(TOY)
+    worker = Worker(tmp_path, "", provider=tmp_path / "toy.py")
+    for arena in (1, 2):
+        fd = memory.create_memfd(f"arena-{arena}", ARENA_BYTES)
+        worker.tell(messages.MapArena(client=1, arena=arena, nbytes=ARENA_BYTES), fd)
+        os.close(fd)
+    rider = Rider(worker)
+    assert ("_serving" in Path(f"/proc/{worker.process.pid}/maps").read_text()) == (
+        serving.library is not None and variable != "LAYERZERO_NO_C"
+    )
+    for _ in range(2):  # of the second one it is known that it is allowed and whole
+        assert rider.put(PLANS["copy"], refs())[0] == lane.OK
+        status, _, said = rider.put(PLANS["raise"], refs())
+        assert status == lane.RAISED
+        assert b"nono" in said
+        assert rider.put(PLANS["copy"] + 1000, refs())[0] == lane.DECLINED
+        assert rider.put_chain([step(*WHOLE)] * 2)[0] == lane.OK
+    assert ran(worker, refs())
+    rider.close()
+    worker.close()
 
 
 @pytest.mark.parametrize("path", ["broker", "express"])

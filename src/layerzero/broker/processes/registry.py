@@ -4,7 +4,10 @@ that have joined (joined.py)."""
 from __future__ import annotations
 
 import hmac
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
@@ -91,12 +94,14 @@ class Processes:
                 generation,
                 self._launcher.launch(backend),
                 control_path=self._endpoints.control,
-                log=self._endpoints.worker_log(backend),
+                log=self._log_of(backend),
                 package=__version__,
                 failpoints=self._settings.failpoints_of(backend),
                 oom_kills=self._oom_kills,
             )
         except (OSError, LayerZeroError) as exc:
+            with suppress(OSError):
+                self._return_log(backend)
             error = exc if isinstance(exc, LayerZeroError) else supervisor.start_error(exc, backend)
             self._handle(ev.SpawnFailed(backend, generation, error))
             return
@@ -105,12 +110,37 @@ class Processes:
         log("worker.started", backend=backend, generation=generation, pid=process.pid)
         self._handle(ev.WorkerSpawned(backend, generation, process.pid))
 
+    def _log_of(self, backend: str) -> Path:
+        """The backend's log. A worker that another one starts beside goes on in the file that was before it, so that
+        the last words of each are its own."""
+        path = self._endpoints.worker_log(backend)
+        for one in self._live.values():
+            if one.log == path:
+                with suppress(OSError):
+                    one.log = path.rename(path.with_suffix(".log.1"))
+        return path
+
     def _end(self, process: supervisor.Process) -> None:
         if not control.is_readable(process.pidfd):
             return  # an event of another descriptor that had this number before
         self._poller.unwatch(process.pidfd)
         del self._live[process.backend, process.generation]
+        with suppress(OSError):
+            self._return_log(process.backend, process)
         self._on_end(process)
+
+    def _return_log(self, backend: str, ended: supervisor.Process | None = None) -> None:
+        """Where one has `ended`, or did not start, that was to take over, the log is that of the worker before again,
+        with its words at the end."""
+        path = self._endpoints.worker_log(backend)
+        before = next((one for (name, _), one in self._live.items() if name == backend and one.log != path), None)
+        if before is None or (ended is not None and ended.log != path):
+            return
+        if ended is not None:
+            ended.log_start = before.log.stat().st_size
+            with before.log.open("ab") as file, path.open("rb") as said:
+                shutil.copyfileobj(said, file)
+        before.log = before.log.replace(path)
 
     def bound_logs(self) -> None:
         for process in self._live.values():

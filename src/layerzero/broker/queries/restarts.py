@@ -20,7 +20,7 @@ _RUNNING = (S.STARTING, S.READY, S.KILLING, S.DRAINING, S.STOPPING)
 
 def backends_of(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """The backends that `name` means: one, the workers of an environment of functions, also by its name without the
-    digits behind it where that is one's alone."""
+    digits behind it where that is one's alone, or of one alone that has a worker."""
     name = params.get("name")
     workers = server.state.workers
     if isinstance(name, str) and name in workers and pools.environment_of(name) != name:
@@ -28,6 +28,9 @@ def backends_of(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]
     found = [one for one in workers if pools.environment_of(one) == name]
     if not found and isinstance(name, str):
         alike = sorted({env for env in map(pools.environment_of, workers) if env.startswith(f"{name}.")})
+        if len(alike) > 1:  # of what a program asked for before, whose workers have ended, nobody speaks
+            running = {pools.environment_of(one) for one, worker in workers.items() if worker.state in _RUNNING}
+            alike = [env for env in alike if env in running] or alike
         if len(alike) > 1:
             raise InvalidArgument(f"name one of {', '.join(alike)}: {name} is short for each of them")
         found = [one for one in workers if alike and pools.environment_of(one) == alike[0]]

@@ -2,7 +2,8 @@
 
 What a ranking reads of a call is its validity key, its perf key, the classes that its kernels are certified for, and
 what policy says. Each symbol is moved to the ends of its bucket, and to where it meets another extent of the call; one
-that changes any of these there stays as it is.
+that changes any of these there stays as it is. Of those in one bucket the first one moves, as tensors have them: rows
+of what a layer is given come before what its weights are wide.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ def neighbourhood(
         return None  # what a copy costs, and what is compiled, depends on every extent
     specs: Specs = (*spec.inputs, *spec.outputs)
     wanted = _read(engine, spec, context, specs)
-    extents = sorted({extent for one in specs if one is not None for extent in one.shape})
+    extents = list(dict.fromkeys(extent for one in specs if one is not None for extent in one.shape))
     buckets = {extent: _bucket(extent) for extent in extents if extent > 1}
     moving = [extent for extent, (low, high) in buckets.items() if low < high]
     symbols: list[int] = []
     for extent in moving:
         low, high = buckets[extent]
+        if any(buckets[other] == (low, high) for other in symbols):
+            continue  # two that move could meet anywhere in their bucket
         alone = _of_extents(specs, [extent], buckets)
         tried = {low, high, *(other for other in extents if low < other < high)} - {extent}
         if all(_reads(engine, spec, context, alone.apply(specs, [value]), wanted) for value in tried):
             symbols.append(extent)
-    symbols = symbols[:MAX_SYMBOLS]
+    symbols = sorted(symbols[:MAX_SYMBOLS])
     if not symbols:
         return None
     found = _of_extents(specs, symbols, buckets)
     lows, highs = ([its[end] for its in found.ranges] for end in (0, 1))
-    if len(set(lows)) < len(lows):
-        return None  # two symbols of one bucket: they could meet anywhere in it
     ends = [found.apply(specs, values) for values in (lows, highs)]
     if not all(_reads(engine, spec, context, end, wanted) for end in ends):
         return None

@@ -19,6 +19,7 @@ from layerzero.client.facade import (
     product_ops,
     sampling_ops,
     text_ops,
+    vision_ops,
 )
 from layerzero.client.facade.default_session import session
 from layerzero.client.facade.running import Future, handler, send
@@ -102,7 +103,17 @@ def function_of(op: str) -> Callable[..., Any]:
     return function
 
 
-_MODULES = (ops, activation_ops, attention_ops, elementwise_ops, norm_ops, product_ops, sampling_ops, text_ops)
+_MODULES = (
+    ops,
+    activation_ops,
+    attention_ops,
+    elementwise_ops,
+    norm_ops,
+    product_ops,
+    sampling_ops,
+    text_ops,
+    vision_ops,
+)
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 
 
@@ -128,8 +139,10 @@ def _no_op(op: object) -> InvalidArgument:
     return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(PUBLIC_OPS)}; pass the name, or lz.NAME")
 
 
+_OF_DIMS = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")
 _ELSEWHERE = {
     "scaled_dot_product_attention": "attention",
     **dict.fromkeys(("bmm", "mm", "mv", "dot"), "matmul"),
+    **{f"{op}{n}d": op for op in _OF_DIMS for n in (1, 2, 3)},
     **{"multiply": "mul", "clip": "clamp", "concat": "cat", "concatenate": "cat", "to": "cast", "astype": "cast"},
 }

@@ -7,8 +7,9 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "../../ipc/shm/_words.h"
 
 enum { KEY_BYTES = 1024, KEY_ADDRESSES = 16 };
 
@@ -119,9 +120,6 @@ static PyObject *learn_all(PyObject *kwargs, const char *const *names, int count
                                          {Py_tp_clear, Type##_clear}, {Py_tp_dealloc, Type##_dealloc}, __VA_ARGS__ {0, NULL}}; \
     static PyType_Spec Type##_spec = {PACKAGE Module "." #Type, sizeof(Type), 0,                     \
                                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Type##_slots};
-
-static uint32_t load32(uint64_t at) { return __atomic_load_n((uint32_t *)at, __ATOMIC_ACQUIRE); }
-static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __ATOMIC_ACQUIRE); }
 
 /* --- the key */
 

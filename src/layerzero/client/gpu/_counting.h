@@ -1,8 +1,6 @@
 /* Calls that pass the broker by, counted: a row of ipc/shm/counter_page.py, by its address. The interpreter's lock makes this its
    only writer, so plain additions do; each word is written whole, as the broker reads it. After _call_key.h. */
 
-#include <time.h>
-
 enum { COUNTER_ROW_BYTES = 1024, BUCKETS_AT = 256, BUCKETS = 26, SUM_AT = BUCKETS_AT + 8 * BUCKETS, COPIED_AT = SUM_AT + 8 };
 #define COUNTER_LAYOUT COUNTER_ROW_BYTES, BUCKETS_AT, BUCKETS, SUM_AT, COPIED_AT
 
@@ -18,12 +16,6 @@ static void count_calls(uint64_t row, uint64_t ns, uint64_t copied_bytes, uint64
     grow(row + BUCKETS_AT + 8 * (bucket < BUCKETS ? bucket : BUCKETS - 1), times);
     grow(row + SUM_AT, ns * times);
     if (copied_bytes) grow(row + COPIED_AT, copied_bytes);
-}
-
-static uint64_t clock_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
 /* A call that has ended just now. `start_ns` is a number of Python's. */

@@ -21,6 +21,7 @@ enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; 
 enum { FRESH = 2 };
 enum { LONG_COPY_BYTES = 256 << 10, MAX_COPIED_BYTES = 8 << 20 }; /* of an input; of a call: of more, the longer way does not matter */
 static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
+static const uint64_t HELD_NS = 15000; /* so long may the interpreter's lock be held for a call that is usually over by then */
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
 
@@ -332,6 +333,14 @@ static Verdict carry(Repeats *self, Call *call) {
 static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t rings, uint64_t expected_ns, uint64_t due) {
     Line *line = (Line *)receipt->its.line;
     uint64_t spin_ns = spin_of(self, watch), seen_ns;
+    if (spin_ns && expected_ns < HELD_NS && watch->usual_ns && watch->usual_ns < HELD_NS && !watch->missed) { /* to pass the lock on would take longer */
+        if (rings) ring(line->bells.doorbell, rings);
+        rings = 0;
+        if ((seen_ns = glance(line->bells.page, receipt->call, HELD_NS))) {
+            note_watch(watch, seen_ns);
+            return;
+        }
+    }
     Py_BEGIN_ALLOW_THREADS
     if (rings) ring(line->bells.doorbell, rings);
     if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) sleep_before(&line->bells, expected_ns, due);
@@ -544,8 +553,7 @@ PyMODINIT_FUNC PyInit__repeats(void) {
     if (!made) return NULL;
     KEY_NAMES(INTERN)
     NAMES(INTERN)
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiKiiiii)", EPOCH, IS_ENDED, CALL, WAITS, DONE, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN,
-                                     CALL_BYTES, REFS_AT, END_AT, MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH, REF_BYTES, ALIGNMENT,
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiiiKiiiii)", LANE_LAYOUT, REF_BYTES, ALIGNMENT,
                                      (unsigned long long)NO_ARENA, COUNTER_LAYOUT);
     if (!layout || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 || add_type(made, "Slabs", &Slabs_spec, NULL) < 0 ||
         add_type(made, "Block", &Block_spec, &block_type) < 0 || add_type(made, "Repeats", &Repeats_spec, NULL) < 0 ||

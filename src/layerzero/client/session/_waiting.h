@@ -1,33 +1,20 @@
-/* A lane of the client's: calls that it has put there, and threads that wait for their ends. As ipc/shm/lane.py and
-   ipc/spinning.py have it; after _call_key.h and _counting.h, whose loads and clock it uses.
+/* A lane of the client's: calls that it has put there, and threads that wait for their ends.
 
-   One of the threads that wait leads: it watches the page, then sleeps until a bell rings, and wakes the others when their calls are
-   over. Who leads no longer hands that over. Each word of the page is read once. */
+   One of the threads that wait leads: it watches the page, sleeps on a word of it for a moment, then until a bell rings, and wakes the
+   others when their calls are over. Who leads no longer hands that over. Each word of the page is read once. */
 
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
 
-enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, WAITS = 136, DONE = 256 }; /* bytes of the page; ipc/shm/lane.py */
-enum { HEAD_BYTES = 4096, PLACE_BYTES = 3200, NUMBER = 0, PLAN = 8, CALL_BYTES = 16, REFS_AT = 128, END_AT = 1152 };
-enum { STATUS = END_AT + 8, KERNEL_NS = END_AT + 16, WORD_BYTES = END_AT + 24, SAID_AT = END_AT + 128 };
-enum { MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0, DECLINED = 2, DEPTH = 64 };
-enum { LOOKS = 64, MAX_MISSED = 63 };
-static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, MARGIN = 4, SLACK_NS = 20000, NO_PLAN = UINT64_MAX, NOT_WATCHED = UINT64_MAX;
+#include "../../ipc/shm/_lane.h"
+
+static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, NO_PLAN = UINT64_MAX, NOT_WATCHED = UINT64_MAX;
 static const uint64_t EARLY_NS = 120000, LEAST_SLEEP_NS = 30000; /* sleeping takes longer than asked */
 static const uint64_t TOGETHER_NS = 100000, BESIDE_NS = 4000; /* so long may an end wait for later ones to be told with it; of each call */
-
-typedef struct {
-    uint64_t usual_ns; /* until a call is seen to be over that is watched */
-    uint32_t missed, skipped; /* calls that are not watched for after watching was in vain; those of them so far */
-} Watch;
 
 enum { SLEEPS, LOOK, LEAD };
 typedef struct Waiter {
@@ -46,32 +33,13 @@ typedef struct {
     int is_closed;
 } Bells;
 
-static void store64(uint64_t at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE); }
-
-static uint64_t place_of(uint64_t page, uint64_t call) { return page + HEAD_BYTES + (call - 1) % DEPTH * PLACE_BYTES; }
-
 static int is_over(uint64_t page, uint64_t call) {
     return load64(page + DONE) >= call || load64(place_of(page, call) + END_AT) >= call || load64(page + IS_ENDED);
-}
-
-/* Take a ring back. Never waits. */
-static int take_ring(int doorbell) {
-    uint64_t rings;
-    struct iovec one = {&rings, 8};
-    return preadv2(doorbell, &one, 1, -1, RWF_NOWAIT) == 8;
 }
 
 static void ring(int doorbell, uint64_t times) {
     if (write(doorbell, &times, 8) < 0) { /* nobody listened 2**64 times */
     }
-}
-
-static void relax(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
 }
 
 static void wake(Waiter *waiter, uint32_t word) {
@@ -97,12 +65,13 @@ static uint64_t wake_others(Bells *bells) {
     return least;
 }
 
-/* The worker is to ring for the end of this call, too, 0 for none. Where it is to ring for an earlier one, as of now, it stays so. */
-static void want_least(Bells *bells, uint64_t call) {
-    pthread_mutex_lock(&bells->lock);
-    uint64_t waits = load64(bells->page + WAITS);
-    if (call && waits && call < waits) store64(bells->page + WAITS, call);
-    pthread_mutex_unlock(&bells->lock);
+/* The worker is to tell of the end of this call, too: where it is to tell of a later one, as of now. Under the lock. */
+static void want(Bells *bells, uint64_t call) {
+    static const uint64_t words[] = {WAITS, NAPS};
+    for (int n = 0; n < 2; n++) {
+        uint64_t at = bells->page + words[n], wanted = load64(at);
+        if (call && wanted && call < wanted) store64(at, call);
+    }
 }
 
 /* The call whose end the worker is to ring for. Where short calls follow a lone waiter's, it is told of some of them at once. */
@@ -113,6 +82,25 @@ static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
     uint64_t kernel_ns = load64(place_of(page, done) + KERNEL_NS), ahead = (last - call) / 2;
     uint64_t together = kernel_ns < TOGETHER_NS ? TOGETHER_NS / (kernel_ns + BESIDE_NS) : 0;
     return call + (ahead < together ? ahead : together);
+}
+
+/* Watch the page, for that long at most. How long it was until the call was over; 0: it is not. */
+static uint64_t glance(uint64_t page, uint64_t call, uint64_t within_ns) {
+    uint64_t start = clock_ns(), now = start;
+    while (now - start < within_ns) {
+        for (int n = 0; n < LOOKS; n++) {
+            if (is_over(page, call)) return clock_ns() - start + 1;
+            relax();
+        }
+        now = clock_ns();
+    }
+    return 0;
+}
+
+/* Sleep on the word of what is done until that moves, not for long: nothing else is heard of. Whether it was not interrupted. */
+static int nap(uint64_t page, uint64_t done, uint64_t most_ns) {
+    struct timespec time = {0, (long)most_ns};
+    return syscall(SYS_futex, (uint32_t *)(page + DONE), FUTEX_WAIT, (uint32_t)done, &time, NULL, 0) == 0 || errno != EINTR;
 }
 
 /* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While
@@ -128,22 +116,35 @@ static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due
         if (load64(page + DONE) != done && __atomic_load_n(&bells->waiters, __ATOMIC_ACQUIRE)) done = load64(page + DONE), wake_others(bells);
         now = clock_ns();
     }
-    for (int is_first = 1; (now = clock_ns()) < due; is_first = 0) {
+    uint64_t look_at = now + LOOK_AGAIN_NS;
+    for (int is_first = 1; now < due; now = clock_ns(), is_first = 0) {
+        int naps = now < look_at && load64(page + WAKES);
         others = wake_others(bells);
-        store64(page + WAITS, is_first ? wanted_call(bells, call, others) : others && others < call ? others : call);
+        store64(page + (naps ? NAPS : WAITS), is_first ? wanted_call(bells, call, others) : others && others < call ? others : call);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
-        others = wake_others(bells); /* one may have come, or a call have ended, before the worker could see that */
-        want_least(bells, others);
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        done = load64(page + DONE);
+        if ((others = wake_others(bells))) { /* one may have come, or a call have ended, before the worker could see that */
+            pthread_mutex_lock(&bells->lock);
+            want(bells, others);
+            pthread_mutex_unlock(&bells->lock);
+            __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        }
         if (is_over(page, call) || __atomic_load_n(&bells->is_closed, __ATOMIC_ACQUIRE)) break;
+        uint64_t most = now < look_at ? look_at - now : LONG_NS, left = due - now < most ? due - now : most;
+        if (naps) {
+            int goes_on = nap(page, done, left);
+            store64(page + NAPS, 0);
+            if (!goes_on || is_over(page, call)) break;
+            continue;
+        }
         struct pollfd both[2] = {{bells->answer, POLLIN, 0}, {bells->control, POLLRDHUP, 0}};
-        uint64_t most = is_first ? LOOK_AGAIN_NS : LONG_NS, left = due - now < most ? due - now : most;
         char rung;
         if (poll(both, 2, (int)((left + 999999) / 1000000)) < 0) break;
         if (both[0].revents & POLLIN && recv(bells->answer, &rung, 1, MSG_DONTWAIT) < 0) { /* the page says what is so */
         }
-        if (both[1].revents || both[0].revents & ~POLLIN) break;
+        if (is_over(page, call) || both[1].revents || both[0].revents & ~POLLIN) break;
     }
+    store64(page + NAPS, 0);
     store64(page + WAITS, 0);
     return 0;
 }
@@ -163,7 +164,7 @@ static void resign(Bells *bells) {
 /* As `lead`, with others; NOT_WATCHED for who did not lead from the start: only such a one watches, for `spin_ns`. */
 static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
     Waiter me = {NULL, call, SLEEPS};
-    uint64_t now = clock_ns(), slice = LOOK_AGAIN_NS, waits;
+    uint64_t now = clock_ns(), slice = LOOK_AGAIN_NS;
     if (is_over(bells->page, call)) return spin_ns != 0;
     pthread_mutex_lock(&bells->lock);
     int leads = !bells->is_led;
@@ -171,8 +172,7 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
     if (!leads) {
         me.next = bells->waiters;
         bells->waiters = &me;
-        waits = load64(bells->page + WAITS);
-        if (waits && call < waits) store64(bells->page + WAITS, call);
+        want(bells, call);
     }
     pthread_mutex_unlock(&bells->lock);
     if (!leads) {
@@ -207,23 +207,4 @@ static void sleep_before(Bells *bells, uint64_t expected_ns, uint64_t due) {
     if (left_ns > due - now) left_ns = due - now;
     struct timespec left = {(time_t)(left_ns / 1000000000), (long)(left_ns % 1000000000)};
     ppoll(&hang_up, 1, &left, NULL); /* or a signal */
-}
-
-/* How long a call is to be watched for, within `most`. Where the last ones were not over in that time, it is tried again after
-   ever more of them, and for long, since the other side sleeps by then. */
-static uint64_t wanted_ns(Watch *watch, uint64_t most) {
-    if (!most || watch->skipped < watch->missed) {
-        watch->skipped++;
-        return 0;
-    }
-    uint64_t wanted = watch->usual_ns && !watch->missed ? MARGIN * watch->usual_ns + SLACK_NS : most;
-    return wanted < most ? wanted : most;
-}
-
-static void note_watch(Watch *watch, uint64_t seen_ns) {
-    watch->skipped = 0;
-    if (!seen_ns)
-        watch->missed = watch->missed < MAX_MISSED ? 2 * watch->missed + 1 : MAX_MISSED;
-    else
-        watch->missed /= 2, watch->usual_ns = watch->usual_ns ? (3 * watch->usual_ns + seen_ns) / 4 : seen_ns;
 }

@@ -52,7 +52,7 @@ from layerzero.client.session.lanes import Lanes, OnLane
 from layerzero.client.session.local import Local
 from layerzero.client.session.preparation import prepare, prepare_placed
 from layerzero.client.session.repeats import Repeats
-from layerzero.client.session.shadow import Shadow
+from layerzero.client.session.shadow import NEVER, Shadow
 from layerzero.ipc.errors import (
     AdaptationRequired,
     BrokerLost,
@@ -176,7 +176,7 @@ class Session:
         start_ns = time.perf_counter_ns()
         if request.places is not None:
             return self._run_prepared(prepare_placed(self, request, start_ns))
-        if self.link and not self.shadow.is_on:  # of this very process
+        if self._link.forks == arenas.forks and self.shadow.next_seq == NEVER:  # of this very process, and not sampled
             result = self.lifts.run_again(request, start_ns)
             if result is MISS:
                 result = self.repeats.run(request, start_ns)

@@ -115,6 +115,7 @@ def _rope(tokens: int) -> Call:
 _FILTERED = {"temperature": 0.75, "top_k": 50, "top_p": 0.875, "min_p": 0.0625}
 
 # What an op is tuned with when nobody says: one token and a few hundred of a small transformer.
+ADAPTIVE = ("adaptive_max_pool", "adaptive_avg_pool")
 DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
     "attention_forward": tuple(replace(call, op="attention_forward") for call in _prefill_and_decode()[:1]),
@@ -155,6 +156,16 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
         Call("gated_mlp", {"input": _f32(n, 512), "gate_up": _f32(2816, 512), "down": _f32(512, 1408)})
         for n in (1, 256)
     ),
+    "conv": (
+        Call("conv", {"input": _f32(1, 64, 32, 32), "weight": _f32(64, 64, 3, 3), "bias": _f32(64)}, {"padding": 1}),
+    ),
+    "conv_transpose": (
+        Call(
+            "conv_transpose", {"input": _f32(1, 64, 16, 16), "weight": _f32(64, 32, 4, 4)}, {"stride": 2, "padding": 1}
+        ),
+    ),
+    **{op: (Call(op, {"input": _f32(1, 64, 56, 56)}, {"kernel_size": 2}),) for op in ("max_pool", "avg_pool")},
+    **{op: (Call(op, {"input": _f32(1, 256, 14, 14)}, {"output_size": 7}),) for op in ADAPTIVE},
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
     "log_softmax": (Call("log_softmax", {"input": _f32(256, 8192)}, {"dim": -1}),),
     "add_rms_norm": (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _PASSED = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "LD_LIBRARY_PATH"}
-    | {"SSL_CERT_FILE", "SSL_CERT_DIR", "LAYERZERO_CUPTI", "LAYERZERO_SPIN_US"}
+    | {"SSL_CERT_FILE", "SSL_CERT_DIR", "LAYERZERO_CUPTI", "LAYERZERO_SPIN_US", "LAYERZERO_NO_C"}
 )
 _PASSED_PREFIXES = (
     *("LC_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "NCCL_"),

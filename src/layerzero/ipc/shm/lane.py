@@ -35,8 +35,10 @@ DEPTH = 64  # calls on a lane
 
 # Words of eight bytes. Each line of 128 bytes has one writer.
 _EPOCH, _IS_ENDED = 0, 1  # broker
-_CALL, _WAITS = 16, 17  # client: the last call that was put, and the one whose end it sleeps for
-_DONE, _STEP = 32, 33  # worker: the last call that ended
+# Client: the last call that was put; the one whose end it sleeps for until it is rung for; likewise, where it sleeps on
+# the word _DONE, by a futex: quicker, and as it hears of nothing else then, not for long.
+_CALL, _WAITS, _NAPS = 16, 17, 18
+_DONE, _STEP, _WAKES = 32, 33, 34  # worker: the last call that ended; of a chain; whether it wakes who sleeps on _DONE
 _HEAD_BYTES, _PLACE_BYTES = 4096, 3200  # before the places, and of each
 _NUMBER, _PLAN, _CALL_BYTES = range(3)  # of a place, client; the references follow
 _END_AT, _REFS_AT, _SAID_AT = 1152, 128, 1280  # worker: number, status, kernel ns, bytes it says, plan; what it says
@@ -44,11 +46,11 @@ PAGE_BYTES = 53 * 4096  # the head and DEPTH places
 _LOW, _NOT_RUNNING = 0xFFFF_FFFF, 1 << 31  # in the word of the step, whose upper half is the call's number
 NO_PLAN = (1 << 64) - 1  # of a call that was withdrawn: it is declined
 LAYOUT = (
-    *[8 * word for word in (_EPOCH, _IS_ENDED, _CALL, _WAITS, _DONE)],
+    *[8 * word for word in (_EPOCH, _IS_ENDED, _CALL, _WAITS, _NAPS, _DONE, _WAKES)],
     *(_HEAD_BYTES, _PLACE_BYTES, 8 * _NUMBER, 8 * _PLAN, 8 * _CALL_BYTES, _REFS_AT, _END_AT),
     *(MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH),
 )
-"""For client/session/_repeats.c."""
+"""For ipc/shm/_lane.h."""
 _HEAD, _END = struct.Struct("@3Q"), struct.Struct("@4Q")  # native, so that each word is read whole
 assert _HEAD_BYTES + DEPTH * _PLACE_BYTES <= PAGE_BYTES
 

@@ -157,6 +157,11 @@ class ControlPage:
     def __init__(self, fd: int, *, writable: bool) -> None:
         self._map = map_fd(fd, PAGE_BYTES, writable=writable)
 
+    @property
+    def address(self) -> int:
+        """Of one that can be written: where it is mapped, as long as this object lives."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
     def write(self, dispatch: int, phase: int) -> None:
         _PAGE.pack_into(self._map, 0, dispatch, phase)
 

@@ -172,6 +172,35 @@ OPS: dict[str, Op] = {
         # x (...,K), gate_up (2 I,K), down (N,I) -> (...,N): the rows of gate_up are I gates, then I others; floats.
         # activation: one of LINEAR_ACTIVATIONS
         Op("gated_mlp", ("x", "gate_up", "down"), attrs=("activation",)),
+        # x (N,C,...) of 1 to 3 more dimensions, weight (M,C/groups,...), bias (M) -> (N,M,...), through the activation,
+        # as linear has it. stride, padding, dilation: numbers for each dimension, as ipc/vocabulary/windows.py has them
+        Op(
+            "conv",
+            ("x", "weight", "bias"),
+            optional=frozenset({"bias"}),
+            attrs=("stride", "padding", "dilation", "groups", "activation"),
+        ),
+        # x (N,C,...), weight (C,M/groups,...): what conv's gradient by its x is of such a weight (C,M/groups,...);
+        # output_padding: more elements at the end of each dimension, which fewer windows reach
+        Op(
+            "conv_transpose",
+            ("x", "weight", "bias"),
+            optional=frozenset({"bias"}),
+            attrs=("stride", "padding", "output_padding", "dilation", "groups", "activation"),
+        ),
+        # x (N,C,...) of 1 to 3 more dimensions -> (N,C,...): the largest element of each window, or their mean. Numbers
+        # as conv has them; what is padded counts for nothing in max_pool. ceil_mode: a last window may reach beyond the
+        # padding. The mean is of all elements of a window within the padding with count_include_pad, else of those of
+        # x; or the sum by `divisor`, where that is not 0.
+        Op("max_pool", ("x",), attrs=("kernel_size", "stride", "padding", "dilation", "ceil_mode")),
+        Op(
+            "avg_pool",
+            ("x",),
+            attrs=("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor"),
+        ),
+        # of windows that are found by the extents that come out: element o is of floor(o n / m) to ceil((o + 1) n / m)
+        Op("adaptive_max_pool", ("x",), attrs=("output_size",)),
+        Op("adaptive_avg_pool", ("x",), attrs=("output_size",)),
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),

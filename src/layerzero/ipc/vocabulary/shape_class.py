@@ -161,6 +161,19 @@ def _gated_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return str(attrs["activation"]), (x.numel // max(x.shape[-1], 1), gate_up.shape[1], *down.shape)
 
 
+def _conv(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """With an activation any convolution is one class: what that does is done to the result."""
+    x, groups = inputs[0], attrs["groups"]
+    kind = "" if groups == 1 else "+depthwise" if groups == x.shape[1] else "+groups"
+    return attrs["activation"] or f"{x.ndim - 2}d{kind}", _folded(x.numel)
+
+
+def _pool(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    (x,) = inputs
+    parts = [f"{x.ndim - 2}d", *(["padded"] if set(attrs.get("padding", "")) - {"0", ","} else [])]
+    return "+".join(parts), _folded(x.numel)
+
+
 def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     (x,) = inputs
     dim = attrs["dim"]
@@ -288,6 +301,8 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    **dict.fromkeys(("conv", "conv_transpose"), _conv),
+    **dict.fromkeys(("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"), _pool),
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _norm,

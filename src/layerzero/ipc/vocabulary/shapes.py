@@ -42,6 +42,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     short_text,
 )
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
+from layerzero.ipc.vocabulary.vision_shapes import VISION
 
 GELU_APPROXIMATIONS = ("none", "tanh")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -281,6 +282,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "reglu": _swiglu,
     **dict.fromkeys(ACTIVATIONS, _silu),
     **ELEMENTWISE,
+    **VISION,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "embedding": _embedding,

@@ -82,7 +82,7 @@ class Variable(NamedTuple):
 
 OTHERS = (
     Variable("GPU_TRANSPORT", "any", "the only way of sharing GPU memory that may be used (docs/gpu.md)", "client"),
-    Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
+    Variable("NO_C", "", "anything: calls are made, and served, by the Python alone", "client, workers"),
     Variable(
         "SPIN_US",
         "100",

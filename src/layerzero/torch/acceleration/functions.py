@@ -7,6 +7,7 @@ what is written in a call; `unfit` looks at its tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from layerzero.client.connection import arena as arenas
 from layerzero.torch.registration import KERNELS  # defines the ops, too
 
 ops = torch.ops.layerzero
-Planned = tuple[Callable[..., Tensor], tuple[Any, ...]] | str
+Taken = tuple[Callable[..., Tensor], tuple[Any, ...]]
+Planned = Taken | str
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 BESIDE: Mapping[str, frozenset[torch.dtype]] = {  # of tensors beside the others: masks, indices
     "attention": frozenset((torch.bool,)),
@@ -39,8 +41,20 @@ NOT_SHARED = (
     "its table is not in shared memory, where lz.share(model) puts it: each call would take a copy of all of it"
 )
 NOT_SEEN = "compiled, where it cannot be seen whether its table lies in shared memory"
+CHECKPOINTED = "gradients inside of a checkpoint, whose second pass is torch's"
 NO_RULE = "autocast on a GPU, where ours is computed in float32 and torch's is not"
 NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
+
+
+class Sizes(IntEnum):
+    """What a rule asks of the sizes of tensors, by which calls are known again (looking.py).
+
+    BY_LABEL: which of them are equal, 0 or 1, and whether tensors are row-major. EXACT: how large they are. NEVER: and
+    more than can be told of a tensor beforehand, as where it lies."""
+
+    BY_LABEL = 0
+    EXACT = 1
+    NEVER = 2
 
 
 class Rule(NamedTuple):
@@ -49,6 +63,7 @@ class Rule(NamedTuple):
     op: str
     plan: Callable[..., Planned]
     is_composite: bool = False
+    of_sizes: Sizes = Sizes.BY_LABEL
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Planned:
@@ -289,13 +304,13 @@ RULES: Mapping[Any, Rule] = {
     torch.layer_norm: Rule("layer_norm", layer_norm),
     F.rms_norm: Rule("rms_norm", rms_norm),
     torch.rms_norm: Rule("rms_norm", rms_norm),
-    F.group_norm: Rule("group_norm", group_norm),
-    torch.group_norm: Rule("group_norm", group_norm),
+    F.group_norm: Rule("group_norm", group_norm, of_sizes=Sizes.EXACT),
+    torch.group_norm: Rule("group_norm", group_norm, of_sizes=Sizes.EXACT),
     F.instance_norm: Rule("instance_norm", instance_norm),
     F.batch_norm: Rule("batch_norm", batch_norm),
     F.silu: Rule("silu", silu),
     F.gelu: Rule("gelu", gelu),
-    F.embedding: Rule("embedding", embedding),
+    F.embedding: Rule("embedding", embedding, of_sizes=Sizes.NEVER),
     F.softmax: Rule("softmax", softmax),
     torch.softmax: Rule("softmax", plain_softmax),
     Tensor.softmax: Rule("softmax", plain_softmax),
@@ -361,7 +376,7 @@ OVERRIDDEN: Mapping[str, Rule] = {
     "silu": RULES[F.silu],
     "silu_": Rule("silu", _silu_in_place),
     "gelu": RULES[F.gelu],
-    "embedding": Rule("embedding", _embedding_op),
+    "embedding": Rule("embedding", _embedding_op, of_sizes=Sizes.NEVER),
     "softmax.int": RULES[torch.softmax],
     "log_softmax.int": RULES[torch.log_softmax],
     "cross_entropy_loss": Rule("", _none_of_ours),
@@ -429,7 +444,7 @@ def unfit(given: Sequence[Any], op: str) -> str | None:
         else:
             device, index = place, one.get_device()
     if needs_grad and torch.is_grad_enabled() and is_checkpointed():
-        return "gradients inside of a checkpoint, whose second pass is torch's"
+        return CHECKPOINTED
     if op == "embedding" and device == "CPU" and arenas.pool.find(given[1].data_ptr(), 1) is None:
         return NOT_SHARED
     return None
@@ -460,9 +475,9 @@ def is_flash_first() -> bool:
     """Whether torch.nn.attention.sdpa_kernel and the flags leave flash attention its place, or torch the choice."""
     if not torch._C._get_flash_sdp_enabled():
         return False
-    order = torch._C._get_sdp_priority_order()
-    if order[0] == FLASH or order[:4] in OWN_ORDERS:
+    if is_flash_first_by_order():
         return True
+    order = torch._C._get_sdp_priority_order()
     enabled = {
         int(_BACKENDS.MATH): torch._C._get_math_sdp_enabled,
         int(_BACKENDS.EFFICIENT_ATTENTION): torch._C._get_mem_efficient_sdp_enabled,
@@ -470,6 +485,12 @@ def is_flash_first() -> bool:
     }
     earlier = order[: order.index(FLASH)] if FLASH in order else order
     return not any(enabled[one]() for one in earlier if one in enabled)
+
+
+def is_flash_first_by_order() -> bool:
+    """Whether the order alone says so, or is torch's own: whatever else is enabled."""
+    order = torch._C._get_sdp_priority_order()
+    return order[0] == FLASH or order[:4] in OWN_ORDERS
 
 
 def is_autocast() -> bool:

@@ -187,10 +187,10 @@ class Acceleration:
         if self._pace is None:
             gpu = whole_calls.gpu_of(args[0], args[1:], kwargs)
             if gpu is not None:
-                self._pace, self.takeover.evidence = WholeCalls(self.ops, whole_calls.GpuClock(gpu)), None
+                self._pace, self._evidence = WholeCalls(self.ops, whole_calls.GpuClock(gpu)), None
             else:
                 self._pace = Resting(self.ops)
-            self.takeover.listener = self._pace
+            self.takeover.hear(self._pace, self._evidence)
         if isinstance(self._pace, WholeCalls):
             return self._whole(self._pace, run, native, args[1:], kwargs)
         found = self._taking(None, run if self._pace.awake else native)

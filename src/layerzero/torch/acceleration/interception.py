@@ -6,6 +6,7 @@ taken over is a node of torch.ops.layerzero there."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,17 @@ import layerzero as lz
 from layerzero.client.connection import overlay
 from layerzero.client.session import in_process
 from layerzero.client.session.session import Session
-from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
+from layerzero.torch.acceleration.functions import (
+    CHECKPOINTED,
+    RULES,
+    Planned,
+    Rule,
+    Taken,
+    is_flash_first_by_order,
+    unfit,
+    unfit_traced,
+)
+from layerzero.torch.acceleration.looking import Looks, library, torchs
 from layerzero.torch.acceleration.tally import Tally
 from layerzero.torch.evidence import SLOWER, TRYING, Evidence, Trial, Turn
 from layerzero.torch.refusals import Refusals
@@ -71,7 +82,7 @@ class Listener(Protocol):
 
 class Takeover:
     """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all.
-    `evidence`: calls that it shows to be slower are not. `listener` hears of the others."""
+    `evidence`: calls that it shows to be slower are not."""
 
     def __init__(
         self,
@@ -81,7 +92,6 @@ class Takeover:
         layers: frozenset[tuple[str, str]] | None = None,
         has_policy: bool,
         evidence: Evidence | None = None,
-        listener: Listener | None = None,
     ) -> None:
         self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
         self.ops = frozenset(ops)
@@ -89,21 +99,60 @@ class Takeover:
         self.layers = layers
         self.has_policy = has_policy
         self.evidence = evidence
-        self.listener = listener
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
+        self._listener: Listener | None = None
         self._refusals = Refusals()
+        self._known = Looks()
+        self.looks: Any = None  # the C's, where there is one
+        if library is not None:
+            self.looks = self._known.compiled(
+                tally,
+                anew=self.look,
+                made=self._made,
+                failed=self._why_failed,
+                thread=thread,
+                refused=self._refusals.known,
+                not_faster=NOT_FASTER,
+                layers=layers,
+                listener=None,
+                is_exact=evidence is not None,
+            )
 
-    def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One call now: ours, or torch's."""
+    def hear(self, listener: Listener, evidence: Evidence | None) -> None:
+        """From now on `listener` hears of calls that are ours, or timed, and this is the evidence."""
+        self._listener, self.evidence = listener, evidence
+        self._known.known.clear()
+        if self.looks is not None:
+            self.looks.learn(listener=listener, is_exact=evidence is not None)
+
+    def look(
+        self,
+        rule: Rule,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        keys: Any = None,
+        key: bytes | None = None,
+        is_plain: bool = False,
+        above: int = 0,
+    ) -> Any:
+        """One call now: ours, or torch's. `keys`: of dispatch, which `function` is given first. `key`: of
+        calls like this one, for which what is found will hold, too; of tensors, and that it is ours, only if the call
+        `is_plain`. `above`: so many frames of ours called this."""
+        if keys is not None:
+            function = functools.partial(function, keys)
+        kwargs = kwargs or {}
         if thread.is_ours or (thread.ops is not None and rule.op not in thread.ops):  # a kernel of ours may be torch's
             return function(*args, **kwargs)
         try:
             why: Any = rule.plan(*args, **kwargs)
         except (TypeError, AttributeError):  # torch says what is wrong with it
             return function(*args, **kwargs)
-        layer = self.tally.layer(3)
-        if type(why) is not str:
-            why = self.attempt(layer, rule.op, why)
+        layer = self.tally.layer(above + 2)
+        if type(why) is str:
+            self._known.leave(key, why, is_written=True)
+        else:
+            why = self.attempt(layer, rule.op, why, torchs(args, kwargs), key if is_plain else None)
             if type(why) is Trial:
                 self.tally.left(layer, rule.op, TRYING)
                 start_ns = time.perf_counter_ns()
@@ -115,8 +164,11 @@ class Takeover:
         self.tally.left(layer, rule.op, why)
         return function(*args, **kwargs)
 
-    def attempt(self, layer: str, op: str, planned: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> Any:
-        """The result, or why there is none: a text, or the trial in which the call is torch's."""
+    def attempt(
+        self, layer: str, op: str, planned: Taken, given_to_torch: Sequence[Any] = (), key: bytes | None = None
+    ) -> Any:
+        """The result, or why there is none: a text, or the trial in which the call is torch's. The last two: as those
+        of `look`, and all that torch's function was given."""
         if self.layers is not None and (layer, op) not in self.layers:
             return NOT_FASTER
         if in_process.thread.is_running:  # it would wait for itself
@@ -126,20 +178,25 @@ class Takeover:
         call, given = planned
         why = unfit(given, op)
         if why is not None:
+            if self.layers is None and why != CHECKPOINTED:
+                self._known.leave(key, why, is_written=False)
             return why
+        if op == "attention" and is_flash_first_by_order():
+            self._known.see_order()
         try:
             session = lz.session()
         except lz.NotConnected as error:
             return f"{error.code}: {_first_line(error)}"
+        trial = None if self.evidence is None else self.evidence.trial(op, given)
+        self._known.take(key, planned, given_to_torch, trial)
         refused = self._refusals.why(op, given)
         if refused:
             return refused
-        trial = None if self.evidence is None else self.evidence.trial(op, given)
         turn = Turn.OURS if trial is None else trial.turn()
         if turn is Turn.NATIVE:
             return SLOWER
-        if self.listener is not None:
-            self.listener.note(op)
+        if self._listener is not None:
+            self._listener.note(op)
         if turn is Turn.TRY_NATIVE:
             return trial
         if trial is None or turn is Turn.OURS:
@@ -161,13 +218,7 @@ class Takeover:
         try:
             found = kernel(*given)
         except lz.LayerZeroError as error:
-            is_on_gpu = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
-            if error.facts.get("is_earlier") or (is_on_gpu and not isinstance(error, _BEFORE)):
-                raise
-            why = f"{error.code}: {_first_line(error)}"
-            if isinstance(error, lz.NoBackend):
-                self._refusals.note(op, given, why)
-            return why
+            return self._why_failed(op, given, error)
         finally:
             thread.is_ours = False
             if watching is not None:
@@ -175,6 +226,18 @@ class Takeover:
         self._refusals.forget(op, given)
         self.tally.took(layer, op, session)
         return found
+
+    def _why_failed(self, op: str, given: tuple[Any, ...], error: Exception) -> str:
+        """Raises it where torch cannot do any better."""
+        if not isinstance(error, lz.LayerZeroError):
+            raise error
+        is_on_gpu = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
+        if error.facts.get("is_earlier") or (is_on_gpu and not isinstance(error, _BEFORE)):
+            raise error
+        why = f"{error.code}: {_first_line(error)}"
+        if isinstance(error, lz.NoBackend):
+            self._refusals.note(op, given, why)
+        return why
 
 
 BY_NUMBER: WeakValueDictionary[int, Interception] = WeakValueDictionary()
@@ -208,7 +271,10 @@ class Interception(TorchFunctionMode):
             return self._traced(rule, func, args, kwargs or {})
         if rule.is_composite:
             return self.within(self.takeover, func, args, kwargs or {})
-        return self.takeover.call(rule, func, args, kwargs or {})
+        looks = self.takeover.looks
+        if looks is not None:
+            return looks.call(rule, func, args, kwargs, 1)
+        return self.takeover.look(rule, func, args, kwargs, above=1)
 
     def _traced(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """While torch traces: only what it can trace."""

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.library import Library, get_kernel
 from torch.nn.attention import register_flash_attention_impl
 
+from layerzero.torch.acceleration import looking
 from layerzero.torch.acceleration.functions import AROUND, OVERRIDDEN, RULES, Rule
 from layerzero.torch.acceleration.interception import Takeover
 from layerzero.torch.acceleration.tally import Tally
@@ -64,10 +65,21 @@ def _settle() -> None:
         with warnings.catch_warnings():  # torch's, that a kernel of its own is overridden
             warnings.simplefilter("ignore", UserWarning)
             for key, kernel in own.items():
-                library.impl(name, partial(_call, OVERRIDDEN[name], kernel), key, with_keyset=True)
+                library.impl(name, _override(OVERRIDDEN[name], kernel), key, with_keyset=True)
         _libraries[name] = library
     for name in _libraries.keys() - wanted:
         _libraries.pop(name)._destroy()
+
+
+def _override(rule: Rule, own: Any) -> Callable[..., Any]:
+    """What the dispatcher calls in place of torch's kernel: `_call`, or the C that knows its plain way."""
+    call = partial(_call, rule, own)
+    if looking.library is None:
+        return call
+    made: Callable[..., Any] = looking.library.Override(
+        rule=rule, own=own.call_boxed, call=call, here=_thread, compiler=torch.compiler, is_for_all=rule is _RULE
+    )
+    return made
 
 
 def _call(rule: Rule, own: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +97,7 @@ def _call(rule: Rule, own: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         if rule.op not in takeover.ops:
             return own.call_boxed(keys, *args, **kwargs)
         thread.seen += 1
-        return takeover.call(rule, partial(own.call_boxed, keys), args, kwargs)
+        return takeover.look(rule, partial(own.call_boxed, keys), args, kwargs, above=1)
     finally:
         thread.is_within = False
 

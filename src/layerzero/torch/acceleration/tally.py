@@ -33,38 +33,38 @@ class Tally:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         named = () if model is None else model.named_modules()
-        self._names = {id(module): name or type(module).__name__ for name, module in named}
-        self._local = threading.local()
+        self.names = {id(module): name or type(module).__name__ for name, module in named}
+        self.local = threading.local()  # `counts`, of each thread
         self._lock = threading.Lock()
         self._all: list[dict[tuple[str, str, str, str, str], int]] = []
-        self._unsettled: dict[Key, tuple[Session, Any]] = {}
-        self.moved: dict[Key, int] = {}  # of them, calls that began on another kernel
+        self._unsettled: dict[tuple[str, ...], tuple[Session, Any]] = {}
+        self.moved: dict[tuple[str, ...], int] = {}  # of them, calls that began on another kernel
 
     def took(self, layer: str, op: str, session: Session) -> None:
         """A call of ours has ended well in this thread."""
         record = session.last_record
         kernel, path, was_moved = kernel_of(record)
         key = (layer, op, "", kernel, path)
-        self._count(key)
+        self.count(key)
         if was_moved:
             with self._lock:
-                self.moved[Key(*key)] = self.moved.get(Key(*key), 0) + 1
+                self.moved[key] = self.moved.get(key, 0) + 1
         if not kernel:  # on a GPU, where it is known later
-            self._unsettled[Key(*key)] = session, record
+            self._unsettled[key] = session, record
 
     def left(self, layer: str, op: str, why: str) -> None:
-        self._count((layer, op, why, "", ""))
+        self.count((layer, op, why, "", ""))
 
     def traced(self, op: str, why: str) -> None:
         """A call that is in a compiled graph now, as ours or, with `why`, as torch's."""
-        self._count((COMPILED, op, why, "", ""))
+        self.count((COMPILED, op, why, "", ""))
 
-    def _count(self, key: tuple[str, str, str, str, str]) -> None:
+    def count(self, key: tuple[str, str, str, str, str]) -> None:
         """A plain tuple: making a Key would take longer than all else here."""
         try:
-            counts: dict[tuple[str, str, str, str, str], int] = self._local.counts
+            counts: dict[tuple[str, str, str, str, str], int] = self.local.counts
         except AttributeError:
-            counts = self._local.counts = {}
+            counts = self.local.counts = {}
             with self._lock:
                 self._all.append(counts)
         counts[key] = counts.get(key, 0) + 1
@@ -101,23 +101,23 @@ class Tally:
         left = FRAMES
         while frame is not None and left:
             code = frame.f_code
-            known = _FIRST.get(id(code))
+            known = CODES.get(id(code))
             first = known[1] if known is not None else _first_argument(code)
             if first:
                 # Before Python 3.13 this keeps the frame's variables alive until it returns.
                 owner = frame.f_locals.get(first)
                 if isinstance(owner, _MODULE):
-                    return self._names.get(id(owner)) or type(owner).__name__
+                    return self.names.get(id(owner)) or type(owner).__name__
             frame = frame.f_back
             left -= 1
         return OUTSIDE
 
 
-_FIRST: dict[int, tuple[CodeType, str]] = {}
+CODES: dict[int, tuple[CodeType, str]] = {}
 """By the id of a code, which is kept: to hash one takes longer than all else here."""
 
 
 def _first_argument(code: CodeType) -> str:
     """Its name, "" where there is none that could be a module."""
     name = code.co_varnames[0] if code.co_argcount else ""
-    return _FIRST.setdefault(id(code), (code, name if name in ("self", "module", "layer", "model") else ""))[1]
+    return CODES.setdefault(id(code), (code, name if name in ("self", "module", "layer", "model") else ""))[1]

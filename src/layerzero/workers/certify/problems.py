@@ -10,7 +10,13 @@ from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
-from layerzero.workers.certify import attention_problems, elementwise_problems, norm_problems, sampling_problems
+from layerzero.workers.certify import (
+    attention_problems,
+    elementwise_problems,
+    norm_problems,
+    sampling_problems,
+    vision_problems,
+)
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
@@ -142,6 +148,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
+    **vision_problems.PROBLEMS,
     **sampling_problems.PROBLEMS,
     "matmul": _matmul,
     "addmm": _addmm,

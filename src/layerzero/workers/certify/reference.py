@@ -1,5 +1,6 @@
 """What each tensor op means, in plain Python: float64 arithmetic, or exact integers that the caller wraps. Norms are in
-workers/certify/norm_reference.py, ops on one element after the other in elementwise_reference.py.
+workers/certify/norm_reference.py, ops on one element after the other in elementwise_reference.py, convolutions in
+vision_reference.py.
 
 No library takes part, so a kernel in any environment can be compared with it. Tensors are flat row-major lists beside
 their shapes. tests/reference.py says the same in NumPy; a test holds the two against each other.
@@ -14,7 +15,7 @@ from operator import add, mul
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
-from layerzero.workers.certify import elementwise_reference, norm_reference, sampling_reference
+from layerzero.workers.certify import elementwise_reference, norm_reference, sampling_reference, vision_reference
 from layerzero.workers.certify.values import (
     Attrs,
     Shape,
@@ -220,11 +221,23 @@ def linear(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     added: Sequence[Any] = [0] * n if bias is None else bias.flat
     x_rows = rows_of(x.flat, k, 0, rows)
     out = [sum(map(mul, row, w)) + more for row in x_rows for w, more in zip(w_rows, added, strict=True)]
-    made = Values((*x.shape[:-1], n), out)
+    return _activated(Values((*x.shape[:-1], n), out), attrs)
+
+
+def _activated(made: Values, attrs: Attrs) -> Values:
+    """Through the activation, if there is one."""
     if not attrs["activation"]:
         return made
     op, _, approximate = attrs["activation"].partition("_")
     return _one(OPS[op]([made], {"approximate": approximate or "none"}))
+
+
+def conv(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    return _activated(vision_reference.conv(inputs, attrs), attrs)
+
+
+def conv_transpose(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    return _activated(vision_reference.conv_transpose(inputs, attrs), attrs)
 
 
 def gated_mlp(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -383,6 +396,9 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "hardswish": _each(lambda v: v * min(max(v + 3, 0.0), 6.0) / 6),
     "mish": _each(lambda v: v * math.tanh(math.log1p(math.exp(v)))),
     **elementwise_reference.OPS,
+    "conv": conv,
+    "conv_transpose": conv_transpose,
+    **vision_reference.POOLS,
     "quantize": quantize,
     "dequantize": dequantize,
     "embedding": embedding,

@@ -37,6 +37,27 @@ class _Checked(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self._source, self.path)
 
 
+class _Unwritten(importlib.machinery.SourceFileLoader):
+    """Leaves no bytecode beside what it loads."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """As SourceLoader: nothing."""
+
+
+_find_unwritten = importlib.machinery.FileFinder.path_hook(
+    (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
+    (_Unwritten, importlib.machinery.SOURCE_SUFFIXES),
+    (importlib.machinery.SourcelessFileLoader, importlib.machinery.BYTECODE_SUFFIXES),
+)
+
+
+def _find(path: str) -> Any:
+    """As a hook of sys.path_hooks: bytecode is written into the environment alone, whose next start it shortens."""
+    if path.startswith(sys.prefix + os.sep):
+        raise ImportError(path)
+    return _find_unwritten(path)
+
+
 @dataclass
 class _Root:
     """What was imported from below a root: functions' modules with the hashes of their files, and all others."""
@@ -53,7 +74,9 @@ class Modules:
         self._roots: dict[str, _Root] = {}
         self._root = ""
         self._last: tuple[Code | None, Any] = (None, None)
-        sys.dont_write_bytecode = True
+        if _find not in sys.path_hooks:
+            sys.path_hooks.insert(0, _find)
+            sys.path_importer_cache.clear()
 
     def function(self, code: Code) -> Any:
         """The function of a reference; its module is imported where that is needed. Raises InvalidArgument; what the

@@ -128,7 +128,8 @@ class Composed:
         self.q, self.k, self.v, self.mask, self.sinks, self.slopes = views
         attrs = call.attrs
         self.scale, self.cap = attrs["scale"], attrs.get("softcap")
-        self.attend = attend if attend is not None and self.cap is None else self._composed
+        is_wide = self.q.shape[3] or self.v.shape[3]
+        self.attend = attend if attend is not None and self.cap is None and is_wide else self._composed
         queries, keys = self.q.shape[2], self.k.shape[2]
         self.shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
         self.left = attrs.get("window_left")
@@ -138,7 +139,7 @@ class Composed:
     def forward(self, targets: Any) -> None:
         """Fills out and lse."""
         out, lse = targets
-        if not self.q.numel() or not out.numel():
+        if not lse.numel():
             return
         for rows in self._chunks():
             found, total = self._rows(rows)

@@ -69,6 +69,18 @@ def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:
     return bind
 
 
+def in_place(torch: Any, activation: str) -> Run:
+    """An activation of linear, of a tensor that it changes."""
+    aten = torch.ops.aten
+    found: dict[str, Run] = {
+        "relu": aten.relu_.default,
+        "gelu": functools.partial(aten.gelu_.default, approximate="none"),
+        "gelu_tanh": functools.partial(aten.gelu_.default, approximate="tanh"),
+        "silu": aten.silu_.default,
+    }
+    return found[activation]
+
+
 class TorchOps:
     """One method per op, each a Builder. `sdpa` is scaled_dot_product_attention, or one of its implementations."""
 
@@ -162,7 +174,7 @@ class TorchOps:
         aten, activation = self.torch.ops.aten, call.attrs["activation"]
         if not activation:
             return lambda out: aten.linear.out(x, weight, bias, out=out)
-        activate = self._in_place(activation)
+        activate = in_place(self.torch, activation)
 
         def run(out: Any) -> None:
             aten.linear.out(x, weight, bias, out=out)
@@ -170,21 +182,10 @@ class TorchOps:
 
         return run
 
-    def _in_place(self, activation: str) -> Run:
-        """An activation of linear."""
-        aten = self.torch.ops.aten
-        found: dict[str, Run] = {
-            "relu": aten.relu_.default,
-            "gelu": functools.partial(aten.gelu_.default, approximate="none"),
-            "gelu_tanh": functools.partial(aten.gelu_.default, approximate="tanh"),
-            "silu": aten.silu_.default,
-        }
-        return found[activation]
-
     def gated_mlp(self, views: Sequence[Any], call: Call) -> Run:
         """Gates and others by one product, then three more kernels of torch."""
         x, gate_up, down = views
-        aten, activate = self.torch.ops.aten, self._in_place(call.attrs["activation"])
+        aten, activate = self.torch.ops.aten, in_place(self.torch, call.attrs["activation"])
 
         def run(out: Any) -> None:
             gate, up = self.torch.nn.functional.linear(x, gate_up).chunk(2, -1)

@@ -14,6 +14,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers import _mlx_activations, _mlx_attention, _mlx_elementwise
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
+from layerzero.workers.providers._mlx_vision import Vision
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
 _FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -35,6 +36,7 @@ def load() -> Loaded:
         "log_softmax": library.log_softmax,
         **ChannelNorms(mx).builders(),
         **Sampling(mx).builders(),
+        **Vision(mx).builders(),
         **_mlx_activations.builders(mx),
         **_mlx_elementwise.builders(mx),
     }

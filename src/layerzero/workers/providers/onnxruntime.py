@@ -10,7 +10,14 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _onnx_activations, _onnx_attention, _onnx_elementwise, _onnx_graph, _onnx_norms
+from layerzero.workers.providers import (
+    _onnx_activations,
+    _onnx_attention,
+    _onnx_elementwise,
+    _onnx_graph,
+    _onnx_norms,
+    _onnx_vision,
+)
 
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
@@ -49,6 +56,7 @@ def load() -> Loaded:
         "instance_norm": _onnx_norms.group_norm,
         "batch_norm": _onnx_norms.batch_norm,
         **dict.fromkeys(_onnx_elementwise.SERVED, _onnx_elementwise.graph),
+        **_onnx_vision.GRAPHS,
     }
 
     def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

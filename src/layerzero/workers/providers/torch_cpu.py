@@ -14,6 +14,7 @@ from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
 from layerzero.workers.providers._torch_sampling import Sampling
+from layerzero.workers.providers._torch_vision import Vision
 
 
 def load() -> Loaded:
@@ -95,6 +96,7 @@ def load() -> Loaded:
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
+        **Vision(torch).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),
     }

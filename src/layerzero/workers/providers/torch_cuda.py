@@ -20,6 +20,7 @@ from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
 from layerzero.workers.providers._torch_sampling import Sampling
+from layerzero.workers.providers._torch_vision import Vision
 
 CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of aten::_efficient_attention_forward
 
@@ -46,6 +47,7 @@ def load() -> Loaded:
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
         **Sampling(torch, is_gpu=True).builders(),
+        **Vision(torch).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),
     }

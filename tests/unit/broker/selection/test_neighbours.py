@@ -80,8 +80,8 @@ def attention(queries: int, keys: int, *, heads: int = 4, dim: int = 64, **more:
     return spec_of(attention_plans.plan_attention(q, k, k, **more))
 
 
-def linear(rows: int) -> CallSpec:
-    x, weight = (TensorSpec.contiguous("float32", shape) for shape in ((rows, 48), (96, 48)))
+def linear(rows: int, wide: int = 48) -> CallSpec:
+    x, weight = (TensorSpec.contiguous("float32", shape) for shape in ((rows, wide), (2 * wide, wide)))
     return spec_of(plans.plan_linear(x, weight, None))
 
 
@@ -105,6 +105,20 @@ def test_lengths_move_within_their_bucket(spec: CallSpec, ranges: tuple[tuple[in
 def test_lengths_that_may_meet_stay() -> None:
     """As many queries as keys are another call, for the causal rule."""
     assert found_for(attention(130, 140, is_causal=True), Engine(OURS, DeviceSpec())) is None
+
+
+def test_rows_move_beside_a_width_of_the_same_bucket() -> None:
+    """Every new length of a layer went by the broker where its width was between the same powers of two."""
+    engine, spec = Engine(OURS, DeviceSpec()), linear(400, wide=384)
+    near = found_for(spec, engine)
+    assert near is not None
+    assert near.ranges == ((257, 512), (513, 1024))
+    assert near.places == ((0, -1), (1, -1), None, (0, 1))
+    others = [near.apply((*spec.inputs, *spec.outputs), (rows, 768)) for rows in (257, 384, 511)]
+    for other, rows in zip(others, (257, 384, 511), strict=True):
+        wanted = linear(rows, wide=384)
+        assert other == (*wanted.inputs, *wanted.outputs)
+        assert ranking(wanted, engine) == ranking(spec, engine)
 
 
 def test_a_class_that_a_kernel_lost_its_certificate_for_is_not_reached() -> None:

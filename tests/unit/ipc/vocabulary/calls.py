@@ -93,6 +93,38 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"activation": "silu"},
         ("float32 4 2 5",),
     ),
+    "conv": (
+        {"x": "float32 2 6 5 7", "weight": "float32 4 3 2 3", "bias": "float32 4"},
+        {"stride": "2,1", "padding": "1,0,0,1", "dilation": "1,2", "groups": 2, "activation": "silu"},
+        ("float32 2 4 3 4",),
+    ),
+    "conv_transpose": (
+        {"x": "float32 2 6 5 7", "weight": "float32 6 2 2 3", "bias": "float32 4"},
+        {
+            "stride": "2,1",
+            "padding": "1,0,0,1",
+            "output_padding": "1,0",
+            "dilation": "1,2",
+            "groups": 2,
+            "activation": "",
+        },
+        ("float32 2 4 10 10",),
+    ),
+    "max_pool": (
+        {"x": "float32 2 6 5 7"},
+        {"kernel_size": "2,3", "stride": "2,1", "padding": "1,0,0,1", "dilation": "1,2", "ceil_mode": True},
+        ("float32 2 6 3 4",),
+    ),
+    "avg_pool": (
+        {"x": "float32 2 6 5 7"},
+        {
+            **{"kernel_size": "2,3", "stride": "2,1", "padding": "1,0,0,1"},
+            **{"ceil_mode": True, "count_include_pad": False, "divisor": 0},
+        },
+        ("float32 2 6 3 6",),
+    ),
+    "adaptive_max_pool": ({"x": "float32 2 6 5 7"}, {"output_size": "2,9"}, ("float32 2 6 2 9",)),
+    "adaptive_avg_pool": ({"x": "float32 2 6 5 7"}, {"output_size": "2,9"}, ("float32 2 6 2 9",)),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests import reference as numpy_reference
 from tests.example_counts import examples
+from tests.gpu import vision_calls
 
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability, load
@@ -224,6 +226,11 @@ def calls(
         rows, k, hidden, n = [*draw(lead), draw(extent)], draw(extent), draw(extent), draw(extent)
         inputs = [draw(tensors(dtype, shape)) for shape in ((*rows, k), (2 * hidden, k), (n, hidden))]
         return inputs, draw(tensors(dtype, (*rows, n))), {"activation": draw(st.sampled_from(LINEAR_ACTIVATIONS))}
+    if op in vision_calls.OPS:
+        shapes, attrs = vision_calls.random_call(op, Random(draw(st.integers(0, 1 << 32))))
+        inputs = [shape and draw(tensors(dtype, shape)) for shape in shapes]
+        ((_, made),) = outputs_of(op, inputs, attrs)
+        return inputs, draw(tensors(dtype, made)), attrs
     if op == "embedding":
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))

@@ -1,0 +1,61 @@
+/* The express lane's page and bells in C: as ipc/shm/lane.py and ipc/spinning.py have them, for both ends, ../../client/session/_waiting.h
+   and ../../workers/_serving.c. Python compares the layout. Each word is read once. */
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "_words.h"
+
+enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, WAITS = 136, NAPS = 144, DONE = 256, WAKES = 272 }; /* bytes of the page; ipc/shm/lane.py */
+enum { HEAD_BYTES = 4096, PLACE_BYTES = 3200, NUMBER = 0, PLAN = 8, CALL_BYTES = 16, REFS_AT = 128, END_AT = 1152 };
+enum { STATUS = END_AT + 8, KERNEL_NS = END_AT + 16, WORD_BYTES = END_AT + 24, END_PLAN = END_AT + 32, SAID_AT = END_AT + 128 };
+enum { MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0, DECLINED = 2, DEPTH = 64 };
+enum { LOOKS = 64, MAX_MISSED = 63 };
+static const uint64_t MARGIN = 4, SLACK_NS = 20000;
+
+#define LANE_LAYOUT EPOCH, IS_ENDED, CALL, WAITS, NAPS, DONE, WAKES, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN, CALL_BYTES, REFS_AT, END_AT, \
+    MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH
+
+/* How long it is watched for the other side. */
+typedef struct {
+    uint64_t usual_ns; /* until the other side is seen that is watched for */
+    uint32_t missed, skipped; /* waits without a watch after watching was in vain; those of them so far */
+} Watch;
+
+static inline uint64_t place_of(uint64_t page, uint64_t call) { return page + HEAD_BYTES + (call - 1) % DEPTH * PLACE_BYTES; }
+
+/* Take a ring, by a flag of this one read: it never waits, whatever was made of the doorbell. */
+static inline int take_ring(int doorbell) {
+    uint64_t rings;
+    struct iovec one = {&rings, 8};
+    return preadv2(doorbell, &one, 1, -1, RWF_NOWAIT) == 8;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* How long to watch, within `most`. Where the last watches were in vain, it is tried again after ever more waits, and for long, since
+   the other side sleeps by then. */
+static inline uint64_t wanted_ns(Watch *watch, uint64_t most) {
+    if (!most || watch->skipped < watch->missed) {
+        watch->skipped++;
+        return 0;
+    }
+    uint64_t wanted = watch->usual_ns && !watch->missed ? MARGIN * watch->usual_ns + SLACK_NS : most;
+    return wanted < most ? wanted : most;
+}
+
+/* `seen_ns`: 0 for a watch in vain. */
+static inline void note_watch(Watch *watch, uint64_t seen_ns) {
+    watch->skipped = 0;
+    if (!seen_ns)
+        watch->missed = watch->missed < MAX_MISSED ? 2 * watch->missed + 1 : MAX_MISSED;
+    else
+        watch->missed /= 2, watch->usual_ns = watch->usual_ns ? (3 * watch->usual_ns + seen_ns) / 4 : seen_ns;
+}
