@@ -240,13 +240,14 @@ _is_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 class _Kept(NamedTuple):
     """What is kept of calls with the same arguments in need of gradients. Numbers are of arguments by position.
 
-    `saved`: names and numbers of tensors, OUT and ALSO for results; `tensors` and `others`: of the arguments that were
-    given, those that are tensors and those that are not."""
+    `saved`: names and numbers of tensors, OUT and ALSO for results; `only_shapes` and `others`: of the arguments that
+    were given, tensors that are not saved, and those that are no tensors. `numbers`: of `saved`."""
 
     needed: frozenset[str]
     saved: tuple[tuple[str, int], ...]
-    tensors: tuple[tuple[str, int], ...]
+    only_shapes: tuple[tuple[str, int], ...]
     others: tuple[tuple[str, int], ...]
+    numbers: tuple[int, ...]
 
 
 OUT, ALSO = -1, -2
@@ -272,7 +273,9 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
             for arg, readers in entry.saves.items()
             if arg in numbers and (not readers or readers & reading)
         )
-        return _Kept(needed, saved, tuple((arg, n) for arg, n in given.items() if arg in tensors), beside)
+        is_saved = {arg for arg, _ in saved}
+        only_shapes = tuple((arg, n) for arg, n in given.items() if arg in tensors and arg not in is_saved)
+        return _Kept(needed, saved, only_shapes, beside, tuple(n for _, n in saved))
 
     def forward(ctx: Any, run: Callable[..., Any], options: Mapping[str, Any], *args: Any) -> Any:
         also = None
@@ -288,9 +291,10 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
         if entry.also_saved and not entry.with_gradients:
             also = out[1]
         kept = kept_of(ctx.needs_input_grad)
-        ctx.save_for_backward(*[out if n == OUT else also if n == ALSO else args[n] for _, n in kept.saved])
-        shapes = [None if args[n] is None else args[n].shape for _, n in kept.tensors]
-        ctx.made = kept, options, shapes, [args[n] for _, n in kept.others], watcher.get()
+        _, _, only_shapes, others, numbers = kept
+        ctx.save_for_backward(*[args[n] if n >= 0 else out if n == OUT else also for n in numbers])
+        shapes = [None if args[n] is None else args[n].shape for _, n in only_shapes] if only_shapes else ()
+        ctx.made = kept, options, shapes, [args[n] for _, n in others] if others else (), watcher.get()
         return out
 
     def backward(ctx: Any, *results: Tensor) -> tuple[Any, ...]:
@@ -303,7 +307,8 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
         saved = {arg: one for (arg, _), one in zip(kept.saved, ctx.saved_tensors, strict=True) if one is not None}
         values = {**defaults, **options, **saved}
         values |= {arg: value for (arg, _), value in zip(kept.others, others, strict=True)}
-        sizes = {arg: shape for (arg, _), shape in zip(kept.tensors, shapes, strict=True) if shape is not None}
+        sizes = {arg: shape for (arg, _), shape in zip(kept.only_shapes, shapes, strict=True) if shape is not None}
+        sizes |= {arg: one.shape for arg, one in saved.items()}
         call = Call(values, sizes, kept.needed)
         grad = results[0] if len(results) == 1 else results
         is_plain = seer is None and not _is_functorch()

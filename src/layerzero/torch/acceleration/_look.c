@@ -12,11 +12,11 @@
 enum { MAX_SIZES = 64, MAX_GIVEN = 32 };
 enum { OP, PLAN, IS_COMPOSITE, OF_SIZES }; /* of functions.Rule */
 enum { ROW_MAJOR = 1, TOKEN_MAJOR = 2 };
-static const long BY_LABEL = 0, NEVER = 2; /* functions.Sizes; between them EXACT */
+static const long BY_LABEL = 0, NEVER = 2; /* as functions.py; between them EXACT */
 
 /* What it is told by Python; the last ones change. */
 #define LOOKS(X) \
-    X(known) X(anew) X(made) X(failed) X(took) X(count_first) X(counts) X(names) X(codes) X(module) X(thread) X(kernels) X(session) \
+    X(known) X(anew) X(watched) X(failed) X(took) X(count_first) X(counts) X(names) X(codes) X(module) X(thread) X(kernels) X(session) \
     X(refused) X(native_turn) X(our_turn) X(slower) X(not_faster) X(forward_ad) X(profiler) X(key_sets) X(plain_keys) X(outside) \
     X(dispatch_keys) X(included) X(function_modes) X(graph_task) X(functorch_level) X(is_grad_on) X(is_autocast) X(saved_hooks) \
     X(flash_enabled) X(sdp_order) X(dtype) X(tensor) X(parameter) X(size) X(exchange) X(outside_layer) \
@@ -197,23 +197,25 @@ static int count_taken(Looks *self, PyObject *layer, PyObject *op, PyObject *ses
     return status;
 }
 
-/* The kernel's result, or a text that says why there is none. */
-static PyObject *run_kernel(Looks *self, PyObject *layer, PyObject *op, PyObject *kernel, PyObject *given, PyObject *session) {
-    PyObject *type, *error, *trace, *why = NULL;
-    if (PyObject_SetAttr(self->its.thread, s_is_ours, Py_True) < 0) return NULL;
-    PyObject *found = PyObject_Call(kernel, given, NULL);
-    PyErr_Fetch(&type, &error, &trace);
-    int status = PyObject_SetAttr(self->its.thread, s_is_ours, Py_False);
-    if (found) {
-        if (status < 0 || count_taken(self, layer, op, session) < 0) Py_CLEAR(found);
-        return found;
+/* The result of our call, or a text that says why there is none: by its kernel, or where that is NULL by torch's dispatcher. */
+static PyObject *run(Looks *self, PyObject *layer, PyObject *op, PyObject *kernel, PyObject *call, PyObject *given, PyObject *session) {
+    const LooksFields *its = &self->its;
+    PyObject *type, *error, *trace, *why = NULL, *found;
+    if (kernel) {
+        if (PyObject_SetAttr(its->thread, s_is_ours, Py_True) < 0) return NULL;
+        found = PyObject_Call(kernel, given, NULL);
+        PyErr_Fetch(&type, &error, &trace);
+        if (PyObject_SetAttr(its->thread, s_is_ours, Py_False) < 0) Py_CLEAR(found);
+        else PyErr_Restore(type, error, trace);
+    } else {
+        found = PyObject_CallFunctionObjArgs(its->watched, layer, call, given, session, NULL);
     }
-    PyErr_Restore(type, error, trace);
-    if (status < 0 || !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+    if (found && count_taken(self, layer, op, session) < 0) Py_CLEAR(found);
+    if (found || !PyErr_ExceptionMatches(PyExc_Exception)) return found;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     if (trace) PyException_SetTraceback(error, trace);
-    why = PyObject_CallFunctionObjArgs(self->its.failed, op, given, error, NULL); /* raises it where it is not ours */
+    why = PyObject_CallFunctionObjArgs(its->failed, op, given, error, NULL); /* raises it where it is not ours */
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(trace);
@@ -255,8 +257,7 @@ static PyObject *take_over(Looks *self, const Seen *seen, PyObject *key, int nee
     else if (turn == OTHERS)
         found = look_anew(self, seen, key, 1);
     else if (turn == PLAIN && (given = gather(seen, PyTuple_GetItem(site, PLACES), PyTuple_GetItem(site, CONSTANTS)))) {
-        if (is_by_kernel) found = run_kernel(self, layer, op, kernel, given, session);
-        else found = PyObject_CallFunctionObjArgs(its->made, layer, op, PyTuple_GetItem(site, CALL), given, session, NULL);
+        found = run(self, layer, op, is_by_kernel ? kernel : NULL, PyTuple_GetItem(site, CALL), given, session);
         if (found && PyUnicode_CheckExact(found)) { /* why there is none */
             PyObject *why = found;
             found = leave_to_torch(self, seen, layer, why);

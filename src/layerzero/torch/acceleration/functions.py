@@ -7,7 +7,6 @@ what is written in a call; `unfit` looks at its tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,15 +45,9 @@ NO_RULE = "autocast on a GPU, where ours is computed in float32 and torch's is n
 NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
 
 
-class Sizes(IntEnum):
-    """What a rule asks of the sizes of tensors, by which calls are known again (looking.py).
-
-    BY_LABEL: which of them are equal, 0 or 1, and whether tensors are row-major. EXACT: how large they are. NEVER: and
-    more than can be told of a tensor beforehand, as where it lies."""
-
-    BY_LABEL = 0
-    EXACT = 1
-    NEVER = 2
+# What a rule asks of sizes, by which calls are known again (looking.py): which of them are equal, 0 or 1; how
+# large they are; or more than can be told of a tensor beforehand, as where it lies.
+BY_LABEL, EXACT, NEVER = range(3)
 
 
 class Rule(NamedTuple):
@@ -63,7 +56,7 @@ class Rule(NamedTuple):
     op: str
     plan: Callable[..., Planned]
     is_composite: bool = False
-    of_sizes: Sizes = Sizes.BY_LABEL
+    of_sizes: int = BY_LABEL
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Planned:
@@ -304,13 +297,13 @@ RULES: Mapping[Any, Rule] = {
     torch.layer_norm: Rule("layer_norm", layer_norm),
     F.rms_norm: Rule("rms_norm", rms_norm),
     torch.rms_norm: Rule("rms_norm", rms_norm),
-    F.group_norm: Rule("group_norm", group_norm, of_sizes=Sizes.EXACT),
-    torch.group_norm: Rule("group_norm", group_norm, of_sizes=Sizes.EXACT),
+    F.group_norm: Rule("group_norm", group_norm, of_sizes=EXACT),
+    torch.group_norm: Rule("group_norm", group_norm, of_sizes=EXACT),
     F.instance_norm: Rule("instance_norm", instance_norm),
     F.batch_norm: Rule("batch_norm", batch_norm),
     F.silu: Rule("silu", silu),
     F.gelu: Rule("gelu", gelu),
-    F.embedding: Rule("embedding", embedding, of_sizes=Sizes.NEVER),
+    F.embedding: Rule("embedding", embedding, of_sizes=NEVER),
     F.softmax: Rule("softmax", softmax),
     torch.softmax: Rule("softmax", plain_softmax),
     Tensor.softmax: Rule("softmax", plain_softmax),
@@ -376,7 +369,7 @@ OVERRIDDEN: Mapping[str, Rule] = {
     "silu": RULES[F.silu],
     "silu_": Rule("silu", _silu_in_place),
     "gelu": RULES[F.gelu],
-    "embedding": Rule("embedding", _embedding_op, of_sizes=Sizes.NEVER),
+    "embedding": Rule("embedding", _embedding_op, of_sizes=NEVER),
     "softmax.int": RULES[torch.softmax],
     "log_softmax.int": RULES[torch.log_softmax],
     "cross_entropy_loss": Rule("", _none_of_ours),

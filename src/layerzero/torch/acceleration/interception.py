@@ -102,13 +102,14 @@ class Takeover:
         self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
         self._listener: Listener | None = None
         self._refusals = Refusals()
+        self._backward: dict[str, _Backward] = {}  # by layer, of the last session
         self._known = Looks()
         self.looks: Any = None  # the C's, where there is one
         if library is not None:
             self.looks = self._known.compiled(
                 tally,
                 anew=self.look,
-                made=self._made,
+                watched=self._watched,
                 failed=self._why_failed,
                 thread=thread,
                 refused=self._refusals.known,
@@ -209,23 +210,34 @@ class Takeover:
 
     def _made(self, layer: str, op: str, call: Callable[..., Any], given: tuple[Any, ...], session: Session) -> Any:
         """Our result, or why there is none."""
-        watching = None
         kernel = KERNELS.get(id(call))
-        if kernel is None or not is_alone(given):  # by torch's dispatcher, which costs more
-            kernel = call
-            watching = watcher.set(_Backward(self.tally, layer, session, self.overlay))
-        thread.is_ours = True
         try:
-            found = kernel(*given)
+            if kernel is None or not is_alone(given):  # by torch's dispatcher, which costs more
+                found = self._watched(layer, call, given, session)
+            else:
+                thread.is_ours = True
+                try:
+                    found = kernel(*given)
+                finally:
+                    thread.is_ours = False
         except lz.LayerZeroError as error:
             return self._why_failed(op, given, error)
-        finally:
-            thread.is_ours = False
-            if watching is not None:
-                watcher.reset(watching)
         self._refusals.forget(op, given)
         self.tally.took(layer, op, session)
         return found
+
+    def _watched(self, layer: str, call: Callable[..., Any], given: tuple[Any, ...], session: Session) -> Any:
+        """A call by torch's dispatcher, whose backward pass will be counted."""
+        one = self._backward.get(layer)
+        if one is None or one.session is not session:
+            one = self._backward[layer] = _Backward(self.tally, layer, session, self.overlay)
+        watching = watcher.set(one)
+        thread.is_ours = True
+        try:
+            return call(*given)
+        finally:
+            thread.is_ours = False
+            watcher.reset(watching)
 
     def _why_failed(self, op: str, given: tuple[Any, ...], error: Exception) -> str:
         """Raises it where torch cannot do any better."""

@@ -1,8 +1,8 @@
 """What was found of a call holds for all that are like it: those are looked at in C (_look.c), where that was compiled.
 
 What is asked in C: whether nothing of torch's is on that the Python alone deals with (autocast, a backward pass,
-torch.func, forward mode), and whether a call with the same key was looked at before. Of the key tell `functions.Sizes`
-and _look.c. Evidence, refusals, layers and policy are looked up at each call. All else, and each call where there is no
+torch.func, forward mode), and whether a call with the same key was looked at before. What is in the key says
+_look.c. Evidence, refusals, layers and policy are looked up at each call. All else, and each call where there is no
 C, goes the way of `Takeover.look`."""
 
 from __future__ import annotations
