@@ -21,7 +21,8 @@ def tensor(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
 
 def attention(queries: int = 32, head_dim: int = 128, heads: int = 8, dtype: str = "bfloat16") -> CallSpec:
     q, k = tensor(1, heads, queries, head_dim, dtype=dtype), tensor(1, 4, 64, head_dim, dtype=dtype)
-    return call("attention", q, k, k, None, is_causal=True, scale=0.1, causal_alignment="top_left", layout="BHSD")
+    rule = {"is_causal": True, "scale": 0.1, "causal_alignment": "top_left", "layout": "BHSD"}
+    return call("attention", q, k, k, None, None, None, **rule)
 
 
 def norm(rows: int = 32, columns: int = 4096, ndim: int = 1, weight: bool = True) -> CallSpec:
@@ -32,7 +33,7 @@ def norm(rows: int = 32, columns: int = 4096, ndim: int = 1, weight: bool = True
     ("facets", "spec", "text"),
     [
         ([], norm(), "any call"),
-        (["dtypes", "head_dims"], attention(), f"dtypes={'bfloat16,' * 3}-,bfloat16 head_dims=128,128"),
+        (["dtypes", "head_dims"], attention(), f"dtypes={'bfloat16,' * 3}-,-,-,bfloat16 head_dims=128,128"),
         (["heads"], attention(), "heads=8,4"),
         (["heads", "head_dims"], norm(), "heads=- head_dims=-"),
         (["row"], norm(), "row=4096"),

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.capabilities.calls import ATTENTION, TOKENIZER, attention, kernel, reasons, spec
+from tests.unit.capabilities.calls import ATTENTION, TOKENIZER, attention, call, kernel, reasons, spec
 
-from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.match import Rejection, match
 from layerzero.capabilities.reasons import Reason
 
 
 def test_call_within_all_limits_is_accepted() -> None:
     """The rules must let pass what they are for."""
     mask = spec(1, 1, 4, 4, dtype="bool")
-    assert attention(kernel(**ATTENTION), spec(2, 3, 4, 16), mask=mask, is_causal=True) == []
+    assert attention(kernel(**ATTENTION), spec(2, 3, 4, 16), mask=mask) == []
+    both = kernel(**ATTENTION, supports_causal_mask=True)
+    assert attention(both, spec(2, 3, 4, 16), mask=mask, is_causal=True) == []
+    some = kernel(**ATTENTION, optional_attrs=["window_left"], optional_args=["sinks"])
+    assert attention(some, spec(2, 3, 4, 16), window_left=3) == []
     assert reasons("silu", kernel(), spec(4), out=spec(4)) == []
     assert reasons("null", kernel(dtypes=[])) == []
+
+
+def test_options_of_attention_that_a_kernel_lacks_are_named() -> None:
+    """It would compute something else without them."""
+    plain, (q, heads) = kernel(**ATTENTION), (spec(2, 3, 4, 16), spec(3))
+    some = kernel(**ATTENTION, optional_attrs=["window_left"], optional_args=["sinks"])
+    found = match(call("attention", q, q, q, None, heads, window_left=3, softcap=2.0), plain)
+    assert [str(one) for one in found] == [
+        "ARG_UNSUPPORTED: argument 'sinks' is given; the kernel takes none",
+        "ATTR_UNSUPPORTED: window_left=3; allowed: none",
+        "ATTR_UNSUPPORTED: softcap=2.0; allowed: none",
+    ]
+    found = match(call("attention", q, q, q, None, heads, window_left=3, window_right=1), some)
+    assert [str(one) for one in found] == ["ATTR_UNSUPPORTED: window_right=1; allowed: none"]
+    mask = spec(1, 1, 4, 4, dtype="bool")
+    (one,) = match(call("attention", q, q, q, mask, is_causal=True), plain)
+    assert str(one) == "ATTN_MASK_UNSUPPORTED: bool mask with is_causal=True; allowed: one of them"
+    k = spec(2, 3, 9, 16)  # where the places of queries are depends on the alignment, without a causal rule too
+    (one,) = match(call("attention", q, k, k, window_left=3, causal_alignment="bottom_right"), some)
+    assert one.code is Reason.CAUSAL_ALIGNMENT_UNSUPPORTED
 
 
 def test_all_reasons_are_given_at_once() -> None:
