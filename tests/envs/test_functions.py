@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,32 @@ def test_results_live_as_long_as_someone_has_them(site: Site) -> None:
     """Their memory is not given to later calls, whatever part of the result is kept."""
     kept = [fn.old_echo(np.full(2000, n, np.int64))[0][5:7] for n in range(50)]
     assert [part.tolist() for part in kept] == [[n, n] for n in range(50)]
+
+
+@pytest.mark.usefixtures("site")
+def test_arguments_of_calls_past_the_broker_are_let_go() -> None:
+    """Also where the last report, or a future, is kept, and where the call has raised."""
+    ones = lz.share(np.ones(3))
+
+    def path(report: Any) -> str:
+        return str(report.selection.path)
+
+    wait_until(lambda: (fn.total(ones), path(fn.total.last_report())) == (3, "express"))
+    x = lz.share(np.ones(5))
+    gone = weakref.ref(x)
+    futures = [fn.total.submit(x) for _ in range(3)]
+    for future in futures:
+        assert future.result() == 5
+        assert (path(future.report), future.report.uncopied_bytes) == ("express", x.nbytes)
+    odd = fn.total.submit(x[:0].reshape(0, 5).T)
+    assert odd.result() == 0
+    broken = fn.total.submit(None)
+    with pytest.raises(lz.RemoteError, match="AttributeError"):
+        broken.result()
+    fn.total(x)
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_is_lent_cannot_be_written(site: Site) -> None:

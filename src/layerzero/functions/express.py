@@ -252,6 +252,7 @@ class ExpressCall:
             return self._call.finish(timeout)
         finally:
             self._record = self._call._record
+            self._let_go()
 
     def _note(self, kernel_ns: int) -> None:
         way = self._way
@@ -261,7 +262,11 @@ class ExpressCall:
         owner._kernel_ns, owner._last.call = kernel_ns, self
         way.give(self._block)
         way.express.note_plain(is_plain=True)
-        self._args, self._given = (), None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """It has ended: what its report is made of keeps no argument."""
+        self._args, self._given, self._receipt = (), None, None
 
     def _become(self) -> Call:
         way, args = self._way, self._args
@@ -281,8 +286,8 @@ class ExpressCall:
             return None if self._call is None else self._call.report
         way, selection = self._way, self._session.report_of(self._record)
         assert selection is not None
-        elapsed_us = selection.elapsed_us or 0.0
-        return FunctionReport(self.label, way.env, way.lease.decision.backend, 1, (), (), 0, elapsed_us, selection)
+        elapsed_us, nbytes = selection.elapsed_us or 0.0, self._uncopied_bytes
+        return FunctionReport(self.label, way.env, way.lease.decision.backend, 1, (), (), nbytes, elapsed_us, selection)
 
 
 class _NotPlainError(Exception):
