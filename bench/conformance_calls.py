@@ -226,7 +226,7 @@ def qlinear_matmul(node: Node) -> Call:
 def _scale(node: Node, x: Array, scale: Array) -> Array:
     need(scale.dtype == np.float32, "scales of other dtypes than float32")
     if scale.size == 1:
-        return scale
+        return scale.reshape(-1)
     axis = node.attr("axis", 1) % x.ndim
     if not node.attr("block_size", 0):
         return scale.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
