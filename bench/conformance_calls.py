@@ -166,30 +166,67 @@ def attention(node: Node) -> Call:
     return call
 
 
+QUANTIZED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
+
+
 def quantize(node: Node) -> Call:
     x, scale, zero = node.array(0), node.array(1), node.input(2)
     need(zero is not None, "a dtype by number")
-    dtype = str(_no_zero(zero).dtype)
-    need(dtype in ("int8", "float8_e4m3fn", "float8_e5m2"), f"quantized {dtype}")
-    return partial(lz.quantize, x, _scale(node, x, scale), dtype=dtype)
+    dtype = str(np.asarray(zero).dtype)
+    need(dtype in QUANTIZED, f"quantized {dtype}")
+    return partial(lz.quantize, x, _scale(node, x, scale), _points(node, x, zero), dtype=dtype)
 
 
 def dequantize(node: Node) -> Call:
     x, scale = node.array(0), node.array(1)
-    need(str(x.dtype) in ("int8", "float8_e4m3fn", "float8_e5m2"), f"quantized {x.dtype}")
-    _no_zero(node.input(2))
-    return partial(lz.dequantize, x, _scale(node, x, scale), dtype="float32")
+    need(str(x.dtype) in QUANTIZED, f"quantized {x.dtype}")
+    return partial(lz.dequantize, x, _scale(node, x, scale), _points(node, x, node.input(2)), dtype="float32")
 
 
-def _no_zero(zero: Array | None) -> Any:
-    need(zero is None or not np.any(zero.astype(np.float32)), "zero points")
-    return zero
+def _points(node: Node, x: Array, zero: Array | None) -> Array | None:
+    """In the shape of the scale; None where they are 0."""
+    if zero is None or not np.any(zero.astype(np.float32)):
+        return None
+    return np.ascontiguousarray(_scale(node, x, zero.astype(np.float32)).astype(np.int32))
+
+
+def dynamic_quantize(node: Node) -> Call:
+    """The numbers, which are ONNX's first result."""
+    x = node.array(0)
+
+    def call(backend: str) -> Array:
+        made: Array = lz.dynamic_quantize(x, dtype="uint8", group_size=0, symmetric=False, backend=backend)[0]
+        return made
+
+    return call
+
+
+def matmul_integer(node: Node) -> Call:
+    a, b, a_zero, b_zero = node.array(0), node.array(1), node.input(2), node.input(3)
+    points = [None if zero is None else np.asarray(zero, np.int32).reshape(-1) for zero in (a_zero, b_zero)]
+    return partial(lz.int_matmul, a, b, *points)
+
+
+def qlinear_matmul(node: Node) -> Call:
+    """A product in float32, quantized by a second call."""
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = (node.array(i) for i in range(8))
+    need(b.ndim == 2, "a batch of weights")
+    need(all(one.dtype in (np.int8, np.uint8) for one in (a, b, y_zero)), f"quantized {a.dtype}")
+    steps = [np.asarray(one, np.float32).reshape(-1) for one in (a_scale, b_scale, y_scale)]
+    points = [np.asarray(one, np.int32).reshape(-1) for one in (a_zero, b_zero, y_zero)]
+
+    def call(backend: str) -> Array:
+        options = {"x_zero_point": points[0], "weight_zero_point": points[1], "backend": backend}
+        product = lz.scaled_linear(a, np.ascontiguousarray(b.T), steps[1], steps[0], **options)
+        return lz.quantize(product, steps[2], points[2], dtype=str(y_zero.dtype), backend=backend)
+
+    return call
 
 
 def _scale(node: Node, x: Array, scale: Array) -> Array:
     need(scale.dtype == np.float32, "scales of other dtypes than float32")
     if scale.size == 1:
-        return scale
+        return scale.reshape(-1)
     axis = node.attr("axis", 1) % x.ndim
     if not node.attr("block_size", 0):
         return scale.reshape([-1 if d == axis else 1 for d in range(x.ndim)])
@@ -250,6 +287,7 @@ CALLS: dict[str, Callable[[Node], Call]] = {
     "Clip": clip,
     "Concat": concat,
     "DequantizeLinear": dequantize,
+    "DynamicQuantizeLinear": dynamic_quantize,
     "Gather": gather,
     "Gelu": gelu,
     "Gemm": gemm,
@@ -259,8 +297,10 @@ CALLS: dict[str, Callable[[Node], Call]] = {
     "LayerNormalization": layer_norm,
     "LogSoftmax": partial(softmax, lz.log_softmax),
     "MatMul": matmul,
+    "MatMulInteger": matmul_integer,
     "Mish": partial(each, lz.mish),
     "Mul": partial(pair, lz.mul),
+    "QLinearMatMul": qlinear_matmul,
     "QuantizeLinear": quantize,
     "RMSNormalization": rms_norm,
     "Relu": partial(each, lz.relu),

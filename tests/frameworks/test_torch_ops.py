@@ -20,7 +20,7 @@ from layerzero.torch.table import TABLE
 
 ops = torch.ops.layerzero
 CASES = [(name, index) for name, found in cases().items() for index in range(len(found))]
-TO_INTEGERS = ("sample", "speculative_verify", "tree_accept")
+TO_INTEGERS = ("sample", "speculative_verify", "tree_accept", "int_matmul")
 DIFFERENTIABLE = [name for name, entry in TABLE.items() if entry.formula is not None]
 
 
@@ -137,7 +137,7 @@ def test_ops_without_a_formula_say_so(name: str) -> None:
     """A gradient that is silently missing would be the worst."""
     args, options = case(name, needs_grad=True)
     args = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.dtype == torch.float32 else a for a in args)
-    options = {**options, "dtype": "float8_e5m2"} if name == "quantize" else options
+    options = {**options, "dtype": "float8_e5m2"} if name in ("quantize", "dynamic_quantize") else options
     result = op(name)(*args, **options)
     result = result[0] if isinstance(result, tuple) else result
     with pytest.raises(lz.InvalidArgument, match=f"layerzero::{name} has no gradient formula; call it under"):
