@@ -45,6 +45,8 @@ CPU_WORKER = {
         "shape_checks",
         "shapes",
         "tensors",
+        "vision_shapes",
+        "windows",
         "worker_codes",
     },
     "layerzero.workers": {"arenas", "boot", "chains", "lanes", "loop", "prepared", "provider"},
