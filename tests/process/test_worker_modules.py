@@ -46,6 +46,8 @@ CPU_WORKER = {
         "shape_checks",
         "shapes",
         "tensors",
+        "vision_shapes",
+        "windows",
         "worker_codes",
     },
     "layerzero.workers": {

@@ -232,7 +232,7 @@ def avg_pool_gradients(grad: Tensor, call: Call) -> Gradients:
     dims = len(shape) - 2
     kernel, pads = _each(call["kernel_size"], dims), _pads(call["padding"], dims)
     stride, divisor = _each(call["stride"] or kernel, dims), call["divisor_override"]
-    slid = list(zip(shape[2:], grad.shape[2:], kernel, stride, pads, strict=True))
+    slid = list(zip(map(int, shape[2:]), map(int, grad.shape[2:]), kernel, stride, pads, strict=True))
     share = torch.full((), 1 / (divisor or 1), dtype=torch.float64, device=grad.device)
     for one in slid if not divisor else ():
         counts = windows.shares(*one, counts_padding=call["count_include_pad"])
@@ -252,9 +252,9 @@ def adaptive_avg_pool_gradients(grad: Tensor, call: Call) -> Gradients:
     """One dimension after the other: each window's gradient over the number of its elements, at all of them."""
     shape = call.shape["input"]
     found = _wide(grad)
-    for dim, size in enumerate(shape[2:], 2):
-        ends = windows.adapted(size, grad.shape[dim])
-        rows = [[(start <= place < end) / (end - start) for place in range(size)] for start, end in ends]
+    for dim, size in enumerate(map(int, shape[2:]), 2):
+        ends = windows.adapted(size, int(grad.shape[dim]))
+        rows = [[1 / (end - start) if start <= place < end else 0.0 for place in range(size)] for start, end in ends]
         weights = torch.tensor(rows, dtype=found.dtype, device=grad.device)
         found = torch.matmul(found.movedim(dim, -1), weights).movedim(-1, dim)
     return {"input": found.to(grad.dtype)}
