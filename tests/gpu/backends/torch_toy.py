@@ -66,7 +66,7 @@ def load() -> Loaded:
         return strike if name == "one" and eps in FAULTS else run
 
     def attention(views: Sequence[Any], call: Call) -> Run:
-        q, k, v, mask = views
+        q, k, v, mask, *_ = views
         sdpa, is_causal = torch.nn.functional.scaled_dot_product_attention, call.attrs["is_causal"]
         options = {"attn_mask": mask, "is_causal": is_causal, "scale": call.attrs["scale"]}
         options["enable_gqa"] = q.shape[1] != k.shape[1]
