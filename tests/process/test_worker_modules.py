@@ -41,6 +41,7 @@ CPU_WORKER = {
         "elementwise_shapes",
         "norm_shapes",
         "ops",
+        "resampling",
         "sampling_shapes",
         "shape_checks",
         "shapes",

@@ -266,6 +266,14 @@ TABLE: dict[str, OpEntry] = {
             vision.adaptive_avg_pool_gradients,
             batch=vision.pool_batch("adaptive_avg_pool"),
         ),
+        OpEntry(
+            "interpolate",
+            'Tensor input, int[1]? size=None, float[]? scale_factor=None, str mode="nearest", '
+            "bool? align_corners=None, bool? recompute_scale_factor=None, bool antialias=False",
+            vision.interpolate_fake,
+            vision.interpolate_gradients,
+            batch=vision.pool_batch("interpolate"),
+        ),
         *(
             OpEntry(
                 name,
