@@ -251,20 +251,9 @@ TABLE: dict[str, OpEntry] = {
             batch=vision.pool_batch("avg_pool"),
             runs=vision.avg_pool,
         ),
-        OpEntry(
-            "adaptive_max_pool",
-            "Tensor input, int[1] output_size",
-            vision.adaptive_fake("adaptive_max_pool"),
-            vision.adaptive_max_pool_gradients,
-            {"input": ANY},
-            batch=vision.pool_batch("adaptive_max_pool"),
-        ),
-        OpEntry(
-            "adaptive_avg_pool",
-            "Tensor input, int[1] output_size",
-            vision.adaptive_fake("adaptive_avg_pool"),
-            vision.adaptive_avg_pool_gradients,
-            batch=vision.pool_batch("adaptive_avg_pool"),
+        *(
+            OpEntry(name, "Tensor input, int[1] output_size", fake, formula, {"input": ANY}, batch=batch)
+            for name, fake, formula, batch in vision.ADAPTIVE
         ),
         OpEntry(
             "interpolate",

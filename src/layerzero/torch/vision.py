@@ -467,3 +467,12 @@ def _batch(
     beside = x.flatten(0, 1).unsqueeze(0) if is_alone else x.transpose(0, 1).flatten(1, 2)
     result = op(beside, w.flatten(0, 1), bias, *rest, **more, **options).unflatten(1, (size, -1))
     return (result.squeeze(0), 0) if is_alone else (result, 1)
+
+
+ADAPTIVE = [
+    (name, adaptive_fake(name), formula, pool_batch(name))
+    for name, formula in (
+        ("adaptive_max_pool", adaptive_max_pool_gradients),
+        ("adaptive_avg_pool", adaptive_avg_pool_gradients),
+    )
+]
