@@ -252,8 +252,8 @@ TABLE: dict[str, OpEntry] = {
             runs=vision.avg_pool,
         ),
         *(
-            OpEntry(name, "Tensor input, int[1] output_size", fake, formula, {"input": ANY}, batch=batch)
-            for name, fake, formula, batch in vision.ADAPTIVE
+            OpEntry(name, "Tensor input, int[1] output_size", fake, formula, dict.fromkeys(saves, ANY), batch=batch)
+            for name, fake, formula, saves, batch in vision.ADAPTIVE
         ),
         OpEntry(
             "interpolate",

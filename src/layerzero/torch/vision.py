@@ -470,9 +470,9 @@ def _batch(
 
 
 ADAPTIVE = [
-    (name, adaptive_fake(name), formula, pool_batch(name))
-    for name, formula in (
-        ("adaptive_max_pool", adaptive_max_pool_gradients),
-        ("adaptive_avg_pool", adaptive_avg_pool_gradients),
+    (name, adaptive_fake(name), formula, saves, pool_batch(name))
+    for name, formula, saves in (
+        ("adaptive_max_pool", adaptive_max_pool_gradients, ("input",)),
+        ("adaptive_avg_pool", adaptive_avg_pool_gradients, ()),
     )
 ]
