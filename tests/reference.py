@@ -654,6 +654,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "avg_pool": vision_reference.avg_pool,
     "adaptive_max_pool": vision_reference.adaptive_max_pool,
     "adaptive_avg_pool": vision_reference.adaptive_avg_pool,
+    "interpolate": vision_reference.interpolate,
     "softmax": softmax,
     "log_softmax": log_softmax,
     "layer_norm": layer_norm,

@@ -194,19 +194,30 @@ def _gated_mlp(rng: Random) -> Plan:
 def _vision(rng: Random, op: str) -> Plan:
     dtype = _float(rng)
     shapes, attrs = random_call(op, rng)
-    numbers = {
-        name: tuple(map(int, value.split(","))) if isinstance(value, str) and name != "activation" else value
-        for name, value in attrs.items()
-    }
-    if "padding" in numbers:
-        half = len(numbers["padding"]) // 2
-        numbers["padding"] = tuple(zip(numbers["padding"][:half], numbers["padding"][half:], strict=True))
-    if "activation" in numbers:
-        numbers["activation"] = numbers["activation"] or None
-    if "divisor" in numbers:
-        numbers["divisor_override"] = numbers.pop("divisor") or None
+    given: dict[str, Any] = dict(attrs)
+    for name in ("kernel_size", "stride", "padding", "output_padding", "dilation", "output_size", "size"):
+        if name in given:
+            given[name] = tuple(map(int, given[name].split(",")))
+    if "padding" in given:
+        half = len(given["padding"]) // 2
+        given["padding"] = tuple(zip(given["padding"][:half], given["padding"][half:], strict=True))
+    if "activation" in given:
+        given["activation"] = given["activation"] or None
+    if "divisor" in given:
+        given["divisor_override"] = given.pop("divisor") or None
+    if "mode" in given:
+        dims = len(given["size"])
+        names = {
+            "linear": ("linear", "bilinear", "trilinear")[dims - 1],
+            "cubic": "bicubic",
+            "nearest_exact": "nearest-exact",
+        }
+        given["align_corners"] = given["align_corners"] or None
+        scale, given["mode"] = given.pop("scale"), names.get(given["mode"], given["mode"])
+        if scale:
+            given["size"], given["scale_factor"] = None, tuple(map(float, scale.split(",")))
     planner = getattr(vision_plans, f"plan_{op}")
-    made: Plan = planner(*(shape and _tensor(rng, dtype, *shape) for shape in shapes), **numbers)
+    made: Plan = planner(*(shape and _tensor(rng, dtype, *shape) for shape in shapes), **given)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Convolutions and pooling in float64 NumPy. As tests/reference.py, which has all ops."""
+"""Convolutions, pooling and interpolation in float64 NumPy. As tests/reference.py, which has all ops."""
 
 from __future__ import annotations
 
@@ -129,3 +129,49 @@ def adaptive_max_pool(x: F64, *, output_size: str) -> F64:
 
 def adaptive_avg_pool(x: F64, *, output_size: str) -> F64:
     return _adaptive(x, output_size, np.mean)
+
+
+def interpolate(x: F64, *, size: str, scale: str, mode: str, align_corners: bool, antialias: bool) -> F64:
+    """One dimension after the other."""
+    x = np.asarray(x, np.float64)
+    factors = [float(part) for part in scale.split(",")] if scale else [None] * (x.ndim - 2)
+    for axis, (made, factor) in enumerate(zip(numbers(size), factors, strict=True), 2):
+        rows = _matrix(x.shape[axis], made, factor, mode, align_corners, antialias)
+        x = np.moveaxis(np.moveaxis(x, axis, -1) @ rows.T, -1, axis)
+    return x
+
+
+def _matrix(size: int, made: int, factor: float | None, mode: str, is_aligned: bool, is_smoothed: bool) -> F64:
+    """(made, size): the filter at each element, of what lies outside at the edge."""
+    places = np.arange(made)
+    step = size / made if factor is None else 1 / factor
+    if is_aligned:
+        step = (size - 1) / (made - 1) if made > 1 else 0.0
+    rows = np.zeros((made, size))
+    if mode.startswith("nearest"):
+        exact = places + (0.5 if mode == "nearest_exact" else 0.0)
+        chosen = np.minimum(np.floor(exact * step + 1e-12).astype(int), size - 1)
+        rows[places, chosen] = 1
+        return rows
+    if is_smoothed:
+        wide = max(step, 1.0)
+        centre = (places + 0.5) * step
+        reach = wide * (1 if mode == "linear" else 2)
+        inside = np.arange(size)
+        low, high = (np.trunc(centre + sign * reach + 0.5)[:, None] for sign in (-1, 1))
+        rows = _filter((inside - centre[:, None] + 0.5) / wide, mode, -0.5)
+        rows = np.where((inside >= low) & (inside < high), rows, 0)
+        return np.asarray(rows / rows.sum(1, keepdims=True))
+    at = places * step if is_aligned else (places + 0.5) * step - 0.5
+    for far in range(-3, size + 3):
+        np.add.at(rows.T, min(max(far, 0), size - 1), _filter(at - far, mode, -0.75))
+    return rows
+
+
+def _filter(x: F64, mode: str, a: float) -> F64:
+    x = np.abs(x)
+    if mode == "linear":
+        return np.maximum(1 - x, 0)
+    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+    far = a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a
+    return np.where(x <= 1, near, np.where(x < 2, far, 0))

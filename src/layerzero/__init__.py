@@ -109,6 +109,7 @@ if TYPE_CHECKING:
         avg_pool as avg_pool,
         conv as conv,
         conv_transpose as conv_transpose,
+        interpolate as interpolate,
         max_pool as max_pool,
     )
     from layerzero.functions.environment import env as env
@@ -192,7 +193,9 @@ _HOME = {
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
-    "layerzero.client.facade.vision_ops": ("adaptive_avg_pool adaptive_max_pool avg_pool conv conv_transpose max_pool"),
+    "layerzero.client.facade.vision_ops": (
+        "adaptive_avg_pool adaptive_max_pool avg_pool conv conv_transpose interpolate max_pool"
+    ),
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",
     "layerzero.client.tools.ready": "ReadinessReport readiness_check",

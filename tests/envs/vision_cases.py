@@ -1,4 +1,4 @@
-"""Cases of convolutions and pooling for tests/envs/test_conformance.py."""
+"""Cases of convolutions, pooling and interpolation for tests/envs/test_conformance.py."""
 
 from __future__ import annotations
 
@@ -99,6 +99,26 @@ def pool_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
     yield from random_cases(rng, op)
 
 
+def resize_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
+    def case(name: str, shape: tuple[int, ...], size: str, mode: str, scale: str = "", **where: Any) -> Case:
+        attrs = {"size": size, "scale": scale, "mode": mode, "align_corners": False, "antialias": False}
+        return Case(name, (normal(rng, *shape),), attrs, **where)
+
+    yield case("nearest, where float32 is none", (1, 1, 7, 41), "49,123", "nearest")
+    yield case("nearest, 1 to 101", (1, 1, 1, 3), "5,101", "nearest_exact")
+    for mode in ("nearest", "nearest_exact", "linear", "cubic"):
+        yield case(f"{mode}, twice", (1, 5, 16, 15), "32,30", mode, "2.0,2.0")
+        yield case(f"{mode}, a half", (2, 3, 17, 16), "8,8", mode, "0.5,0.5")
+        yield case(f"{mode}, the same", (2, 3, 6, 5), "6,5", mode)
+        yield case(f"{mode}, one element", (1, 3, 1, 1), "4,3", mode)
+        for layout in LAYOUTS[1:]:
+            yield case(f"{mode}, {layout}", (2, 4, 6, 5), "4,7", mode, layouts=(layout,))
+        for layout in ("transposed", "gaps", "rows", "first last", "heads"):
+            yield case(f"{mode}, {layout} output", (2, 4, 6, 5), "4,7", mode, out_layout=layout)
+        yield case(f"{mode}, no batch", (0, 4, 6, 5), "4,7", mode)
+    yield from random_cases(rng, op)
+
+
 def random_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
     """Calls that no list has, the same at each run."""
     chance = Random(op)
@@ -109,5 +129,6 @@ def random_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
 
 
 CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
-    op: functools.partial(conv_cases if op.startswith("conv") else pool_cases, op=op) for op in OPS
+    op: functools.partial(conv_cases if "conv" in op else pool_cases if "pool" in op else resize_cases, op=op)
+    for op in OPS
 }

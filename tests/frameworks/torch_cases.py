@@ -150,6 +150,14 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             op: [((t(2, 3, 6, 5), [4, 1]), {}), ((t(2, 3, 7), [3]), {}), ((t(2, 3, 4, 5, 3), [2]), {})]
             for op in ("adaptive_max_pool", "adaptive_avg_pool")
         },
+        "interpolate": [
+            ((t(2, 3, 6, 5), [4, 7]), {}),
+            ((t(2, 3, 6, 5), None, [1.5, 0.75], "bilinear"), {}),
+            ((t(2, 3, 6, 5), [9, 4], None, "bicubic", True), {}),
+            ((t(2, 3, 6, 5), [3, 4], None, "bilinear", None, None, True), {}),
+            ((t(2, 3, 6), [9], None, "nearest-exact"), {}),
+            ((t(1, 2, 3, 4, 3), None, [2.0, 1.0, 1.5], "trilinear", True, True), {}),
+        ],
         "rope": [
             ((t(2, 3, 2, 6), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
             ((t(3, 2, 4), t(3, 2, seed=1), t(3, 2, seed=2)), {"interleaved": True}),
@@ -468,6 +476,9 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "gated_mlp": _gated_mlp,
     "conv": _conv,
     "conv_transpose": _conv_transpose,
+    "interpolate": lambda x, size=None, scale=None, mode="nearest", corners=None, again=None, smooth=False: (
+        F.interpolate(x, size, scale, mode, corners, again, smooth)
+    ),
     **{op: _pool(op) for op in ("max_pool", "avg_pool")},
     **{op: _adaptive(op) for op in ("adaptive_max_pool", "adaptive_avg_pool")},
     "addmm": torch.addmm,

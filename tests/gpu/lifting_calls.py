@@ -136,6 +136,10 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "halves of 56", (of(4, 64, 56, 56),), (of(4, 64, 28, 28),), attrs, _WELL
     elif op in ("adaptive_max_pool", "adaptive_avg_pool"):
         yield "14 to 7", (of(4, 256, 14, 14),), (of(4, 256, 7, 7),), {"output_size": "7,7"}, _WELL
+    elif op == "interpolate":
+        attrs = {"size": "64,64", "scale": "2.0,2.0", "align_corners": False, "antialias": False}
+        for mode in ("nearest", "linear"):
+            yield f"32 to 64, {mode}", (of(2, 320, 32, 32),), (of(2, 320, 64, 64),), {**attrs, "mode": mode}, _WELL
     elif op in ("softmax", "log_softmax"):
         yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1, "dtype": ""}, _WELL
         yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0, "dtype": ""}, _WELL

@@ -1,5 +1,5 @@
-"""Random calls of convolutions and pooling, as shapes and attributes: for every test that draws some. Without any
-library."""
+"""Random calls of convolutions, pooling and interpolation, as shapes and attributes: for every test that draws some.
+Without any library."""
 
 from __future__ import annotations
 
@@ -76,9 +76,27 @@ def _adaptive(op: str, rng: Random) -> tuple[Shapes, dict[str, Any]]:
     return [(rng.choice((1, 2)), rng.choice((1, 3, 16)), *sizes)], {"output_size": text(made)}
 
 
+def _interpolate(op: str, rng: Random) -> tuple[Shapes, dict[str, Any]]:
+    dims = rng.randint(1, 3)
+    sizes, made = ([rng.randint(1, 20 if dims < 3 else 5) for _ in range(dims)] for _ in range(2))
+    scale = ""
+    if rng.random() < 0.4:
+        factors = [rng.randint(8 // size + 1, 24) / 8 for size in sizes]
+        made, scale = [int(n * factor) for n, factor in zip(sizes, factors, strict=True)], ",".join(map(repr, factors))
+    mode = rng.choice(("nearest", "nearest_exact", "linear", "linear", *(["cubic"] * 2 if dims == 2 else [])))
+    is_weighed = not mode.startswith("nearest")
+    attrs = {
+        **{"size": text(made), "scale": scale, "mode": mode},
+        "align_corners": is_weighed and rng.random() < 0.5,
+        "antialias": is_weighed and dims == 2 and rng.random() < 0.5,
+    }
+    return [(rng.choice((1, 2)), rng.choice((1, 3, 16)), *sizes)], attrs
+
+
 _MAKERS = {
     **dict.fromkeys(("conv", "conv_transpose"), _conv),
     **dict.fromkeys(("max_pool", "avg_pool"), _pool),
     **dict.fromkeys(("adaptive_max_pool", "adaptive_avg_pool"), _adaptive),
+    "interpolate": _interpolate,
 }
 OPS = tuple(_MAKERS)

@@ -42,6 +42,7 @@ CPU_WORKER = {
         "norm_shapes",
         "ops",
         "quantized_shapes",
+        "resampling",
         "sampling_shapes",
         "shape_checks",
         "shapes",

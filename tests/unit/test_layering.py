@@ -63,6 +63,7 @@ EXTRA: dict[str, set[str]] = {
     "torch/backward.py": {"client"},  # what is computed in this process is told as lz.last_report() tells it
     "torch/elementwise.py": {"ipc"},  # what cat takes, and cast converts to
     "torch/quantized.py": {"ipc"},  # which dtypes and formats there are
+    "torch/vision.py": {"ipc"},  # how windows slide, and what interpolation weighs
     "torch/running.py": {"ipc"},  # which variable takes it out
     "torch/refusals.py": {"client"},  # under which policy and on which connection a call was refused
     "torch/registration.py": {"client"},  # torch's wish for deterministic kernels is a policy of the call

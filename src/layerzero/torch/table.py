@@ -259,20 +259,17 @@ TABLE: dict[str, OpEntry] = {
             batch=vision.pool_batch("avg_pool"),
             runs=vision.avg_pool,
         ),
-        OpEntry(
-            "adaptive_max_pool",
-            "Tensor input, int[1] output_size",
-            vision.adaptive_fake("adaptive_max_pool"),
-            vision.adaptive_max_pool_gradients,
-            {"input": ANY},
-            batch=vision.pool_batch("adaptive_max_pool"),
+        *(
+            OpEntry(name, "Tensor input, int[1] output_size", fake, formula, dict.fromkeys(saves, ANY), batch=batch)
+            for name, fake, formula, saves, batch in vision.ADAPTIVE
         ),
         OpEntry(
-            "adaptive_avg_pool",
-            "Tensor input, int[1] output_size",
-            vision.adaptive_fake("adaptive_avg_pool"),
-            vision.adaptive_avg_pool_gradients,
-            batch=vision.pool_batch("adaptive_avg_pool"),
+            "interpolate",
+            'Tensor input, int[1]? size=None, float[]? scale_factor=None, str mode="nearest", '
+            "bool? align_corners=None, bool? recompute_scale_factor=None, bool antialias=False",
+            vision.interpolate_fake,
+            vision.interpolate_gradients,
+            batch=vision.pool_batch("interpolate"),
         ),
         *(
             OpEntry(

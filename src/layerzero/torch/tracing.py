@@ -32,7 +32,7 @@ def traced(request: Request) -> Any:
         args = (*request.args, options.pop("eps"))
     elif request.op == "batch_norm":
         args = (*request.args, *(options.pop(name) for name in ("training", "momentum", "eps")))
-    elif request.op in ("conv", "conv_transpose", *vision.POOLS):
+    elif request.op in ("conv", "conv_transpose", *vision.RESIZING):
         args = (*request.args, *vision.traced(request.op, request.args, options))
     elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))

@@ -1,6 +1,6 @@
-"""Convolutions and pooling: gradient formulas in plain torch, fake functions and batch rules, as gradients.py, fakes.py
-and batching.py have them of others. `padding` has one number, one for each dimension, or those before and then those
-after all of them."""
+"""Convolutions, pooling and interpolation: gradient formulas in plain torch, fake functions and batch rules, as
+gradients.py, fakes.py and batching.py have them of others. `padding` has one number, one for each dimension, or those
+before and then those after all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.torch.gradients import Call, Gradients, through
 
 Dims = Sequence[int | None]
@@ -28,11 +28,12 @@ CONV_TRANSPOSE_ARGUMENTS = (
 )
 
 
-POOLS = {
+RESIZING = {
     "max_pool": ("kernel_size", "stride", "padding", "dilation", "ceil_mode"),
     "avg_pool": ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
     "adaptive_max_pool": ("output_size",),
     "adaptive_avg_pool": ("output_size",),
+    "interpolate": ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"),
 }
 
 
@@ -99,12 +100,15 @@ def paired(padding: Sequence[int], dims: int) -> Sequence[Any]:
 
 def traced(op: str, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """What the functions of lz were given beside tensors, in the order of the op of torch."""
-    if op in POOLS:
+    if op in RESIZING:
+        for name, of in (("size", int), ("scale_factor", float)):
+            if isinstance(options.get(name), of):
+                options[name] = [options[name]]
         if isinstance(options.get("padding"), Sequence) and isinstance(options["padding"][0], Sequence):
             options["padding"] = [pad[side] for side in (0, 1) for pad in options["padding"]]
         if op in ("max_pool", "avg_pool"):
             options["stride"] = options["stride"] or []
-        return [options.pop(name) for name in POOLS[op]]
+        return [options.pop(name) for name in RESIZING[op]]
     weight = args[1]
     names: tuple[str, ...] = ("stride", "padding", "dilation", "groups", "activation")
     if op == "conv_transpose":
@@ -130,7 +134,7 @@ def flattened(padding: Any, weight: Tensor, stride: Any, dilation: Any) -> Any:
     return padding
 
 
-def _each(numbers: Any, dims: int) -> list[int]:
+def _each(numbers: Any, dims: int) -> list[Any]:
     given = list(numbers) if isinstance(numbers, Sequence) else [numbers]
     return given * dims if len(given) == 1 else given
 
@@ -255,9 +259,27 @@ def adaptive_avg_pool_gradients(grad: Tensor, call: Call) -> Gradients:
     for dim, size in enumerate(map(int, shape[2:]), 2):
         ends = windows.adapted(size, int(grad.shape[dim]))
         rows = [[1 / (end - start) if start <= place < end else 0.0 for place in range(size)] for start, end in ends]
-        weights = torch.tensor(rows, dtype=found.dtype, device=grad.device)
-        found = torch.matmul(found.movedim(dim, -1), weights).movedim(-1, dim)
+        found = _weighed(found, dim, rows)
     return {"input": found.to(grad.dtype)}
+
+
+def interpolate_gradients(grad: Tensor, call: Call) -> Gradients:
+    """One dimension after the other: each element's gradient by its weights, at the elements that it was made of."""
+    shape, ours = call.shape["input"], resampling.INTERPOLATIONS[call["mode"]][0]
+    found, scales = _wide(grad), call["scale_factor"]
+    dims = len(shape) - 2
+    factors = [None] * dims if not scales or call["recompute_scale_factor"] else _each(scales, dims)
+    options = {"is_aligned": bool(call["align_corners"]), "is_smoothed": call["antialias"]}
+    for dim, (size, scale) in enumerate(zip(map(int, shape[2:]), factors, strict=True), 2):
+        taps = resampling.taps(size, int(grad.shape[dim]), scale, ours, **options)
+        found = _weighed(found, dim, resampling.rows(taps, size))
+    return {"input": found.to(grad.dtype)}
+
+
+def _weighed(grad: Tensor, dim: int, rows: list[list[float]]) -> Tensor:
+    """Through what each element of a dimension was a weighed sum of."""
+    weights = torch.tensor(rows, dtype=grad.dtype, device=grad.device)
+    return torch.matmul(grad.movedim(dim, -1), weights).movedim(-1, dim)
 
 
 # --- fake functions
@@ -293,6 +315,20 @@ def adaptive_fake(op: str) -> Callable[..., Tensor]:
         return input.new_empty((*input.shape[:2], *_each(output_size, _pooled(op, input))))
 
     return fake
+
+
+def interpolate_fake(
+    input: Tensor, size: Sequence[int] | None = None, scale_factor: Sequence[float] | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """(batch, channels, ...)."""
+    dims = _pooled("interpolate", input)
+    if (size is None) == (scale_factor is None):
+        text = f"interpolate: size is {size}, scale_factor {scale_factor}; allowed: one of them; leave out the other"
+        raise lz.InvalidArgument(text)
+    if size is not None:
+        return input.new_empty((*input.shape[:2], *_each(size, dims)))
+    sizes = [torch.sym_int(n * factor) for n, factor in zip(input.shape[2:], _each(scale_factor, dims), strict=True)]
+    return input.new_empty((*input.shape[:2], *sizes))
 
 
 def _pooled(op: str, x: Tensor) -> int:
@@ -431,3 +467,12 @@ def _batch(
     beside = x.flatten(0, 1).unsqueeze(0) if is_alone else x.transpose(0, 1).flatten(1, 2)
     result = op(beside, w.flatten(0, 1), bias, *rest, **more, **options).unflatten(1, (size, -1))
     return (result.squeeze(0), 0) if is_alone else (result, 1)
+
+
+ADAPTIVE = [
+    (name, adaptive_fake(name), formula, saves, pool_batch(name))
+    for name, formula, saves in (
+        ("adaptive_max_pool", adaptive_max_pool_gradients, ("input",)),
+        ("adaptive_avg_pool", adaptive_avg_pool_gradients, ()),
+    )
+]

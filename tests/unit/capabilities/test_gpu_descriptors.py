@@ -53,7 +53,9 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),
         "linear": (dense(64, 128), dense(256, 128), None),
         **dict.fromkeys(("conv", "conv_transpose"), (dense(2, 64, 16, 16), dense(64, 64, 3, 3), dense(64))),
-        **dict.fromkeys(("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"), (dense(2, 64, 16, 16),)),
+        **dict.fromkeys(
+            ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "interpolate"), (dense(2, 64, 16, 16),)
+        ),
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
@@ -101,9 +103,11 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "beta": 0.5, "alpha": 2.0,
         "stride": "1,1", "padding": "1,1,1,1", "dilation": "1,1", "output_padding": "0,0", "groups": 1,
         "kernel_size": "3,3", "ceil_mode": False, "count_include_pad": True, "divisor": 0, "output_size": "7,7",
+        "size": "32,32", "mode": "linear", "align_corners": False, "antialias": True,
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
         "format": "int8", "symmetric": True, "weight_format": "",
         "min": -1.0, "max": None,
+        **({"scale": ""} if op == "interpolate" else {}),
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs if name not in OPS[op].options}
     specs = inputs.get(op, (dense(64, 128),))

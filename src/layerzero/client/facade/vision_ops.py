@@ -1,4 +1,4 @@
-"""Convolutions and pooling."""
+"""Convolutions, pooling and interpolation."""
 
 from __future__ import annotations
 
@@ -164,6 +164,36 @@ def adaptive_avg_pool(
     torch.nn.functional.adaptive_avg_pool2d; GlobalAveragePool of ONNX."""
     params, planner = _hashable(output_size=output_size), plans.plan_adaptive_avg_pool
     return perform(Request("adaptive_avg_pool", (input,), params, planner, out, backend, timeout_s))
+
+
+def interpolate(
+    input: ArrayT,
+    size: Numbers | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+    *,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT:
+    """input with other extents, by its nearest elements or by weights of those around.
+
+    input: (batch, channels, ...), any float dtype. size: the new extents, a number, or one for each dimension; or
+    scale_factor, by which they are multiplied and cut. mode: "nearest", "nearest-exact", "linear", "bilinear",
+    "trilinear" (of one, two and three dimensions) or "bicubic". align_corners: the centres of the elements at the
+    corners stay where they are. recompute_scale_factor: coordinates are computed by the extents, not by scale_factor.
+    antialias: where the result is smaller, with a wider filter; of "bilinear" and "bicubic". Returns (batch, channels,
+    ...). Raises InvalidArgument. Source: torch.nn.functional.interpolate; Keys 1981 of bicubic.
+    """
+    params = {
+        **_hashable(size=size, scale_factor=scale_factor),
+        **{"mode": mode, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor},
+        "antialias": antialias,
+    }
+    return perform(Request("interpolate", (input,), params, plans.plan_interpolate, out, backend, timeout_s))
 
 
 def _hashable(**params: Any) -> dict[str, Any]:

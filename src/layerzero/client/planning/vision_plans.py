@@ -1,4 +1,4 @@
-"""Plans of convolutions and pooling. As client/planning/plans.py, whose rules hold here too."""
+"""Plans of convolutions, pooling and interpolation. As client/planning/plans.py, whose rules hold here too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from layerzero.client.planning.checks import choice, flag, floating, fresh, refuse, same_float_dtype
+from layerzero.client.planning.checks import choice, finite, flag, floating, fresh, refuse, same_float_dtype
 from layerzero.client.planning.plans import Plan, Scalar, remember
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -175,6 +175,67 @@ def _plan_adaptive(op: str, x: TensorSpec, output_size: Any) -> Plan:
     sizes = each(op, "output_size", output_size, dims, 1)
     result = fresh(op, x.dtype, (*x.shape[:2], *sizes))
     return Plan(op, (x,), _attrs(output_size=sizes), (result,), (result,))
+
+
+@remember
+def plan_interpolate(
+    x: TensorSpec,
+    *,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Plan:
+    """torch.nn.functional.interpolate."""
+    op = "interpolate"
+    dims = _pooled(op, x)
+    choice(op, "mode", mode, tuple(resampling.INTERPOLATIONS))
+    ours, wanted = resampling.INTERPOLATIONS[mode]
+    if wanted not in (0, dims):
+        allowed = f"{wanted + 2} dimensions for {mode!r}"
+        refuse(op, f"x has shape {list(x.shape)}", allowed, "pass another mode, or reshape it")
+    if (size is None) == (scale_factor is None):
+        refuse(op, f"size is {size!r} and scale_factor {scale_factor!r}", "one of them", "leave out the other")
+    is_aligned = flag(op, "align_corners", False if align_corners is None else align_corners)
+    if align_corners is not None and ours.startswith("nearest"):
+        refuse(op, f"align_corners is {align_corners!r} and mode {mode!r}", "None", "leave it out")
+    is_smoothed = flag(op, "antialias", antialias)
+    if is_smoothed and (dims != 2 or ours.startswith("nearest")):
+        refuse(op, f"antialias is True and mode {mode!r}", "'bilinear' or 'bicubic'", "leave it out")
+    scales: tuple[float, ...] = ()
+    if size is not None:
+        if recompute_scale_factor:
+            refuse(op, "recompute_scale_factor is True and size is given", "scale_factor", "leave it out")
+        made = each(op, "size", size, dims, 1)
+    else:
+        scales = _scales(op, scale_factor, dims)
+        made = tuple(map(resampling.made_of, x.shape[2:], scales))
+        if 0 in made or max(made) > MOST:
+            refuse(
+                op,
+                f"scale_factor is {scale_factor!r} and x has shape {list(x.shape)}",
+                "extents of 1 or more",
+                "scale by more",
+            )
+        if recompute_scale_factor is not None and flag(op, "recompute_scale_factor", recompute_scale_factor):
+            scales = ()
+    attrs: dict[str, Scalar] = {
+        **{"size": windows.text_of(made), "scale": resampling.text_of(scales), "mode": ours},
+        **{"align_corners": is_aligned, "antialias": is_smoothed},
+    }
+    result = fresh(op, x.dtype, (*x.shape[:2], *made))
+    return Plan(op, (x,), attrs, (result,), (result,))
+
+
+def _scales(op: str, given: Any, count: int) -> tuple[float, ...]:
+    numbers = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * count
+    found = tuple(finite(op, "scale_factor", one, "size") for one in numbers)
+    if len(found) != count or min(found) <= 0.0:
+        allowed = f"a number above 0, or {count} of them"
+        refuse(op, f"scale_factor is {given!r:.80}", allowed, "pass one for each dimension after the channels")
+    return found
 
 
 def _pooled(op: str, x: TensorSpec) -> int:

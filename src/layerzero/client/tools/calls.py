@@ -170,6 +170,7 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     ),
     **{op: (Call(op, {"input": _f32(1, 64, 56, 56)}, {"kernel_size": 2}),) for op in ("max_pool", "avg_pool")},
     **{op: (Call(op, {"input": _f32(1, 256, 14, 14)}, {"output_size": 7}),) for op in ADAPTIVE},
+    "interpolate": (Call("interpolate", {"input": _f32(1, 64, 32, 32)}, {"scale_factor": 2.0, "mode": "bilinear"}),),
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
     "log_softmax": (Call("log_softmax", {"input": _f32(256, 8192)}, {"dim": -1}),),
     "add_rms_norm": (

@@ -206,6 +206,10 @@ OPS: dict[str, Op] = {
         # of windows that are found by the extents that come out: element o is of floor(o n / m) to ceil((o + 1) n / m)
         Op("adaptive_max_pool", ("x",), attrs=("output_size",)),
         Op("adaptive_avg_pool", ("x",), attrs=("output_size",)),
+        # x (N,C,...) of 1 to 3 more dimensions -> (N,C,*size), as ipc/vocabulary/resampling.py says. size: numbers as
+        # conv's; scale: factors that coordinates are computed with, as a text, "" for those of the extents. Of mode
+        # "cubic", and with antialias, 2 dimensions; align_corners of "linear" and "cubic"
+        Op("interpolate", ("x",), attrs=("size", "scale", "mode", "align_corners", "antialias")),
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),

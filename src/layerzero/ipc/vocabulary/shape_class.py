@@ -174,6 +174,12 @@ def _pool(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(parts), _folded(x.numel)
 
 
+def _interpolate(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    (x,) = inputs
+    parts = [attrs["mode"], f"{x.ndim - 2}d", *[name for name in ("align_corners", "antialias") if attrs[name]]]
+    return "+".join(parts), _folded(x.numel)
+
+
 def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     (x,) = inputs
     dim = attrs["dim"]
@@ -327,6 +333,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "gated_mlp": _gated_mlp,
     **dict.fromkeys(("conv", "conv_transpose"), _conv),
     **dict.fromkeys(("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"), _pool),
+    "interpolate": _interpolate,
     "softmax": _softmax,
     "log_softmax": _softmax,
     "layer_norm": _norm,

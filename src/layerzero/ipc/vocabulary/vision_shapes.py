@@ -1,11 +1,11 @@
-"""Shape functions of convolutions and pooling. As ipc/vocabulary/shapes.py, which has them all."""
+"""Shape functions of convolutions, pooling and interpolation. As ipc/vocabulary/shapes.py, which has them all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS
 from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
@@ -141,9 +141,32 @@ def _adaptive_pool(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return ((x.dtype, (*x.shape[:2], *sizes)),)
 
 
+def _interpolate(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    (x,) = required(inputs, 1)
+    float_dtype(op, inputs, ("x",))
+    slid(op, x)
+    count = x.ndim - 2
+    size = numbers(op, attrs, "size", count, 1)
+    if 0 in x.shape[1:]:
+        refuse(op, f"x has shape {list(x.shape)}", "extents of 1 or more")
+    scales = resampling.scales_of(attrs["scale"])
+    if scales is None or len(scales) not in (0, count):
+        refuse(op, f"scale is {attrs['scale']!r:.80}", f"'', or {count} finite numbers above 0, with commas")
+    if scales and size != tuple(map(resampling.made_of, x.shape[2:], scales)):
+        refuse(op, f"size is {attrs['size']!r} and scale {attrs['scale']!r}", "the size that the scale gives")
+    mode = choice(op, attrs, "mode", resampling.MODES)
+    is_aligned, is_smoothed = flag(op, attrs, "align_corners"), flag(op, attrs, "antialias")
+    if mode.startswith("nearest") and (is_aligned or is_smoothed):
+        refuse(op, f"mode is {mode!r} with align_corners or antialias", "linear or cubic")
+    if count != 2 and (mode == "cubic" or is_smoothed):
+        refuse(op, f"x has shape {list(x.shape)} and mode is {mode!r}, antialias {is_smoothed}", "4 dimensions")
+    return ((x.dtype, (*x.shape[:2], *size)),)
+
+
 VISION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "conv": _conv,
     "conv_transpose": _conv_transpose,
     **dict.fromkeys(("max_pool", "avg_pool"), _pool),
     **dict.fromkeys(("adaptive_max_pool", "adaptive_avg_pool"), _adaptive_pool),
+    "interpolate": _interpolate,
 }

@@ -374,7 +374,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     **elementwise_reference.OPS,
     "conv": conv,
     "conv_transpose": conv_transpose,
-    **vision_reference.POOLS,
+    **vision_reference.RESIZED,
     **quantized_reference.OPS,
     "embedding": embedding,
 }

@@ -1,12 +1,13 @@
-"""The problems of convolutions and pooling."""
+"""The problems of convolutions, pooling and interpolation."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.number_generator import Numbers
@@ -128,9 +129,43 @@ def _adaptive(op: str) -> Callable[[Claims], Iterator[Problem]]:
     return problems
 
 
+# x, the extents that come out, and the factors by which those were asked for
+_RESIZED: list[tuple[Shape, Shape, tuple[float, ...]]] = [
+    ((2, 3, 7), (12,), ()),
+    ((2, 3, 60), (27,), ()),
+    ((2, 3, 5), (13,), (2.625,)),
+    ((1, 3, 5, 4), (8, 6), ()),
+    ((2, 3, 9, 8), (4, 3), ()),
+    ((1, 2, 4, 5), (6, 13), (1.5, 2.625)),
+    ((2, 3, 8, 9), (5, 3), (0.6875, 0.375)),
+    ((1, 2, 6, 5), (1, 5), ()),
+    ((1, 2, 3, 4, 3), (4, 3, 6), ()),
+    ((2, 3, 4, 5, 6), (3, 7, 4), ()),
+    ((0, 3, 5, 5), (2, 2), ()),
+]
+
+
+def _interpolate(_: Claims) -> Iterator[Problem]:
+    numbers = Numbers(31)
+    for shape, made, scales in _RESIZED:
+        for mode in resampling.MODES:
+            for is_aligned, is_smoothed in itertools.product((False, True), repeat=2):
+                is_plain = not is_aligned and not is_smoothed
+                if (mode.startswith("nearest") and not is_plain) or (
+                    len(made) != 2 and (mode == "cubic" or is_smoothed)
+                ):
+                    continue
+                attrs = {
+                    **{"size": windows.text_of(made), "scale": resampling.text_of(scales), "mode": mode},
+                    **{"align_corners": is_aligned, "antialias": is_smoothed},
+                }
+                yield Problem("interpolate", f"{list(shape)}: {attrs}", attrs, (numbers(*shape),))
+
+
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "conv": _conv("conv"),
     "conv_transpose": _conv("conv_transpose"),
     **{op: _pool(op) for op in ("max_pool", "avg_pool")},
+    "interpolate": _interpolate,
     **{op: _adaptive(op) for op in ("adaptive_max_pool", "adaptive_avg_pool")},
 }

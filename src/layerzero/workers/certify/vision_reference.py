@@ -1,4 +1,5 @@
-"""What convolutions mean, before their activation, and pooling. As workers/certify/reference.py, which has all ops."""
+"""What convolutions mean, before their activation, pooling and interpolation. As workers/certify/reference.py, which
+has all ops."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.workers.certify.values import Attrs, Shape, Values, given
 
 Taps = list[tuple[int, int]]  # of a result's place: an element of the window, and the place that it falls on
@@ -149,9 +150,34 @@ def _of_windows(x: Values, each: Sequence[list[Taps]], reduce: Callable[[list[fl
     return Values((*x.shape[:2], *map(len, each)), out)
 
 
-POOLS: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
+def interpolate(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """Sums over elements around, in all dimensions at once."""
+    (x,) = given(inputs)
+    sizes, made = x.shape[2:], windows.known(attrs["size"])
+    scales = resampling.scales_of(attrs["scale"]) or (None,) * len(sizes)
+    options = {"is_aligned": attrs["align_corners"], "is_smoothed": attrs["antialias"]}
+    each = [
+        resampling.taps(size, many, scale, attrs["mode"], **options)
+        for size, many, scale in zip(sizes, made, scales, strict=True)
+    ]
+    apart = steps(sizes)
+    places = [
+        [
+            (sum(p * n for (p, _), n in zip(one, apart, strict=True)), math.prod(weight for _, weight in one))
+            for one in itertools.product(*around)
+        ]
+        for around in itertools.product(*each)
+    ]
+    out: list[float] = []
+    for start in range(0, math.prod(x.shape), max(math.prod(sizes), 1)):
+        out += [sum(x.flat[start + p] * weight for p, weight in around) for around in places]
+    return Values((*x.shape[:2], *made), out)
+
+
+RESIZED: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
     "max_pool": max_pool,
     "avg_pool": avg_pool,
     "adaptive_max_pool": adaptive_max_pool,
     "adaptive_avg_pool": adaptive_avg_pool,
+    "interpolate": interpolate,
 }

@@ -1,12 +1,13 @@
-"""Convolutions and pooling by MLX, in float32. Used by mlx.py."""
+"""Convolutions, pooling and interpolation by MLX, in float32. Used by mlx.py."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._mlx_activations import activated
 
@@ -22,6 +23,7 @@ class Vision:
             "conv": self.conv,
             "conv_transpose": self.conv_transpose,
             "max_pool": self.max_pool,
+            "interpolate": self.interpolate,
             "avg_pool": self.avg_pool,
             "adaptive_max_pool": self.adaptive_max_pool,
             "adaptive_avg_pool": self.adaptive_avg_pool,
@@ -123,6 +125,32 @@ class Vision:
             return mx.as_strided(padded, (*x.shape[:2], *sizes, *kernel), strides)
 
         return seen
+
+    def interpolate(self, call: Call) -> Callable[..., Any]:
+        """MLX has none: elements are taken and weighed, one dimension after the other."""
+        mx, spec, attrs = self.mx, call.inputs[0], call.attrs
+        assert spec is not None
+        sizes, mode = call.outputs[0].shape[2:], attrs["mode"]
+        scales = resampling.scales_of(attrs["scale"]) or (None,) * len(sizes)
+        options = {"is_aligned": attrs["align_corners"], "is_smoothed": attrs["antialias"]}
+        steps = []
+        for axis, (size, made, scale) in enumerate(zip(spec.shape[2:], sizes, scales, strict=True), 2):
+            places, weights, counts = resampling.even(resampling.taps(size, made, scale, mode, **options))
+            shape = (made, len(weights[0]), *[1] * (spec.ndim - 1 - axis))
+            steps.append(
+                (axis, *(mx.array(n) for n in (places,)), *(mx.array(n).reshape(shape) for n in (weights, counts)))
+            )
+        if mode.startswith("nearest"):
+            return lambda x: functools.reduce(lambda y, step: mx.take(y, step[1][:, 0], axis=step[0]), steps, x)
+
+        def compute(x: Any) -> Any:
+            found = x.astype(mx.float32)
+            for axis, places, weights, counts in steps:
+                weighed = mx.take(found, places, axis=axis) * weights
+                found = mx.sum(mx.where(counts, weighed, mx.array(0.0)), axis=axis + 1)
+            return found.astype(x.dtype)
+
+        return compute
 
     def adaptive_max_pool(self, call: Call) -> Callable[..., Any]:
         """One dimension after the other."""

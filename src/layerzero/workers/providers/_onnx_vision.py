@@ -1,12 +1,12 @@
-"""Convolutions and pooling as nodes of ONNX. Used by onnxruntime.py."""
+"""Convolutions, pooling and interpolation as nodes of ONNX. Used by onnxruntime.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.workers.provider import Call
 from layerzero.workers.providers import _onnx_activations
 from layerzero.workers.providers._onnx_graph import Graph, Shape
@@ -117,6 +117,49 @@ def adaptive_pool(onnx: Any, numpy: Any, call: Call) -> Graph:
     return Graph(made.nodes, {"x": x.shape}, {"out": call.outputs[0].shape})
 
 
+def interpolate(onnx: Any, numpy: Any, call: Call) -> Graph:
+    """One node."""
+    x, attrs = call.inputs[0], call.attrs
+    assert x is not None
+    made = _Nodes(onnx, numpy)
+    scales = resampling.scales_of(attrs["scale"])
+    if scales and call.outputs[0].shape == x.shape:  # the runtime (1.18) copies x, whatever the scales are
+        return _weighed(made, call, x.shape, scales)
+    if scales:
+        given = ["x", "", made.constant("scales", [1.0, 1.0, *scales], "float32")]
+    else:
+        given = ["x", "", "", made.constant("sizes", call.outputs[0].shape, "int64")]
+    mode = attrs["mode"]
+    options: dict[str, Any] = {"mode": mode.partition("_")[0], "antialias": int(attrs["antialias"])}
+    if mode == "nearest":
+        options |= {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    elif mode == "nearest_exact":
+        options |= {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
+    else:
+        corners = "align_corners" if attrs["align_corners"] else "half_pixel"
+        options["coordinate_transformation_mode"] = corners
+    if mode == "cubic":
+        options["cubic_coeff_a"] = -0.5 if attrs["antialias"] else -0.75
+    made.add("Resize", given, "out", **options)
+    return Graph(made.nodes, {"x": x.shape}, {"out": call.outputs[0].shape})
+
+
+def _weighed(made: _Nodes, call: Call, shape: Shape, scales: Sequence[float]) -> Graph:
+    """Elements that are taken and weighed, one dimension after the other."""
+    found = "x"
+    for axis, (size, scale) in enumerate(zip(shape[2:], scales, strict=True), 2):
+        options = {"is_aligned": call.attrs["align_corners"], "is_smoothed": False}
+        places, weights, _ = resampling.even(resampling.taps(size, size, scale, call.attrs["mode"], **options))
+        seen = made.add("Gather", [found, made.constant(f"places{axis}", places, "int64")], f"seen{axis}", axis=axis)
+        beside = made.numpy.array(weights).reshape(size, -1, *[1] * (len(shape) - 1 - axis))
+        weighed = made.add("Mul", [seen, made.constant(f"weights{axis}", beside, "float32")], f"weighed{axis}")
+        found = made.add(
+            "ReduceSum", [weighed, made.constant(f"over{axis}", [axis + 1], "int64")], f"made{axis}", keepdims=0
+        )
+    made.add("Identity", [found], "out")
+    return Graph(made.nodes, {"x": shape}, {"out": shape})
+
+
 class _Nodes:
     """In order."""
 
@@ -138,4 +181,5 @@ GRAPHS: dict[str, Callable[[Any, Any, Call], Graph]] = {
     **dict.fromkeys(("conv", "conv_transpose"), conv),
     **dict.fromkeys(("max_pool", "avg_pool"), pool),
     **dict.fromkeys(("adaptive_max_pool", "adaptive_avg_pool"), adaptive_pool),
+    "interpolate": interpolate,
 }

@@ -1,4 +1,4 @@
-"""Convolutions and pooling by torch, on every device. Used by torch_cpu.py and torch_cuda.py."""
+"""Convolutions, pooling and interpolation by torch, on every device. Used by torch_cpu.py and torch_cuda.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary import windows
+from layerzero.ipc.vocabulary import resampling, windows
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._torch_ops import Builder, Run, in_place
 
@@ -23,6 +23,7 @@ class Vision:
             "conv": self.conv,
             "conv_transpose": self.conv_transpose,
             "max_pool": self.max_pool,
+            "interpolate": self.interpolate,
             "avg_pool": self.avg_pool,
             "adaptive_max_pool": functools.partial(self.adaptive, name="adaptive_max_pool"),
             "adaptive_avg_pool": functools.partial(self.adaptive, name="adaptive_avg_pool"),
@@ -137,6 +138,50 @@ class Vision:
         (x,), sizes = views, windows.known(call.attrs["output_size"])
         pool = getattr(self.torch.nn.functional, f"{name}{len(sizes)}d")
         return lambda out: out.copy_(pool(x, sizes))
+
+    def interpolate(self, views: Sequence[Any], call: Call) -> Run:
+        """In float32 for half precision. torch computes coordinates in float32, which now and then finds another
+        nearest element than there is: then they are taken one dimension after the other."""
+        torch, (x,), attrs = self.torch, views, call.attrs
+        mode, dims = attrs["mode"], x.ndim - 2
+        scales = resampling.scales_of(attrs["scale"]) or ()
+        sizes = windows.known(attrs["size"])
+        if mode.startswith("nearest"):
+            return self._nearest(x, sizes, scales, mode)
+        names = {"linear": ("linear", "bilinear", "trilinear")[dims - 1], "cubic": "bicubic"}
+        options = {"mode": names[mode], "align_corners": attrs["align_corners"], "antialias": attrs["antialias"]}
+        options |= {"scale_factor": scales} if scales else {"size": sizes}
+
+        def run(out: Any) -> None:
+            wide = x if x.dtype == torch.float64 else x.float()
+            out.copy_(torch.nn.functional.interpolate(wide, **options))
+
+        return run
+
+    def _nearest(self, x: Any, sizes: Sequence[int], scales: Sequence[float], mode: str) -> Run:
+        torch = self.torch
+        factors = scales or (None,) * len(sizes)
+        half = 0.5 if mode == "nearest_exact" else 0.0
+        found, is_same = [], True
+        for size, made, scale in zip(x.shape[2:], sizes, factors, strict=True):
+            right = [one[0][0] for one in resampling.taps(size, made, scale, mode, is_aligned=False, is_smoothed=False)]
+            step = torch.tensor(1 / scale if scale else size, dtype=torch.float32) / (1 if scale else made)
+            theirs = ((torch.arange(made, dtype=torch.float32) + half) * step).floor_().clamp_(max=size - 1)
+            is_same = is_same and theirs.tolist() == right
+            found.append(torch.tensor(right).to(x.device))
+        options = {"scale_factor": scales} if scales else {"size": sizes}
+        theirs = {"nearest": "nearest", "nearest_exact": "nearest-exact"}[mode]
+
+        def run(out: Any) -> None:
+            if is_same:
+                out.copy_(torch.nn.functional.interpolate(x, mode=theirs, **options))
+                return
+            made = x
+            for dim, places in enumerate(found, 2):
+                made = made.index_select(dim, places)
+            out.copy_(made)
+
+        return run
 
     def _give(self, out: Any, made: Any, call: Call) -> None:
         if call.attrs["activation"]:

@@ -13,6 +13,7 @@ from layerzero.client.planning.vision_plans import (
     plan_avg_pool,
     plan_conv,
     plan_conv_transpose,
+    plan_interpolate,
     plan_max_pool,
 )
 from layerzero.ipc.errors import InvalidArgument
@@ -27,6 +28,7 @@ def t(*shape: int, dtype: str = "float32") -> TensorSpec:
 X, W = t(2, 4, 9, 8), t(6, 4, 3, 2)
 PLAIN = {"stride": "1,1", "padding": "0,0,0,0", "dilation": "1,1", "groups": 1, "activation": ""}
 POOL = {"kernel_size": "3,2", "stride": "3,2", "padding": "0,0,0,0", "ceil_mode": False}
+SIZED = {"size": "5,5", "scale": "", "mode": "nearest", "align_corners": False, "antialias": False}
 TRANSPOSED = {**PLAIN, "output_padding": "0,0"}
 
 
@@ -65,6 +67,24 @@ TRANSPOSED = {**PLAIN, "output_padding": "0,0"}
             plan_avg_pool(X, kernel_size=(3, 2), count_include_pad=False, divisor_override=5),
             POOL | {"count_include_pad": False, "divisor": 5},
             t(2, 4, 3, 4),
+        ),
+        (plan_interpolate(X, size=5), SIZED, t(2, 4, 5, 5)),
+        (
+            plan_interpolate(X, scale_factor=2, mode="bilinear", antialias=True),
+            SIZED | {"size": "18,16", "scale": "2.0,2.0", "mode": "linear", "antialias": True},
+            t(2, 4, 18, 16),
+        ),
+        (
+            plan_interpolate(
+                X, scale_factor=(0.7, 1.3), mode="bicubic", align_corners=True, recompute_scale_factor=True
+            ),
+            SIZED | {"size": "6,10", "mode": "cubic", "align_corners": True},
+            t(2, 4, 6, 10),
+        ),
+        (
+            plan_interpolate(t(1, 2, 3), size=(7,), mode="nearest-exact"),
+            SIZED | {"size": "7", "mode": "nearest_exact"},
+            t(1, 2, 7),
         ),
         (plan_adaptive_max_pool(X, output_size=1), {"output_size": "1,1"}, t(2, 4, 1, 1)),
         (plan_adaptive_avg_pool(X, output_size=(None, 3)), {"output_size": "9,3"}, t(2, 4, 9, 3)),
@@ -110,6 +130,16 @@ def test_plan_is_what_the_broker_admits(made: Any, attrs: dict[str, Any], result
         (lambda: plan_conv_transpose(X, t(4, 6, 1, 1), padding=9), "the result would have extents"),
         (lambda: plan_max_pool(t(4, 9), kernel_size=2), r"x has shape \[4, 9\]; .*unsqueeze it, if it lacks the batch"),
         (lambda: plan_max_pool(X, kernel_size=3, padding=2), "padding is 2; allowed: half of kernel_size"),
+        (lambda: plan_interpolate(X), "size is None and scale_factor None; allowed: one of them"),
+        (lambda: plan_interpolate(X, size=4, scale_factor=2), "size is 4 and scale_factor 2; allowed: one of them"),
+        (lambda: plan_interpolate(X, size=4, mode="linear"), r"x has shape .*; allowed: 3 dimensions for 'linear'"),
+        (lambda: plan_interpolate(X, size=4, mode="area"), "mode is 'area'; allowed: 'nearest' or"),
+        (lambda: plan_interpolate(X, size=4, align_corners=False), "align_corners is False and mode 'nearest'"),
+        (lambda: plan_interpolate(X, size=4, antialias=True), "antialias is True and mode 'nearest'"),
+        (lambda: plan_interpolate(X, size=4, recompute_scale_factor=True), "recompute_scale_factor is True and size"),
+        (lambda: plan_interpolate(X, scale_factor=0), "scale_factor is 0; allowed: a number above 0"),
+        (lambda: plan_interpolate(X, scale_factor=0.01), "extents of 1 or more"),
+        (lambda: plan_interpolate(X, scale_factor=float("nan")), "scale_factor is nan"),
         (lambda: plan_max_pool(X, kernel_size=0), "kernel_size is 0; allowed: an integer from 1 on"),
         (lambda: plan_max_pool(X, kernel_size=10), "windows that fit into what is padded"),
         (lambda: plan_max_pool(X, kernel_size=2, ceil_mode=1), "ceil_mode is 1"),

@@ -125,6 +125,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
     ),
     "adaptive_max_pool": ({"x": "float32 2 6 5 7"}, {"output_size": "2,9"}, ("float32 2 6 2 9",)),
     "adaptive_avg_pool": ({"x": "float32 2 6 5 7"}, {"output_size": "2,9"}, ("float32 2 6 2 9",)),
+    "interpolate": (
+        {"x": "float32 2 6 5 7"},
+        {"size": "7,10", "scale": "1.5,1.5", "mode": "cubic", "align_corners": True, "antialias": True},
+        ("float32 2 6 7 10",),
+    ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (

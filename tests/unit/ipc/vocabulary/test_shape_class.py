@@ -90,6 +90,12 @@ X = dense(2, 3, 32)
         ("max_pool", (dense(1, 4, 7, 7),), {"padding": "1,0,0,0"}, "2d+padded/small/dense"),
         ("avg_pool", (dense(1, 4, 90),), {"padding": "0,0"}, "1d/long/dense"),
         ("adaptive_avg_pool", (dense(1, 4, 9, 9, 9),), {"output_size": "1,1,1"}, "3d/long/dense"),
+        (
+            "interpolate",
+            (dense(1, 4, 7, 7),),
+            {"mode": "linear", "align_corners": True, "antialias": False},
+            "linear+2d+align_corners/small/dense",
+        ),
         ("softmax", (X,), {"dim": 2, "dtype": ""}, "last/aligned/dense"),
         ("softmax", (X,), {"dim": 1, "dtype": ""}, "inner/small/dense"),
         ("layer_norm", (X, None, dense(32)), {"ndim": 1, "eps": 0.0}, "one+bias/aligned/dense"),
