@@ -23,6 +23,6 @@ def test_calls_that_the_broker_must_see_take_no_lane(fields: dict[str, Any], nex
     nothing: Any = None
     route = Route(1, nothing, b"", **{"lease": Lease(1, 1, 0, nothing, 1), **fields})
     lane: Any = SimpleNamespace(is_ended=False, holds=lambda lease: True)
-    lanes = Lanes(nothing, SimpleNamespace(next_seq=next_seq), nothing)  # type: ignore[arg-type]
+    lanes = Lanes(nothing, SimpleNamespace(next_seq=next_seq), nothing, nothing)  # type: ignore[arg-type]
     lanes.by_number[1] = lane
     assert lanes.of(route) == ((lane, route.lease) if not fields and next_seq == NEVER else None)
