@@ -151,18 +151,15 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
 
 def forward(attrs: dict[str, Any], inputs: Sequence[Values | None]) -> tuple[Values, ...]:
     """What attention_forward gives."""
-    return Problem("attention_forward", "", attrs, tuple(inputs)).solutions("float")
+    return Problem("attention_forward", "", attrs, tuple(inputs), ("",) * len(inputs)).solutions("float")
 
 
 def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
     """Some shapes; rows of more than one dimension and masks are left to the probe's cases."""
     rng = random.Random(op)
 
-    def numbers(*shape: int) -> Values:
-        count = 1
-        for extent in shape:
-            count *= extent
-        return Values(shape, [rng.randrange(-48, 49) / 16 for _ in range(count)])
+    def numbers(*shape: int, scale: float = 1.0) -> Values:
+        return Values(shape, [rng.randrange(-48, 49) / 16 * scale for _ in range(math.prod(shape))])
 
     def extent() -> int:
         return rng.choice(EXTENTS)
