@@ -17,8 +17,8 @@ from torch.library import Library, infer_schema
 
 import layerzero as lz
 from layerzero.torch.gradients import Call, Gradients
+from layerzero.torch.op_entry import ANY, OpEntry
 from layerzero.torch.registration import differentiable
-from layerzero.torch.table import ANY, OpEntry
 
 KINDS = frozenset(
     {"Tensor", "Optional[Tensor]"}

@@ -23,7 +23,8 @@ from layerzero.client.connection import overlay
 from layerzero.torch import batching
 from layerzero.torch.backward import thread
 from layerzero.torch.gradients import Call
-from layerzero.torch.table import TABLE, OpEntry
+from layerzero.torch.op_entry import OpEntry
+from layerzero.torch.table import TABLE
 
 LIBRARY = Library("layerzero", "FRAGMENT")  # the ops live as long as this does
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from layerzero.client.arrays.array_types import ArrayT
 from layerzero.client.connection.call import Request
@@ -10,7 +10,35 @@ from layerzero.client.facade.running import perform
 from layerzero.client.planning import quantized_plans
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from layerzero.client.arrays.array_types import AnyArray
+
+
+@overload
+def quantize(
+    x: NDArray[Any],
+    scale: AnyArray,
+    zero_point: AnyArray | None = None,
+    *,
+    dtype: str = "float8_e4m3fn",
+    out: NDArray[Any] | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> NDArray[Any]: ...
+
+
+@overload
+def quantize(
+    x: ArrayT,
+    scale: AnyArray,
+    zero_point: AnyArray | None = None,
+    *,
+    dtype: str = "float8_e4m3fn",
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT: ...
 
 
 def quantize(
@@ -33,6 +61,32 @@ def quantize(
     """
     args, params = (x, scale, zero_point), {"dtype": dtype}
     return perform(Request("quantize", args, params, quantized_plans.plan_quantize, out, backend, timeout_s))
+
+
+@overload
+def dequantize(
+    x: NDArray[Any],
+    scale: AnyArray,
+    zero_point: AnyArray | None = None,
+    *,
+    dtype: str = "float32",
+    out: NDArray[Any] | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> NDArray[Any]: ...
+
+
+@overload
+def dequantize(
+    x: ArrayT,
+    scale: AnyArray,
+    zero_point: AnyArray | None = None,
+    *,
+    dtype: str = "float32",
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT: ...
 
 
 def dequantize(

@@ -139,7 +139,8 @@ static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due
         }
         struct pollfd both[2] = {{bells->answer, POLLIN, 0}, {bells->control, POLLRDHUP, 0}};
         char rung;
-        if (poll(both, 2, (int)((left + 999999) / 1000000)) < 0) break;
+        int rang = poll(both, 2, (int)((left + 999999) / 1000000));
+        if (rang < 0 || (!rang && left == LONG_NS)) break; /* a signal may have come before it slept: that is the caller's to find out */
         if (both[0].revents & POLLIN && recv(bells->answer, &rung, 1, MSG_DONTWAIT) < 0) { /* the page says what is so */
         }
         if (is_over(page, call) || both[1].revents || both[0].revents & ~POLLIN) break;
@@ -180,7 +181,7 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
         while (!__atomic_load_n(&me.word, __ATOMIC_ACQUIRE) && !is_over(bells->page, call) && now < due) {
             uint64_t left = due - now < slice ? due - now : slice;
             struct timespec time = {(time_t)(left / 1000000000), (long)(left % 1000000000)};
-            if (syscall(SYS_futex, &me.word, FUTEX_WAIT_PRIVATE, SLEEPS, &time, NULL, 0) < 0 && errno == EINTR) break;
+            if (syscall(SYS_futex, &me.word, FUTEX_WAIT_PRIVATE, SLEEPS, &time, NULL, 0) < 0 && (errno == EINTR || left == LONG_NS)) break;
             now = clock_ns(), slice = LONG_NS;
         }
         pthread_mutex_lock(&bells->lock);

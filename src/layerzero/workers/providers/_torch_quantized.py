@@ -103,7 +103,7 @@ class Quantized:
             else:
                 least, greatest = torch.aminmax(parts, dim=-1, keepdim=True)
                 least, greatest = least.clamp(max=0.0), greatest.clamp(min=0.0)
-                step = (greatest - least) / 255.0
+                step = self._over(greatest - least, 255.0)
                 low, high = _RANGES[kind]
                 points = (low - least / step).round_().clamp_(low, high)
             is_fit = step.isfinite() & (step != 0)
@@ -131,11 +131,15 @@ class Quantized:
             step = torch.ldexp(torch.ones_like(most), (exponent - 3).clamp(min=-127))
             return torch.where(most.isfinite() & (most > 0), step, torch.where(most == 0, 0.0, math.nan))
         if kind == "nvfp4":
-            whole = most.amax() / (448.0 * 6.0)
-            blocks = most / 6.0 / torch.where(whole == 0, 1.0, whole)
+            whole = self._over(most.amax(), 448.0 * 6.0)
+            blocks = self._over(most, 6.0) / torch.where(whole == 0, 1.0, whole)
             return self._rounded(blocks, "float8_e4m3fn").float() * whole
         top = 127.0 if kind == "int8" else torch.finfo(getattr(torch, kind)).max
-        return most / top
+        return self._over(most, top)
+
+    def _over(self, numbers: Any, divisor: float) -> Any:
+        """Quotients, rounded once: of a number torch takes the inverse on a GPU, and multiplies."""
+        return numbers / self.torch.full_like(numbers, divisor)
 
     def _pack(self, numbers: Any, out: Any) -> None:
         torch = self.torch
