@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,11 @@ def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
 def kernel(plan: Plan, args: Sequence[Tensor | None]) -> Tensor:
     """What a worker computes: it sees the canonical views and attributes and nothing else."""
     x = [None if s is None else t.as_strided(s.shape, s.strides, t.storage_offset())
-         for t, s in zip(args, plan.inputs, strict=True)]  # fmt: skip
+         for t, s in zip_longest(args, plan.inputs)]  # fmt: skip
     a = plan.attrs
     match plan.op:
         case "attention":
-            q, k, v, mask = x
+            q, k, v, mask, *_ = x
             if a["is_causal"] and a["causal_alignment"] == "bottom_right":
                 sq, sk = q.shape[2], k.shape[2]
                 mask = torch.ones(sq, sk, dtype=torch.bool).tril(sk - sq)
