@@ -174,10 +174,15 @@ def calls(
         attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
         out = draw(place(dtype, (b, hk * group, sq, dv)))
         if op != "attention_backward":
-            asked = [kind for kind in ("window_left", "window_right", "softcap") if draw(st.sampled_from([0, 0, 1]))]
+            # Of what the kernel takes alone: most calls would be refused, and that refusals are is tested elsewhere.
+            known = [
+                kind for kind in ("window_left", "window_right", "softcap") if kind in (kernel.optional_attrs or ())
+            ]
+            asked = [kind for kind in known if draw(st.sampled_from([0, 0, 1]))]
             attrs |= {kind: 2.0 if kind == "softcap" else 3 for kind in asked}
             sinks, slopes = (
-                draw(st.none() | tensors(*one)) for one in ((dtype, shapes[0][1:2]), ("float32", (1, shapes[0][1])))
+                draw(st.none() | tensors(*one)) if name in kernel.optional_args else None
+                for name, *one in (("sinks", dtype, shapes[0][1:2]), ("alibi_slopes", "float32", (1, shapes[0][1])))
             )
             return [*inputs, mask, sinks, slopes], out, attrs
         output, lse = draw(place(dtype, out.shape)), draw(tensors("float32", out.shape[:3]))
