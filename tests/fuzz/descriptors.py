@@ -37,7 +37,7 @@ def _calls() -> tuple[CallSpec, ...]:
     matrix = TensorSpec.contiguous("float32", (4, 4)).to_wire()
     heads = TensorSpec.contiguous("bfloat16", (1, 2, 8, 64)).to_wire()
     attrs = {"is_causal": True, "scale": 0.5, "causal_alignment": "top_left", "layout": "BHSD"}
-    attention = Route(op="attention", inputs=[heads, heads, heads, None], outputs=[heads], attrs=attrs)
+    attention = Route(op="attention", inputs=[heads, heads, heads, None, None, None], outputs=[heads], attrs=attrs)
     matmul = Route(op="matmul", inputs=[matrix, matrix], outputs=[matrix], attrs={})
     bodies = (route_body(), route_body("gelu", "float16"), encode(attention), encode(matmul))
     return tuple(CallSpec.parse(body) for body in bodies)
