@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -156,12 +157,17 @@ def new_site(no_leaks: None, store: Path) -> Iterator[Callable[..., Site]]:
 
 
 FAILED = pytest.StashKey[bool]()
+LOG_CHARS = 8000  # of a broker's log, beside a failure
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    if report.failed:
+        for site in Site.live:
+            with contextlib.suppress(OSError):
+                report.sections.append((f"end of {site.endpoints.log}", site.endpoints.log.read_text()[-LOG_CHARS:]))
     return report
 
 

@@ -21,6 +21,7 @@ import layerzero as lz
 from layerzero.client.connection import arena
 from layerzero.client.connection.arena import pool
 from layerzero.client.session import repeats
+from layerzero.ipc import spinning
 
 pytestmark = pytest.mark.skipif(repeats.library is None, reason="not compiled")
 X = np.linspace(-3, 3, 8, dtype=np.float32)
@@ -314,3 +315,18 @@ def test_without_spinning_calls_go_the_same_way(new_site: Callable[..., Site], m
     site.wait_ready("alpha", "beta")
     settle()
     assert known()
+
+
+def test_no_python_runs_between_a_call_and_its_wait(
+    no_leaks: None, broker: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler could run there, and what it raised would be lost: what is compiled asks for itself whether
+    cores are free."""
+    asked: list[spinning.Cores] = []
+    monkeypatch.setattr(spinning.Cores, "are_free", asked.append)
+    broker.connect().ask("reset")
+    settle()
+    for _ in range(100):
+        lz.silu(X)
+    assert asked == []
+    lz.disconnect()

@@ -47,7 +47,7 @@ def test_nobody_looks_where_others_want_the_cores(monkeypatch: pytest.MonkeyPatc
     """Who looks takes a core from them: so many may run as there are."""
     cores, told = spinning.Cores(), tmp_path / "loadavg"
     monkeypatch.setattr(spinning, "_LOADAVG", told)
-    cores._count = 2
+    cores.count = 2
     assert cores.are_free() is False, "nobody tells"
     for text, are_free in (
         ("0.1 0.1 0.1 2/300 17\n", True),
@@ -56,7 +56,7 @@ def test_nobody_looks_where_others_want_the_cores(monkeypatch: pytest.MonkeyPatc
     ):
         told.write_text(text)
         assert cores.are_free() is are_free
-    cores._count = 1
+    cores.count = 1
     told.write_text("0.1 0.1 0.1 1/300 17\n")
     assert cores.are_free() is False
 

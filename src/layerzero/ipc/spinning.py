@@ -1,7 +1,8 @@
 """Looking at shared memory for a moment in place of sleeping: for how long, and whether there are cores for it.
 
 A wake-up costs more than many kernels. So who waits for the other side of an express lane looks at its page first, if
-the last looks were not in vain, and if no other process wants the core (docs/dispatch.md).
+the last looks were not in vain, and if no other process wants the core (docs/dispatch.md). What is compiled
+does the same: ipc/shm/_lane.h.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ class Cores:
     """Whether there is one for each process that wants to run, this one and those that it looks for included."""
 
     def __init__(self) -> None:
-        self._count = _core_count()
+        self.count = _core_count()
 
     def are_free(self) -> bool:
         """False where nobody knows."""
-        if self._count < 2:
+        if self.count < 2:
             return False
         try:
             running = int(_LOADAVG.read_bytes().split()[3].partition(b"/")[0])
         except (OSError, ValueError, IndexError):
             return False
-        return running <= self._count
+        return running <= self.count
 
 
-def _core_count() -> float:
-    """Those that this process may use: of its mask, and of its control group's quota."""
-    count: float = len(os.sched_getaffinity(0))
+def _core_count() -> int:
+    """Those that this process may use: of its mask, and as many whole ones as its control group's quota gives."""
+    count = len(os.sched_getaffinity(0))
     try:
         quota, period = _CPU_MAX.read_text().split()
-        return count if quota == "max" else min(count, int(quota) / int(period))
+        return count if quota == "max" else min(count, int(quota) // int(period))
     except (OSError, ValueError):
         return count
 

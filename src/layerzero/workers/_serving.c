@@ -19,11 +19,11 @@
 
 enum { IDLE, MAPPED, EXECUTING, WRITTEN };                  /* ipc/vocabulary/worker_codes.py */
 enum { SOCKETS = 2, MAX_TAKES = 256, MOST = 16 };           /* the broker's; tries to take a ring that must come at once; news at a time */
-static const uint64_t ASK_AGAIN_NS = 10000000, TURN_NS = 20000; /* so long short calls of one lane may go on before others are asked for */
+static const uint64_t TURN_NS = 20000; /* so long short calls of one lane may go on before others are asked for */
 
 #define FIELD(name) PyObject *name;
 #define LINE(X) X(page) X(ready) X(lane) X(end)
-#define SERVER(X) X(lines) X(serve) X(finish) X(mute) X(may_spin) X(write) X(latest)
+#define SERVER(X) X(lines) X(serve) X(finish) X(mute) X(write) X(latest)
 
 /* A lane. `ready`: its calls that may be run at once, by plan and references; `end`: None, or what ends its calls where faults are
    wanted. */
@@ -46,10 +46,11 @@ typedef struct {
         struct { SERVER(FIELD) };
         PyObject *of[sizeof(struct { SERVER(FIELD) }) / sizeof(PyObject *)];
     } its;
-    uint64_t page, spin_ns, asked_ns, now_ns, changes;
+    uint64_t page, spin_ns, now_ns, changes;
     Watch watch;
+    Cores cores;
     int sockets[SOCKETS], epoll;
-    char may_spin, is_wanted; /* by the loop */
+    char is_wanted; /* by the loop */
 } Server;
 enum { LINE_FIELDS = sizeof(((Line *)0)->its.of) / sizeof(PyObject *), SERVER_FIELDS = sizeof(((Server *)0)->its.of) / sizeof(PyObject *) };
 
@@ -107,20 +108,19 @@ static int listen_to(Server *self, int fd, uint64_t as) {
 }
 
 static PyObject *Server_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *serve, *finish, *mute, *may_spin, *write;
-    unsigned long long page, spin_ns;
+    PyObject *serve, *finish, *mute, *write;
+    unsigned long long page, spin_ns, cores;
     int sockets[SOCKETS];
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OOOOOKKii", &serve, &finish, &mute, &may_spin, &write, &page, &spin_ns, &sockets[0], &sockets[1])) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOOKKKii", &serve, &finish, &mute, &write, &page, &spin_ns, &cores, &sockets[0], &sockets[1])) return NULL;
     Server *self = (Server *)make(type);
     if (!self) return NULL;
     self->its.lines = PyList_New(0);
     keep(&self->its.serve, serve);
     keep(&self->its.finish, finish);
     keep(&self->its.mute, mute);
-    keep(&self->its.may_spin, may_spin);
     keep(&self->its.write, write);
-    self->page = page, self->spin_ns = spin_ns;
+    self->page = page, self->spin_ns = spin_ns, self->cores.count = cores;
     self->epoll = epoll_create1(EPOLL_CLOEXEC);
     int status = self->its.lines ? 0 : -1;
     for (int n = 0; n < SOCKETS && status == 0; n++) self->sockets[n] = sockets[n], status = listen_to(self, sockets[n], (uint64_t)n);
@@ -251,19 +251,6 @@ static int serve_next(Server *self, Line *line) {
 
 /* --- which one is next */
 
-static uint64_t spin_of(Server *self) {
-    uint64_t wanted = wanted_ns(&self->watch, self->spin_ns);
-    if (!wanted) return 0;
-    uint64_t now = clock_ns();
-    if (now - self->asked_ns > ASK_AGAIN_NS) {
-        PyObject *may_spin = PyObject_CallNoArgs(self->its.may_spin);
-        if (!may_spin) PyErr_Clear();
-        self->may_spin = may_spin == Py_True, self->asked_ns = now;
-        Py_XDECREF(may_spin);
-    }
-    return self->may_spin ? wanted : 0;
-}
-
 /* How long it took until the client had put this call; 0: it has not, for so long. */
 static uint64_t await_call(uint64_t page, uint64_t call, uint64_t within_ns) {
     uint64_t start = clock_ns(), now = start;
@@ -281,7 +268,7 @@ static uint64_t await_call(uint64_t page, uint64_t call, uint64_t within_ns) {
 static int follow(Server *self) {
     Line *line = (Line *)self->its.latest;
     if (load64(line->address + CALL) <= line->last_call) {
-        uint64_t spin_ns = spin_of(self), seen_ns;
+        uint64_t spin_ns = wanted_ns(&self->watch, &self->cores, self->spin_ns), seen_ns;
         if (!spin_ns) return 0;
         Py_BEGIN_ALLOW_THREADS
         seen_ns = await_call(line->address, line->last_call + 1, spin_ns);

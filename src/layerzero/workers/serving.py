@@ -90,6 +90,6 @@ def server_of(
     if library is None:
         return None
     spin_ns = spinning.limit_ns(os.environ)
-    may_spin = spinning.Cores().are_free if spin_ns else bool
+    cores = spinning.Cores().count if spin_ns else 0
     write = page.write if spoils_calls else None
-    return library.Server(serve, finish, mute, may_spin, write, page.address, spin_ns, *sockets)
+    return library.Server(serve, finish, mute, write, page.address, spin_ns, cores, *sockets)

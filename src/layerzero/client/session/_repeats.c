@@ -20,12 +20,12 @@ enum { REF_BYTES = 24 };                               /* ipc/transport/wire.py 
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
 enum { FRESH = 2 };
 enum { LONG_COPY_BYTES = 256 << 10, MAX_COPIED_BYTES = 8 << 20 }; /* of an input; of a call: of more, the longer way does not matter */
-static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
+static const uint64_t NO_ARENA = 0xFFFFFFFF;
 static const uint64_t HELD_NS = 15000; /* so long may the interpreter's lock be held for a call that is usually over by then */
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
 
-#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(kept) X(may_spin) X(miss)
+#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(kept) X(miss)
 #define SITE(X) X(lane) X(line) X(link) X(lease) X(route) X(plan) X(decision) X(copies) X(note) X(wrap) X(values) X(inputs)
 #define NAMES(X) X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(index) X(record) X(resume) \
     X(row) X(memory) X(told) X(entries) X(look)
@@ -49,8 +49,7 @@ typedef struct {
     RepeatsFields its;
     Arenas arenas;
     uint64_t spin_ns; /* at most */
-    uint64_t asked_ns;
-    int may_spin; /* as of then */
+    Cores cores; /* its count follows spin_ns, as in repeats_numbers */
 } Repeats;
 
 typedef union {
@@ -65,7 +64,7 @@ typedef struct {
 } CallSite;
 static const char *const site_numbers[] = {"epoch", "number", "timeout_ns", "result", "result_bytes", "copied_bytes", "row"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
-static const char *const repeats_numbers[] = {"spin_ns"};
+static const char *const repeats_numbers[] = {"spin_ns", "cores"};
 
 static PyMemberDef site_members[] = {
     {"lane", T_OBJECT, offsetof(CallSite, its) + offsetof(CallSiteFields, lane), READONLY, NULL},
@@ -78,7 +77,7 @@ static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!self) return NULL;
     if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
     if (!kwargs || take_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of) < 0 ||
-        take_numbers(kwargs, repeats_numbers, 1, &self->spin_ns) < 0)
+        take_numbers(kwargs, repeats_numbers, 2, &self->spin_ns) < 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -289,19 +288,6 @@ static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbyte
 
 /* --- the wait */
 
-/* How long to watch: not at all while others want the cores. */
-static uint64_t spin_of(Repeats *self, Watch *watch) {
-    uint64_t wanted = wanted_ns(watch, self->spin_ns);
-    if (!wanted) return 0;
-    uint64_t now = clock_ns();
-    if (now - self->asked_ns > ASK_AGAIN_NS) {
-        int may_spin = is_true(PyObject_CallNoArgs(self->its.may_spin));
-        if (may_spin < 0) PyErr_Clear();
-        self->may_spin = may_spin > 0, self->asked_ns = now;
-    }
-    return self->may_spin ? wanted : 0;
-}
-
 /* --- the call on the lane */
 
 static Verdict carry(Repeats *self, Call *call) {
@@ -332,7 +318,7 @@ static Verdict carry(Repeats *self, Call *call) {
 /* Until the receipt's call is over, or it is `due`, or somebody must look. `rings`: that the worker has not been told of yet. */
 static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t rings, uint64_t expected_ns, uint64_t due) {
     Line *line = (Line *)receipt->its.line;
-    uint64_t spin_ns = spin_of(self, watch), seen_ns;
+    uint64_t spin_ns = wanted_ns(watch, &self->cores, self->spin_ns), seen_ns;
     if (spin_ns && expected_ns < HELD_NS && watch->usual_ns && watch->usual_ns < HELD_NS && !watch->missed) { /* to pass the lock on would take longer */
         if (rings) ring(line->bells.doorbell, rings);
         rings = 0;

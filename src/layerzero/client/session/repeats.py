@@ -79,7 +79,6 @@ class Repeats:
             return
         link.counters.compiled = library.count
         limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
-        cores = spinning.Cores() if limit_ns else None
         self._slabs = library.Slabs(self._allocate)
         self._pool.caches.add(self)
         self._compiled = library.Repeats(
@@ -90,7 +89,6 @@ class Repeats:
             arenas=self._arenas,
             slabs=self._slabs,
             kept=kept.copies,
-            may_spin=_never if cores is None else cores.are_free,
             miss=MISS,
             policy=overlay.current,
             baked=overlay.baked,
@@ -102,6 +100,7 @@ class Repeats:
             array=nothing,
             is_grad_enabled=nothing,
             spin_ns=limit_ns,
+            cores=spinning.Cores().count if limit_ns else 0,
         )
         self.run, self.submit, self.take = self._compiled.run, self._compiled.submit, self._compiled.take
         self.make_line, self.wait = self._make_line, self._compiled.wait
@@ -237,10 +236,6 @@ def _take_nothing(receipt: Any, left_s: float) -> Any:
 
 def _know_none(arrays: tuple[Any, ...]) -> bytes | None:
     return None
-
-
-def _never() -> bool:
-    return False
 
 
 def _types_of(kind: str) -> dict[str, Any]:

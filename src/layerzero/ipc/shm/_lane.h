@@ -1,6 +1,9 @@
 /* The express lane's page and bells in C: as ipc/shm/lane.py and ipc/spinning.py have them, for both ends, ../../client/session/_waiting.h
    and ../../workers/_serving.c. Python compares the layout. Each word is read once. */
 
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,7 +15,7 @@ enum { HEAD_BYTES = 4096, PLACE_BYTES = 3200, NUMBER = 0, PLAN = 8, CALL_BYTES =
 enum { STATUS = END_AT + 8, KERNEL_NS = END_AT + 16, WORD_BYTES = END_AT + 24, END_PLAN = END_AT + 32, SAID_AT = END_AT + 128 };
 enum { MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0, DECLINED = 2, DEPTH = 64 };
 enum { LOOKS = 64, MAX_MISSED = 63 };
-static const uint64_t MARGIN = 4, SLACK_NS = 20000;
+static const uint64_t MARGIN = 4, SLACK_NS = 20000, CORES_HOLD_NS = 10000000;
 
 #define LANE_LAYOUT EPOCH, IS_ENDED, CALL, WAITS, NAPS, DONE, WAKES, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN, CALL_BYTES, REFS_AT, END_AT, \
     MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH
@@ -40,13 +43,36 @@ static inline void relax(void) {
 #endif
 }
 
-/* How long to watch, within `most`. Where the last watches were in vain, it is tried again after ever more waits, and for long, since
+/* Whether there is a core for each process that wants to run: asked for now and then. */
+typedef struct {
+    uint64_t count; /* that this process may use; 0: it never watches */
+    uint64_t asked_ns;
+    int are_free; /* as of then */
+} Cores;
+
+/* No Python is run for it: there a signal's handler may raise, which nobody here could pass on. */
+static inline int are_free(Cores *cores, uint64_t now_ns) {
+    if (now_ns - cores->asked_ns <= CORES_HOLD_NS) return cores->are_free;
+    char text[128], *running;
+    int fd = cores->count < 2 ? -1 : open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+    ssize_t size = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    text[size > 0 ? size : 0] = 0;
+    running = text;
+    for (int word = 0; word < 3 && running; word++) running = strchr(running, ' '), running += running != NULL;
+    uint64_t count = running ? strtoull(running, NULL, 10) : 0;
+    cores->are_free = count && count <= cores->count, cores->asked_ns = now_ns;
+    return cores->are_free;
+}
+
+/* How long to watch, within `most`: not at all while others want the cores. Where the last watches were in vain, it is tried again after ever more waits, and for long, since
    the other side sleeps by then. */
-static inline uint64_t wanted_ns(Watch *watch, uint64_t most) {
+static inline uint64_t wanted_ns(Watch *watch, Cores *cores, uint64_t most) {
     if (!most || watch->skipped < watch->missed) {
         watch->skipped++;
         return 0;
     }
+    if (!are_free(cores, clock_ns())) return 0;
     uint64_t wanted = watch->usual_ns && !watch->missed ? MARGIN * watch->usual_ns + SLACK_NS : most;
     return wanted < most ? wanted : most;
 }

@@ -215,7 +215,7 @@ def test_nothing_of_a_lane_whose_worker_has_ended_is_kept(ends: tuple[Lane, Work
 def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may watch a page, whatever else this machine does."""
     monkeypatch.setattr(spinning, "limit_ns", lambda _: 10**6)
-    monkeypatch.setattr(spinning, "Cores", lambda: SimpleNamespace(are_free=lambda: True))
+    monkeypatch.setattr(spinning, "Cores", lambda: SimpleNamespace(count=1_000_000))
 
 
 def test_a_deadline_holds_whatever_a_worker_said_of_the_last_call(free_cores: None) -> None:
