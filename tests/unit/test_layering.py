@@ -45,6 +45,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
     "client/cli/policy.py": {"broker", "rich"},
+    "client/cli/replay_log.py": {"broker", "rich"},  # the core alone, on what was recorded
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
