@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
+    from layerzero.client.facade.position_ops import rope_qk as rope_qk
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
         dequantize as dequantize,
@@ -189,6 +190,7 @@ _HOME = {
         "append_kv attention attention_varlen embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
+    "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
