@@ -9,6 +9,7 @@ import pytest
 from tests import reference
 
 import layerzero as lz
+from layerzero import rotary
 
 pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(1200)]
 
@@ -61,3 +62,46 @@ def test_out_may_be_the_arguments_or_have_strides() -> None:
         lz.rope_qk(q, k, cos, sin, out=(whole[:, :, :6], whole[:, :, 5:7]))
     with pytest.raises(lz.InvalidArgument, match="differ in their heads alone"):
         lz.rope_qk(q, k[:, :4], cos, sin)
+
+
+def test_tables_keep_the_digits_of_far_positions() -> None:
+    """Angles are those of float64: of a position of a million those of float32 are off by hundredths. Tables
+    lie where workers reach them."""
+    far = np.array([0, 1, 131_071, 1_000_003])
+    cos, sin = rotary.tables(far, 64, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
+    exact = rotary.frequencies(64, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
+    angles = np.multiply.outer(far.astype(np.longdouble), exact.inverse.astype(np.longdouble))
+    for one, other in ((cos, np.cos(angles)), (sin, np.sin(angles))):
+        assert one.dtype == np.float32
+        assert np.abs(one - other * exact.attention_factor).max() < 1e-7
+    lz.rope(lz.share(np.ones((4, 2, 64), np.float32)), cos, sin, backend="torch")
+    report = lz.last_report()
+    assert report is not None
+    assert {copy.arg for copy in report.copies if copy.where == "client"} <= {"out"}
+    halves = rotary.tables(4, 64, dtype="float16")
+    whole = rotary.tables(np.arange(8).reshape(2, 4), 64, dtype=np.float64)
+    assert np.abs(halves.cos - whole.cos[0]).max() <= 2.0**-11
+    assert whole.sin.shape == (2, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("positions", "parameters", "says"),
+    [
+        (-1, {}, "positions is -1"),
+        (np.array([[[1]]]), {}, r"positions has shape \[1, 1, 1\]; allowed: \(sequence\)"),
+        (np.array([np.nan]), {}, "finite numbers"),
+        (np.arange(4), {"mrope_section": [2, 1, 1]}, "repeat them three times"),
+        (np.zeros((3, 4)), {"mrope_section": [2, 1, 2]}, "numbers of pairs that add up to 4"),
+        (np.zeros((3, 4)), {"mrope_section": [2, 2], "mrope_interleaved": True}, "three numbers of pairs"),
+    ],
+)
+def test_positions_that_make_no_sense_are_refused(positions: Any, parameters: Any, says: str) -> None:
+    with pytest.raises(lz.InvalidArgument, match=says):
+        rotary.tables(positions, 8, parameters)
+
+
+def test_a_number_of_positions_is_the_same_in_all_streams() -> None:
+    """Texts without pictures need no streams of their own."""
+    found = rotary.tables(5, 8, {"mrope_section": [2, 1, 1]})
+    for one, other in zip(found, rotary.tables(np.arange(5), 8), strict=True):
+        np.testing.assert_array_equal(one, other)
