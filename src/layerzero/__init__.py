@@ -73,6 +73,13 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
+    from layerzero.client.facade.expert_ops import (
+        grouped_linear as grouped_linear,
+        moe_combine as moe_combine,
+        moe_mlp as moe_mlp,
+        moe_permute as moe_permute,
+        moe_route as moe_route,
+    )
     from layerzero.client.facade.position_ops import rope_qk as rope_qk
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
@@ -190,6 +197,7 @@ _HOME = {
         "append_kv attention attention_varlen embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
+    "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
     "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",

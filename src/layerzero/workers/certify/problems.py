@@ -13,6 +13,7 @@ from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import (
     attention_problems,
     elementwise_problems,
+    expert_problems,
     norm_problems,
     quantized_problems,
     sampling_problems,
@@ -134,6 +135,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
+    **expert_problems.PROBLEMS,
     **vision_problems.PROBLEMS,
     **quantized_problems.PROBLEMS,
     **sampling_problems.PROBLEMS,
