@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "functions": ({"client", "envs", "ipc"}, {"packaging"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "text": ({""}, {"jinja2", "numpy"}),
+    "rotary": ({"", "ipc"}, {"numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
     # What people look at: of the broker by its questions, of files by their readers.
