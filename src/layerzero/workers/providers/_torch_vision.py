@@ -203,7 +203,8 @@ def _without_idle_strides(
     of the input what that element is made of. oneDNN 3.12 (torch 2.13) with AMX gives a row of one element in bfloat16
     that is wrong, if the stride is more than 1."""
     x, weight, _ = call.inputs
-    assert x is not None and weight is not None
+    assert x is not None
+    assert weight is not None
     strides, ends = list(stride), list(pads)
     for dim, count in enumerate(call.outputs[0].shape[2:]):
         if count == 1 and strides[dim] > 1:
