@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         packed_linear as packed_linear,
         packed_weight as packed_weight,
     )
+    from layerzero.client.facade.position_ops import rope_qk as rope_qk
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
         dequantize as dequantize,
@@ -204,6 +205,7 @@ _HOME = {
     ),
     "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
     "layerzero.client.facade.packed_weights": "PackedWeight pack_weight packed_linear packed_weight",
+    "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),

@@ -193,6 +193,12 @@ def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return Values(x.shape, out)
 
 
+def rope_qk(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
+    """rope, twice."""
+    q, k, *tables = inputs
+    return rope([q, *tables], attrs), rope([k, *tables], attrs)
+
+
 def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     """a @ b with broadcast leading dimensions."""
     a, b = given(inputs)
@@ -369,6 +375,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "paged_attention": paged_attention,
     "append_kv": append_kv,
     "rope": rope,
+    "rope_qk": rope_qk,
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,
