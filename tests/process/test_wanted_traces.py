@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.process.harness import Site, made_on, wait_until
-from tests.process.test_cli import USAGE, data
+from tests.process.test_cli import data
 from tests.process.test_cli import lz as command
 from tests.process.test_express import X
 
@@ -61,17 +61,15 @@ def test_it_is_switched_on_and_off_while_programs_run(new_site: Callable[..., Si
     assert told == {"traces": {"*.silu": 1.0}, "folder": str(folder)}
     wait_until(lambda: lz.silu(X) is not None and observing.recorder is not None)
     made_on("express", lambda: lz.silu(X))
-    assert data(command(site, "trace", "off", "--json"))["traces"] == {}
+    assert lz.session().ask("tracing", traces={}) == {"traces": {}}
     wait_until(lambda: lz.silu(X) is not None and observing.recorder is None)
-    [row] = wait_until(
-        lambda: data(command(site, "trace", "list", "--json", LAYERZERO_TRACE_DIR=str(folder)))["traces"]
-    )
+    wait_until(lambda: [*folder.glob("*.lztrace")])
+    [row] = data(command(site, "trace", "list", "--json", LAYERZERO_TRACE_DIR=str(folder)))["traces"]
     calls = lz.load_trace(row["file"]).calls
     assert {call.name for call in calls} == {"silu"}
     assert "express" in {call.path for call in calls}
-    refused = command(site, "trace", "on", "alpha.sillu")
-    assert refused.returncode == USAGE
-    assert "did you mean" in refused.stderr
+    with pytest.raises(lz.InvalidArgument, match="did you mean"):
+        lz.session().ask("tracing", traces={"alpha.sillu": 1})
 
 
 def test_files_are_bounded(folder: Path) -> None:

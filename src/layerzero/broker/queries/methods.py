@@ -22,13 +22,14 @@ from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.queries.restarts import METHODS as RESTARTS
 from layerzero.broker.queries.rollouts import METHODS as ROLLOUTS
 from layerzero.broker.queries.rollouts import problems as rollout_problems
+from layerzero.broker.queries.steering import METHODS as STEERING
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import ConfigError, InvalidArgument, LayerZeroError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
 from layerzero.ipc.version import __version__
@@ -324,20 +325,6 @@ def stay(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"pid": os.getpid()}
 
 
-def tracing(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Have programs record calls from now on, on top of what policy says: `traces` as policy has it, empty for no more.
-    Answers with what holds now."""
-    traces = params.get("traces")
-    if not isinstance(traces, dict):
-        raise InvalidArgument(f"traces is {traces!r:.80}; allowed: a map of kernels, or process:PID, to shares")
-    try:
-        policy = server.policy.ask_traces(traces)
-    except ConfigError as exc:
-        raise InvalidArgument(exc.message) from exc
-    server.handle(ev.PolicyChanged(policy))
-    return {"traces": dict(policy.traces)}
-
-
 def shutdown(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """Finish what runs, refuse the rest, end."""
     server.post(ev.ShutdownAsked())
@@ -466,7 +453,6 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "settings": settings,
     "shadow": shadow,
     "stay": stay,
-    "tracing": tracing,
     "shutdown": shutdown,
     "waits": waits,
     "solve": solve,
@@ -478,4 +464,5 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "keep_plan_choice": keep_plan_choice,
     **ROLLOUTS,
     **RESTARTS,
+    **STEERING,
 }
