@@ -256,7 +256,13 @@ if not TYPE_CHECKING:  # else every name would be one that exists
             hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
             raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(module), name)
+        if module.startswith("layerzero.client.facade."):
+            import_module("layerzero.client.connection.observing").on_traced = _take_traced
         return value
+
+    def _take_traced(route: Any, share: float) -> None:
+        """Policy wants calls recorded, or no more: what does that is loaded with the first of them."""
+        import_module("layerzero.client.traces.wanted").wanted.take(route, share)
 
 
 def __dir__() -> list[str]:
