@@ -70,7 +70,7 @@ EXTRA: dict[str, set[str]] = {
     "torch/vision.py": {"ipc"},  # how windows slide, and what interpolation weighs
     "torch/running.py": {"ipc"},  # which variable takes it out
     "torch/refusals.py": {"client"},  # under which policy and on which connection a call was refused
-    "torch/registration.py": {"client"},  # torch's wish for deterministic kernels is a policy of the call
+    "torch/calls.py": {"client"},  # torch's wish for deterministic kernels is a policy of the call
     "torch/tracing.py": {"client"},  # calls of lz functions in a program that is traced come to it
 }
 # Modules that only these folders and files of a package may import.
