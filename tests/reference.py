@@ -209,6 +209,22 @@ def _weights(
     return found, lse
 
 
+def merge_attention(*parts: Array | None) -> tuple[F64, F64]:
+    """The parts' outs by their shares of exp(lse), row by row; -inf has none."""
+    given = [one.astype(np.float64) for one in parts if one is not None]
+    outs, sums = given[::2], np.stack(given[1::2])
+    made, lse = np.zeros(outs[0].shape), np.full(outs[0].shape[:-1], -np.inf)
+    for row in np.ndindex(lse.shape):
+        of_row = sums[(slice(None), *row)]
+        seen = np.flatnonzero(of_row > -np.inf)
+        if seen.size:
+            top = of_row.max()
+            lse[row] = top + np.log(np.exp(of_row[seen] - top).sum())
+            kept = [(n, np.exp(of_row[n] - lse[row])) for n in seen if of_row[n] - lse[row] > -700]
+            made[row] = sum(weight * outs[n][row] for n, weight in kept)
+    return made, lse
+
+
 def attention_varlen(
     q: Array,
     k: Array,
@@ -641,6 +657,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention_forward": attention_forward,
     "attention_backward": attention_backward,
     "attention_varlen": attention_varlen,
+    "merge_attention": merge_attention,
     "paged_attention": paged_attention,
     "append_kv": append_kv,
     "rope": rope,

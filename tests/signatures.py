@@ -94,6 +94,16 @@ def _attention_call(rng: Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (q, k, v, mask), {"enable_gqa": True, "is_causal": is_causal, "causal_alignment": alignment}
 
 
+def _merge_attention(rng: Random) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, 4, least=1)
+    layout = rng.choice(("BHSD", "BSHD"))
+    rows = [shape[0], shape[2], shape[1]] if layout == "BSHD" else shape[:-1]
+    parts = rng.randint(2, 4)
+    pairs = [(_tensor(rng, dtype, *shape), _tensor(rng, "float32", *rows)) for _ in range(parts)]
+    tensors = [spec for pair in pairs for spec in pair]
+    return attention_plans.plan_merge_attention(*tensors, *[None] * (8 - len(tensors)), layout=layout)
+
+
 def _varlen(rng: Random) -> Plan:
     dtype, (queries, keys, groups, count) = _float(rng), _extents(rng, 4, least=1)
     dim, wide = rng.choice((4, 8)), rng.choice((4, 8))
@@ -399,6 +409,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _varlen,
     "paged_attention": _paged,
     "append_kv": _append,

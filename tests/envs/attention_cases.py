@@ -1,8 +1,8 @@
-"""Calls of attention with options: windows, soft cap, sinks, slopes, a mask beside the causal rule."""
+"""Calls of attention with options: windows, soft cap, sinks, slopes, a mask beside the causal rule; merges of parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,3 +72,31 @@ def option_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield case(f"{layout} inputs", **everything, layouts=(layout,) * 3)
     yield case("gaps in the output", **everything, out_layout="gaps")
     yield case("no query", 0, 3, **everything)
+
+
+def merge_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Parts of whole calls of attention, and rows that a part does not see, whatever it holds there."""
+
+    def parts(count: int, *shape: int) -> list[Any]:
+        return [one for _ in range(count) for one in (normal(rng, *shape), 3 * normal(rng, *shape[:-1]))]
+
+    def case(name: str, tensors: Sequence[Any], **placed: Any) -> Case:
+        tensors = [one if one is None or n % 2 == 0 else one.astype(np.float32) for n, one in enumerate(tensors)]
+        return Case(name, (*tensors, *[None] * (8 - len(tensors))), {}, **placed)
+
+    for count in (2, 3, 4):
+        yield case(f"{count} parts", parts(count, 2, 3, 5, 7))
+    yield case("rows alone", parts(2, 6, 16))
+    yield case("many", parts(2, 2, 4, 300, 64))
+    hidden = parts(3, 2, 3, 5, 7)
+    for part, rows in ((0, 0), (1, 0), (2, 0), (1, 1), (0, 2), (2, 2)):  # head 0 sees nothing at all
+        hidden[2 * part][:, rows], hidden[2 * part + 1][:, rows] = np.nan, -np.inf
+    yield case("empty parts with NaN in them", hidden)
+    far = parts(2, 2, 3, 5, 7)
+    far[1][0], far[3][1] = far[1][0] + 3000, far[3][1] - 1e30
+    yield case("one part far above", far)
+    yield case("equal ones", [*parts(1, 3, 4, 8) * 2])
+    for layout in ("transposed", "gaps", "rows", "heads"):
+        yield case(f"{layout} inputs", parts(2, 2, 3, 5, 7), layouts=(layout,) * 4)
+    yield case("no row", parts(2, 2, 0, 7))
+    yield case("no element", parts(2, 2, 3, 0))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 from tests.envs import elementwise_cases, quantized_cases, vision_cases
-from tests.envs.attention_cases import option_cases
+from tests.envs.attention_cases import merge_cases, option_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
@@ -607,6 +607,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "attention_forward": forward_cases,
     "attention_backward": backward_cases,
+    "merge_attention": merge_cases,
     "attention_varlen": varlen_cases,
     "paged_attention": paged_cases,
     "append_kv": append_cases,

@@ -47,6 +47,7 @@ INDICES = {  # the dtypes of tensors that have their own
     **{name: {"scale": "float32"} for name in ("quantize", "dequantize")},
     "scaled_linear": {"weight_scale": "float32", "x_scale": "float32"},
     "attention_backward": {"lse": "float32"},
+    "merge_attention": dict.fromkeys(OPS["merge_attention"].singles, "float32"),
     "where": {"condition": "bool"},
 }
 INDICES |= {
@@ -182,6 +183,11 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None, None, None]
             if op == "attention_backward":
                 inputs = [numbers(*q.shape), *inputs[:3], *forward(attrs, inputs), None]
+        elif op == "merge_attention":
+            shape, parts = (rng.choice((1, 3)), rng.choice(FEWER), extent()), rng.choice((2, 3, 4))
+            pairs = ((numbers(*shape), numbers(*shape[:2], scale=8.0)) for _ in range(parts))
+            inputs = [values for pair in pairs for values in pair]
+            inputs += [None] * (len(OPS[op].inputs) - len(inputs))
         elif op == "attention_varlen":
             group, kv_heads, dim = rng.choice(((1, 2, rng.choice(dims)), (4, 1, dims[0]), (2, 2, dims[0])))
             counts = [[rng.choice((0, *FEWER)) for _ in range(2)] for _ in "qk"]

@@ -279,6 +279,13 @@ def attention_backward(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
 
+def merge_attention(out0: Tensor, lse0: Tensor, out1: Tensor, lse1: Tensor, *more: Tensor | None, **_: Any) -> Any:
+    """As `out0` and `lse0`."""
+    _same("merge_attention", out0=out0, out1=out1)
+    _need(out0.dim() > 1, lambda: _shapes("merge_attention", "(..., value_dim)", out0=out0))
+    return out0.new_empty(out0.shape), lse0.new_empty(lse0.shape)
+
+
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **_: Any) -> Tensor:
     """As `q`, with v's last extent."""
     _same("attention_varlen", q=q, k=k, v=v)

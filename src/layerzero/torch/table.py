@@ -75,6 +75,13 @@ TABLE: dict[str, OpEntry] = {
             runs=attention.attention_backward,
         ),
         OpEntry(
+            "merge_attention",
+            "Tensor out0, Tensor lse0, Tensor out1, Tensor lse1, Tensor? out2=None, Tensor? lse2=None, "
+            'Tensor? out3=None, Tensor? lse3=None, *, str layout="BHSD"',
+            fakes.merge_attention,
+            results=2,
+        ),
+        OpEntry(
             "attention_varlen",
             "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, bool is_causal=False, "
             'float? scale=None, str causal_alignment="top_left"',

@@ -48,6 +48,10 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *[dense(2, 16, 256, head_dim)] * 5,
             *(TensorSpec.contiguous("float32", (2, 16, 256)), None),
         ),
+        "merge_attention": (
+            *(dense(2, 16, 256, 64), TensorSpec.contiguous("float32", (2, 16, 256))) * 2,
+            *[None] * 4,
+        ),
         "matmul": (dense(64, 128), dense(128, 64)),
         "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
         "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),

@@ -118,6 +118,46 @@ def plan_attention_backward(
     return Plan(op, (grad4, *inputs[:3], output4, lse3, inputs[3]), attrs, outputs, results)
 
 
+@remember
+def plan_merge_attention(
+    out0: TensorSpec,
+    lse0: TensorSpec,
+    out1: TensorSpec,
+    lse1: TensorSpec,
+    *more: TensorSpec | None,
+    layout: str = "BHSD",
+) -> Plan:
+    """Results of parts of the keys, merged."""
+    op = "merge_attention"
+    choice(op, "layout", layout, LAYOUTS)
+    names = ("out0", "lse0", "out1", "lse1", *(f"{name}{n}" for n in (2, 3) for name in ("out", "lse")))
+    args = (out0, lse0, out1, lse1, *more)
+    given = {name: spec for name, spec in zip(names, args, strict=False) if spec is not None}
+    if len(given) % 2 or tuple(given) != names[: len(given)]:
+        refuse(op, f"{', '.join(given)} are given", "parts one after the other, each with its lse", "pass both of each")
+    outs = {name: spec for name, spec in given.items() if name.startswith("out")}
+    same_float_dtype(op, **outs)
+    shape = out0.shape
+    dims = f"out0 has shape {list(shape)}"
+    if layout == "BSHD" and len(shape) != 4:
+        refuse(op, dims, "(batch, sequence, heads, value_dim) with layout='BSHD'", "unsqueeze it to 4 dimensions")
+    if len(shape) < 2:
+        refuse(op, dims, "2 dimensions or more, the last one value_dim", "unsqueeze it")
+    rows = (shape[0], shape[2], shape[1]) if layout == "BSHD" else shape[:-1]
+    for name, spec in given.items():
+        if name in outs:
+            if spec.shape != shape:
+                refuse(op, f"{name} has shape {list(spec.shape)} and out0 {list(shape)}", "equal shapes", "check both")
+        elif spec.dtype != "float32" or spec.shape != rows:
+            text = "pass what attention_forward returned beside it"
+            refuse(op, f"{name} is {spec}", f"float32{list(rows)}, one for each row of out{name[-1]}", text)
+    inputs = [spec.permute(0, 2, 1) if name not in outs and layout == "BSHD" else spec for name, spec in given.items()]
+    lse = fresh(op, "float32", rows)
+    results = (fresh(op, out0.dtype, shape), lse)
+    outputs = (results[0], lse.permute(0, 2, 1) if layout == "BSHD" else lse)
+    return Plan(op, (*inputs, *[None] * (len(names) - len(inputs))), {}, outputs, results)
+
+
 def _of_heads(
     op: str,
     inputs: Sequence[TensorSpec | None],

@@ -124,6 +124,16 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
     "attention_forward": tuple(replace(call, op="attention_forward") for call in _prefill_and_decode()[:1]),
     "attention_backward": (_backward(),),
+    "merge_attention": (
+        Call(
+            "merge_attention",
+            {
+                f"{name}{n}": _f32(*shape)
+                for n in (0, 1)
+                for name, shape in (("out", (1, 8, 256, 64)), ("lse", (1, 8, 256)))
+            },
+        ),
+    ),
     "attention_varlen": (
         Call(
             "attention_varlen",

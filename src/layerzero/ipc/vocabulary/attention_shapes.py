@@ -16,6 +16,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     grouped_heads,
     indices,
     integer,
+    least_ndim,
     number,
     of_ndim,
     refuse,
@@ -88,6 +89,22 @@ def _attention_backward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, 
     return tuple((out[0], spec.shape) for spec in (q, k, v))
 
 
+def _merge_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    required(inputs, 4)
+    given = [spec for spec in inputs if spec is not None]
+    if len(given) % 2 or None in inputs[: len(given)]:
+        refuse(op, "a tensor is left out before another", "parts that are given, first, each with its lse")
+    outs, rows = given[::2], given[1::2]
+    first = outs[0]
+    dtype = float_dtype(op, outs, [f"out{n}" for n in range(len(outs))])
+    least_ndim(op, "out0", first, 2)
+    for n, (out, lse) in enumerate(zip(outs, rows, strict=True)):
+        equal(op, "shape", **{"out0": first.shape, f"out{n}": out.shape})
+        if (lse.dtype, lse.shape) != ("float32", first.shape[:-1]):
+            refuse(op, f"lse{n} is {lse}", f"float32{list(first.shape[:-1])}, one for each row of out{n}")
+    return ((dtype, first.shape), ("float32", first.shape[:-1]))
+
+
 def _attention_varlen(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     q, k, v, ends_q, ends_k = required(inputs, 5)
     dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
@@ -145,6 +162,7 @@ ATTENTION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,

@@ -70,6 +70,7 @@ CAST_DTYPES = (
     *("float16", "bfloat16", "float32", "float64"),
 )
 CAT_INPUTS = tuple(f"t{n}" for n in range(8))
+MERGE_INPUTS = tuple(f"{name}{n}" for n in range(4) for name in ("out", "lse"))
 
 # What dynamic_quantize makes; the last two are packed fp4 with scales of their formats.
 QUANTIZED_FORMATS = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "mxfp4", "nvfp4")
@@ -137,6 +138,16 @@ OPS: dict[str, Op] = {
             optional=frozenset({"attn_mask"}),
             singles=frozenset({"lse"}),
             attrs=_ATTENTION_ATTRS,
+        ),
+        # Results of attention to parts of the keys, out (...,Dv), and the log-sum-exp of their rows, lse float32 (...)
+        # -> those of attention to all of them. A part whose lse is -inf adds nothing, whatever its out holds. Parts
+        # that are given come first.
+        Op(
+            "merge_attention",
+            MERGE_INPUTS,
+            ("out", "lse"),
+            optional=frozenset(MERGE_INPUTS[4:]),
+            singles=frozenset(MERGE_INPUTS[1::2]),
         ),
         # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
         # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.

@@ -102,6 +102,10 @@ def _attention_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return _attention((*inputs[1:4], inputs[6], None, None), attrs)
 
 
+def _merge_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    return ("pair" if inputs[4] is None else "several"), _folded(inputs[0].numel)
+
+
 def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     q, k, v, _, _ = inputs
     parts = [f"causal_{attrs['causal_alignment']}"] if attrs["is_causal"] else []
@@ -323,6 +327,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_forward": _attention,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,

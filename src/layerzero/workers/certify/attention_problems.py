@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import MERGE_INPUTS, OPS
 from layerzero.ipc.vocabulary.shape_class import LONG, REGISTER
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.number_generator import Numbers
@@ -158,6 +158,33 @@ def _mask(numbers: Numbers, shape: Shape, kind: str) -> Values:
     return Values(shape, [bias if seen else -math.inf for seen, bias in zip(flat, numbers(*shape).flat, strict=True)])
 
 
+def _merge_attention(_: Claims) -> Iterator[Problem]:
+    """Among the rows: parts that see nothing, with infinities in them, rows that none sees, and one part far above."""
+    numbers = Numbers(37)
+    for count, shape in (
+        (2, (2, 3, 5, 8)),
+        (2, (3, 7)),
+        (2, (2, 40, 16)),
+        (3, (5, 2, 8)),
+        (4, (1, 2, 9, 24)),
+        (2, (0, 4)),
+    ):
+        rows = math.prod(shape[:-1])
+        inputs: list[Values | None] = []
+        for part in range(count):
+            out, lse = numbers(*shape), [value * 4 for value in numbers(rows).flat]
+            flat = list(out.flat)
+            for row in range(rows):
+                if row % 5 == 1 or (row % 5 == 2 and part == 0):
+                    lse[row] = -math.inf
+                    flat[row * shape[-1]] = math.inf
+                elif row % 5 == 3 and part == 1:
+                    lse[row] += 500.0
+            inputs += [Values(shape, flat), Values(shape[:-1], lse)]
+        inputs += [None] * (len(MERGE_INPUTS) - len(inputs))
+        yield Problem("merge_attention", f"{count} of {list(shape)}", {}, tuple(inputs), ("", "float32") * 4)
+
+
 def _attention_varlen(claims: Claims) -> Iterator[Problem]:
     numbers = Numbers(12)
     # queries and keys of each sequence, head_dim, dimension of values
@@ -300,6 +327,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention": _attention("attention"),
     "attention_forward": _attention("attention_forward"),
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,

@@ -132,6 +132,26 @@ def _rows_of_weights(
             yield places, number, [weight / total for weight in weights], top + math.log(total)
 
 
+def merge_attention(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
+    """Each row of each part by its share of the sum of exponentials; a row of lse -inf has none."""
+    parts = [values for values in inputs if values is not None]
+    outs, sums = parts[::2], [values.flat for values in parts[1::2]]
+    wide = outs[0].shape[-1]
+    made: list[float] = []
+    lse: list[float] = []
+    for row, of_row in enumerate(zip(*sums, strict=True)):
+        top = max(of_row)
+        weights = [math.exp(one - top) if one > -math.inf else 0.0 for one in of_row]
+        total = sum(weights)
+        lse.append(top + math.log(total) if total else -math.inf)
+        found = [0.0] * wide
+        for out, weight in zip(outs, weights, strict=True):
+            if weight:
+                found = [x + weight / total * y for x, y in zip(found, _row(out, row), strict=True)]
+        made += found
+    return Values(outs[0].shape, made), Values(outs[0].shape[:-1], lse)
+
+
 def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """As attention, within each sequence."""
     q, k, v, ends_q, ends_k = given(inputs)
@@ -348,6 +368,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "attention": attention,
     "attention_forward": attention_forward,
     "attention_backward": attention_backward,
+    "merge_attention": merge_attention,
     "attention_varlen": attention_varlen,
     "paged_attention": paged_attention,
     "append_kv": append_kv,

@@ -9,7 +9,7 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options
+from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
@@ -91,6 +91,7 @@ def load() -> Loaded:
         "attention": attention,
         "attention_forward": flash.forward,
         "attention_backward": flash.backward,
+        "merge_attention": merge(torch),
         "paged_attention": paged_attention,
         "append_kv": append_kv,
         **ops.builders(),

@@ -13,7 +13,7 @@ from typing import Any
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import Composed
+from layerzero.workers.providers._torch_attention import Composed, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
@@ -35,6 +35,7 @@ def load() -> Loaded:
     builders = {
         **TorchOps(torch, attention.unfused).builders(),
         "attention_varlen.flash": gpu.attention_varlen(attention.flash_varlen),
+        "merge_attention": merge(torch),
         "paged_attention": attention.paged,
         "append_kv": lambda views, call: append_kv(torch, views),
         "attention.flash": attention.flash,

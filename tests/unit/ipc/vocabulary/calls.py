@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, MERGE_INPUTS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
@@ -38,6 +38,18 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         },
         {**ATTENTION, "layout": "BHSD"},
         ("float16 2 6 5 7", "float16 2 3 11 7", "float16 2 3 11 13"),
+    ),
+    "merge_attention": (
+        {
+            **{
+                f"{name}{n}": one
+                for n in (0, 1)
+                for name, one in (("out", "float16 2 6 5 7"), ("lse", "float32 2 6 5"))
+            },
+            **dict.fromkeys(MERGE_INPUTS[4:]),
+        },
+        {},
+        ("float16 2 6 5 7", "float32 2 6 5"),
     ),
     "attention_varlen": (
         {

@@ -29,6 +29,7 @@ from layerzero.ipc.vocabulary.ops import (
     FILTERS,
     GATED,
     LINEAR_ACTIVATIONS,
+    MERGE_INPUTS,
     OPS,
     PENALTIES,
     TAKE_OUTS,
@@ -67,7 +68,7 @@ WIDEST: dict[str, Any] = {
     "index_dtypes": ["int32", "int64", "bool"],
     "supports_empty": True,
     "optional_args": [
-        *("weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]),
+        *("weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:], *MERGE_INPUTS[4:]),
         *("zero_point", "a_zero_point", "b_zero_point", "x_zero_point", "weight_zero_point", "x_scale"),
     ],
     "supported_quant_dtypes": ["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"],
@@ -187,6 +188,11 @@ def calls(
             return [*inputs, mask, sinks, slopes], out, attrs
         output, lse = draw(place(dtype, out.shape)), draw(tensors("float32", out.shape[:3]))
         return [out, *inputs, output, lse, mask], out, attrs
+    if op == "merge_attention":
+        shape, parts = [*draw(lead), draw(extent), draw(extent)], draw(st.integers(2, 4))
+        pairs = [(draw(tensors(dtype, shape)), draw(tensors("float32", shape[:-1]))) for _ in range(parts)]
+        inputs = [spec for pair in pairs for spec in pair]
+        return [*inputs, *[None] * (8 - len(inputs))], draw(tensors(dtype, shape)), {}
     if op == "attention_varlen":
         hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
         (tq, tk), (d, dv) = (draw(extent), draw(extent)), dims()
