@@ -43,6 +43,11 @@ INDICES = {  # the dtypes of tensors that have their own
     "embedding": {"ids": "int64"},
     "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
     "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
+    "attention_varlen_forward": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "alibi_slopes": "float32"},
+    "paged_attention_forward": {
+        **dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "int32"),
+        "alibi_slopes": "float32",
+    },
     "append_kv": {"slots": "int64"},
     **{name: {"scale": "float32"} for name in ("quantize", "dequantize")},
     "scaled_linear": {"weight_scale": "float32", "x_scale": "float32"},
@@ -207,6 +212,23 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
             inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
+        elif op in ("attention_varlen_forward", "paged_attention_forward"):
+            group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims[:3])
+            queries, keys = ([rng.choice((0, *FEWER[:8])) for _ in range(2)] for _ in "qk")
+            attrs = {"is_causal": bool(number % 2), "scale": dim**-0.5}
+            attrs |= [{}, {"window_left": 3}, {"softcap": 2.0}][number % 3]
+            q = numbers(sum(queries), group * kv_heads, dim)
+            ends = [Values((3,), list(itertools.accumulate(n, initial=0))) for n in (queries, keys)]
+            beside = [numbers(q.shape[1]) if number % 4 == 1 else None, None]
+            if op == "attention_varlen_forward":
+                attrs["causal_alignment"] = (
+                    "bottom_right" if attrs["is_causal"] or "window_left" in attrs else "top_left"
+                )
+                inputs = [q, *(numbers(sum(keys), kv_heads, dim) for _ in "kv"), *ends, *beside]
+            else:
+                caches = (numbers(16, 8, kv_heads, dim) for _ in "kv")
+                tables = Values((2, 8), rng.sample(range(16), 16))
+                inputs = [q, *caches, tables, Values((2,), keys), ends[0], *beside]
         elif op == "append_kv":
             heads, dim, page, blocks, tokens = (rng.choice(FEWER) for _ in range(5))
             slots = rng.sample(range(-3, blocks * page), min(tokens, blocks * page))

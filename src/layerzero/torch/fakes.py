@@ -303,6 +303,16 @@ def paged_attention(
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
 
 
+def attention_varlen_forward(q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **_: Any) -> Any:
+    """As attention_varlen, and (tokens, heads) in float32."""
+    return attention_varlen(q, k, v, *ends[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def paged_attention_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: Tensor, **_: Any) -> Any:
+    """As paged_attention, and (tokens, heads) in float32."""
+    return paged_attention(q, k_cache, v_cache, *more[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: Any) -> None:
     """Nothing: the caches are changed."""
     _same("append_kv", key=key, value=value, k_cache=k_cache, v_cache=v_cache)

@@ -74,6 +74,16 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
         ),
+        "attention_varlen_forward": (
+            *[dense(256, 16, 64)] * 3,
+            *[TensorSpec.contiguous("int32", (5,))] * 2,
+            *(None, None),
+        ),
+        "paged_attention_forward": (
+            *(dense(40, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
+            *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,), (5,))),
+            *(None, None),
+        ),
         "append_kv": (
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             TensorSpec.contiguous("int64", (4,)),

@@ -170,10 +170,19 @@ def _of_heads(
     q, k = inputs[:2]
     assert q is not None
     assert k is not None
-    batch, heads, seq_q, _ = q.shape
+    if slopes is not None and q.shape[2] != k.shape[2]:
+        attrs["causal_alignment"] = causal_alignment
+    return of_heads(op, q.dtype, q.shape[:2], sinks, slopes)
+
+
+def of_heads(
+    op: str, dtype: str, shape: tuple[int, ...], sinks: TensorSpec | None, slopes: TensorSpec | None
+) -> tuple[TensorSpec | None, TensorSpec | None]:
+    """Sinks and slopes as kernels take them, of q's dtype and of so many sequences and heads."""
+    batch, heads = shape
     if sinks is not None:
-        if sinks.dtype != q.dtype:
-            refuse(op, f"sinks is {sinks.dtype}", f"{q.dtype} like q", f"convert it to {q.dtype}")
+        if sinks.dtype != dtype:
+            refuse(op, f"sinks is {sinks.dtype}", f"{dtype} like q", f"convert it to {dtype}")
         if sinks.shape != (heads,):
             refuse(op, f"sinks has shape {list(sinks.shape)}", f"[{heads}], one for each head of q", "reshape it")
     if slopes is not None:
@@ -183,21 +192,33 @@ def _of_heads(
             text = f"[{heads}], or [1 or {batch}, {heads}], one for each head of q"
             refuse(op, f"alibi_slopes has shape {list(slopes.shape)}", text, "reshape it")
         slopes = slopes.unsqueeze(0) if slopes.ndim == 1 else slopes
-        if seq_q != k.shape[2]:
-            attrs["causal_alignment"] = causal_alignment
     return sinks, slopes
 
 
 def _windows(op: str, window_size: object, queries: int, keys: int, is_bottom_right: bool) -> tuple[int, int]:
     """How far a query sees to the left and to the right; -1 where that hides no key of any."""
+    left, right = checked_window(op, window_size)
+    first = keys - queries if is_bottom_right else 0  # the place of the first query
+    return -1 if left >= first + queries - 1 else left, -1 if right >= keys - 1 - first else right
+
+
+def checked_window(op: str, window_size: object) -> tuple[int, int]:
+    """As a kernel takes it. Raises InvalidArgument for what is none."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         refuse(op, f"window_size is {window_size!r}", "(left, right)", "pass two integers, -1 for no limit")
     for one in window_size:
         if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < -1:
             refuse(op, f"window_size is {window_size!r}", "integers from -1 on", "pass -1 for no limit")
     left, right = (min(int(one), MAX_WINDOW) for one in window_size)
-    first = keys - queries if is_bottom_right else 0  # the place of the first query
-    return -1 if left >= first + queries - 1 else left, -1 if right >= keys - 1 - first else right
+    return left, right
+
+
+def checked_softcap(op: str, softcap: float) -> float:
+    """0.0 for none. Raises InvalidArgument for what is none."""
+    cap = finite(op, "softcap", softcap, "0.0 for none")
+    if cap < 0.0:
+        refuse(op, f"softcap is {softcap!r}", "0.0 or more", "pass a positive number, or 0.0 for none")
+    return cap
 
 
 def _options(
@@ -248,9 +269,7 @@ def _forward(
     left, right = _windows(op, window_size, seq_q, seq_k, causal_alignment == "bottom_right")
     if right == 0:  # the causal rule by another name
         is_causal = True
-    cap = finite(op, "softcap", softcap, "0.0 for none")
-    if cap < 0.0:
-        refuse(op, f"softcap is {softcap!r}", "0.0 or more", "pass a positive number, or 0.0 for none")
+    cap = checked_softcap(op, softcap)
     mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
     has_places = is_causal or left >= 0 or right >= 0
     attrs: dict[str, Scalar] = {

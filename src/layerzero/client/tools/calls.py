@@ -141,6 +141,13 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             {"is_causal": True},
         ),
     ),
+    "attention_varlen_forward": (
+        Call(
+            "attention_varlen_forward",
+            {**{name: _f32(512, 8, 64) for name in "qkv"}, "cu_seqlens_q": _int32(5), "cu_seqlens_k": _int32(5)},
+            {"is_causal": True},
+        ),
+    ),
     "paged_attention": (
         Call(
             "paged_attention",
@@ -150,6 +157,19 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
                 "block_tables": _int32(8, 32),
                 "seq_lens": _int32(8),
             },
+        ),
+    ),
+    "paged_attention_forward": (
+        Call(
+            "paged_attention_forward",
+            {
+                "q": _f32(256, 8, 64),
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                "block_tables": _int32(4, 32),
+                "seq_lens": _int32(4),
+                "cu_seqlens_q": _int32(5),
+            },
+            {"is_causal": True},
         ),
     ),
     "append_kv": (

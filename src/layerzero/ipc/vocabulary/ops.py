@@ -98,6 +98,7 @@ TOKENIZER_ATTRS = (
 
 _ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
 _ATTENTION_INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
+_OF_HEADS = _ATTENTION_INPUTS[4:]
 _ATTENTION_OPTIONS = ("window_left", "window_right", "softcap")
 
 OPS: dict[str, Op] = {
@@ -157,6 +158,18 @@ OPS: dict[str, Op] = {
             indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
             attrs=("is_causal", "scale", "causal_alignment"),
         ),
+        # As attention_forward, of sequences one after the other: tensors as attention_varlen has them, sinks and slopes
+        # as attention, slopes (1|N,Hq) -> out (Tq,Hq,Dv), lse float32 (Tq,Hq).
+        Op(
+            "attention_varlen_forward",
+            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *_OF_HEADS),
+            ("out", "lse"),
+            optional=frozenset(_OF_HEADS),
+            indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
+            singles=frozenset({"alibi_slopes"}),
+            attrs=("is_causal", "scale", "causal_alignment", *_ATTENTION_OPTIONS),
+            options=frozenset(_ATTENTION_OPTIONS),
+        ),
         # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
         # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
         # int32 (B). Slots and table entries that no key is in may hold anything.
@@ -165,6 +178,19 @@ OPS: dict[str, Op] = {
             ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
             indices=frozenset({"block_tables", "seq_lens"}),
             attrs=("scale",),
+        ),
+        # As attention_forward, of queries to a paged cache: q (T,Hq,D), sequence b having the queries cu_seqlens_q[b]
+        # to cu_seqlens_q[b+1], without cu_seqlens_q one each; caches, tables and lengths as paged_attention has them.
+        # The place of a sequence's last query is its last key -> out (T,Hq,Dv), lse float32 (T,Hq).
+        Op(
+            "paged_attention_forward",
+            ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", *_OF_HEADS),
+            ("out", "lse"),
+            optional=frozenset({"cu_seqlens_q", *_OF_HEADS}),
+            indices=frozenset({"block_tables", "seq_lens", "cu_seqlens_q"}),
+            singles=frozenset({"alibi_slopes"}),
+            attrs=("is_causal", "scale", *_ATTENTION_OPTIONS),
+            options=frozenset(_ATTENTION_OPTIONS),
         ),
         # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
         # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
@@ -434,6 +460,9 @@ PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with 
 TAKE_OUTS = frozenset({"add_rms_norm"})
 # Ops on views (B,H,S,D) with a causal rule and a mask.
 ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
+# Ops on sequences one after the other that have a causal alignment, and on paged caches.
+VARLEN_OPS = frozenset({"attention_varlen", "attention_varlen_forward"})
+PAGED_OPS = frozenset({"paged_attention", "paged_attention_forward"})
 
 
 def aligns(given: Container[str], attrs: Mapping[str, Any]) -> bool:
@@ -465,6 +494,6 @@ def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
 
 # The dimension that counts heads, in queries and in keys and values; the names of these.
 _HEADS: dict[str, tuple[int, int, str, str, str]] = {
-    **dict.fromkeys((*sorted(ATTENTION_OPS), "attention_varlen"), (1, 1, "q", "k", "v")),
-    "paged_attention": (1, 2, "q", "k_cache", "v_cache"),
+    **dict.fromkeys(sorted(ATTENTION_OPS | VARLEN_OPS), (1, 1, "q", "k", "v")),
+    **dict.fromkeys(sorted(PAGED_OPS), (1, 2, "q", "k_cache", "v_cache")),
 }

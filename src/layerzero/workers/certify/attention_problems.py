@@ -141,7 +141,7 @@ def _head_dim(claims: Claims, wanted: int) -> int:
     return nearest if high is None else max(low, min(nearest, int(high) // step * step))
 
 
-def _head_dims(claims: Claims, wanted: Sequence[int]) -> list[int]:
+def head_dims(claims: Claims, wanted: Sequence[int]) -> list[int]:
     """Of queries and values."""
     dims = [_head_dim(claims, dim) for dim in wanted]
     return [dims[0], dims[0]] if claims.get("equal_head_dims") else dims
@@ -203,14 +203,14 @@ def _attention_varlen(claims: Claims) -> Iterator[Problem]:
                     "causal_alignment": variant if variant == "bottom_right" else "top_left",
                 }
                 title = f"{variant}, {name}{', grouped heads' if group > 1 else ''}"
-                yield _packed(numbers, title, attrs, (queries, keys), 2, group, _head_dims(claims, dims))
+                yield packed(numbers, title, attrs, (queries, keys), 2, group, head_dims(claims, dims))
     plain = {"is_causal": False, "scale": 0.25, "causal_alignment": "top_left"}
     dim = _head_dim(claims, 8)
     for counts in ((), ()), ((0, 0), (2, 1)), ((2, 1), (0, 0)):
-        yield _packed(numbers, f"queries {counts[0]}, keys {counts[1]}", plain, counts, 2, 1, (dim, dim))
+        yield packed(numbers, f"queries {counts[0]}, keys {counts[1]}", plain, counts, 2, 1, (dim, dim))
 
 
-def _packed(
+def packed(
     numbers: Numbers,
     name: str,
     attrs: dict[str, Any],
@@ -241,20 +241,20 @@ def _paged_attention(claims: Claims) -> Iterator[Problem]:
     for name, lengths, page, *dims in sizes:
         for group in (1, 2):
             title = f"{name}{', grouped heads' if group > 1 else ''}"
-            yield _paged(numbers, title, lengths, _page(claims, page), group, _head_dims(claims, dims))
+            yield paged(numbers, title, lengths, page_size(claims, page), group, head_dims(claims, dims))
     dim = _head_dim(claims, 8)
     for none in (), (0, 0):
-        yield _paged(numbers, f"lengths {none}", none, _page(claims, 4), 1, (dim, dim))
+        yield paged(numbers, f"lengths {none}", none, page_size(claims, 4), 1, (dim, dim))
 
 
-def _page(claims: Claims, wanted: int) -> int:
+def page_size(claims: Claims, wanted: int) -> int:
     """The size of a block nearest to `wanted`, from above, that a kernel takes."""
     step: int = claims.get("page_size_multiple", 1)
     high = claims.get("max_page_size")
     return -(-(wanted if high is None else min(wanted, high)) // step) * step
 
 
-def _paged(numbers: Numbers, name: str, lengths: Sequence[int], page: int, group: int, dims: Sequence[int]) -> Problem:
+def paged(numbers: Numbers, name: str, lengths: Sequence[int], page: int, group: int, dims: Sequence[int]) -> Problem:
     """Sequences whose blocks lie in turns, from the last one back. What no key is in, kernels must not look at: slots
     hold infinity, table entries -1."""
     heads, wide = 2, max((-(-length // page) for length in lengths), default=0)

@@ -12,6 +12,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import (
     attention_problems,
+    cache_problems,
     elementwise_problems,
     norm_problems,
     quantized_problems,
@@ -132,6 +133,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
+    **cache_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
     **vision_problems.PROBLEMS,

@@ -73,6 +73,33 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"scale": 0.5},
         ("float32 2 6 13",),
     ),
+    "attention_varlen_forward": (
+        {
+            "q": "float32 5 6 7",
+            "k": "float32 11 3 7",
+            "v": "float32 11 3 13",
+            "cu_seqlens_q": "int32 4",
+            "cu_seqlens_k": "int32 4",
+            "sinks": None,
+            "alibi_slopes": None,
+        },
+        ATTENTION,
+        ("float32 5 6 13", "float32 5 6"),
+    ),
+    "paged_attention_forward": (
+        {
+            "q": "float32 5 6 7",
+            "k_cache": "float32 10 4 3 7",
+            "v_cache": "float32 10 4 3 13",
+            "block_tables": "int32 2 9",
+            "seq_lens": "int32 2",
+            "cu_seqlens_q": "int32 3",
+            "sinks": None,
+            "alibi_slopes": None,
+        },
+        {"scale": 0.5, "is_causal": True},
+        ("float32 5 6 13", "float32 5 6"),
+    ),
     "append_kv": (
         {
             "key": "int8 5 3 7",
