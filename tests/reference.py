@@ -6,6 +6,7 @@ float64.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests import sampling_reference, vision_reference
+from tests import expert_reference, sampling_reference, vision_reference
 
 from layerzero.ipc.vocabulary.numerics import TOLERANCE as TOLERANCE
 
@@ -719,6 +720,11 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "addmm": addmm,
     "linear": linear,
     "gated_mlp": gated_mlp,
+    "grouped_linear": expert_reference.grouped_linear,
+    "moe_route": expert_reference.route,
+    "moe_permute": expert_reference.permute,
+    "moe_combine": expert_reference.combine,
+    "moe_mlp": functools.partial(expert_reference.moe_mlp, expert=gated_mlp),
     "conv": conv,
     "conv_transpose": conv_transpose,
     "max_pool": vision_reference.max_pool,

@@ -7,6 +7,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from tests import expert_calls
 from tests.gpu.vision_calls import OPS as VISION_OPS
 from tests.gpu.vision_calls import random_call
 
@@ -15,6 +16,7 @@ from layerzero.client.planning import (
     attention_plans,
     cache_plans,
     elementwise_plans,
+    expert_plans,
     norm_plans,
     plans,
     product_plans,
@@ -237,6 +239,14 @@ def _gated_mlp(rng: Random) -> Plan:
     )
 
 
+def _experts(rng: Random, op: str) -> Plan:
+    dtype = _float(rng)
+    given, attrs = expert_calls.random_call(op, rng)
+    plan = getattr(expert_plans, f"plan_{op}")
+    made: Plan = plan(*(one and _tensor(rng, one[0] or dtype, *one[1]) for one in given), **attrs)
+    return made
+
+
 def _vision(rng: Random, op: str) -> Plan:
     dtype = _float(rng)
     shapes, attrs = random_call(op, rng)
@@ -456,6 +466,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    **{op: partial(_experts, op=op) for op in expert_calls.OPS},
     **{op: partial(_vision, op=op) for op in VISION_OPS},
     "softmax": _softmax,
     "log_softmax": _log_softmax,

@@ -78,6 +78,13 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
+    from layerzero.client.facade.expert_ops import (
+        grouped_linear as grouped_linear,
+        moe_combine as moe_combine,
+        moe_mlp as moe_mlp,
+        moe_permute as moe_permute,
+        moe_route as moe_route,
+    )
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
         dequantize as dequantize,
@@ -195,6 +202,7 @@ _HOME = {
         "append_kv attention attention_varlen embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
+    "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),

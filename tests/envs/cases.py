@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from tests import reference
-from tests.envs import elementwise_cases, quantized_cases, vision_cases
+from tests.envs import elementwise_cases, expert_cases, quantized_cases, vision_cases
 from tests.envs.attention_cases import merge_cases, option_cases, paged_forward_cases, varlen_forward_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
@@ -90,6 +90,8 @@ def refilled(name: str, values: reference.Array) -> reference.Array:
         return np.where(np.isfinite(values), values * -0.5, values)
     if name.startswith("cu_seqlens"):
         return np.asarray(values[-1] - np.flip(values))
+    if name == "offsets":
+        return np.concatenate((values[:1] * 0, values))[:-1]
     if name == "block_tables":
         return np.flip(values, axis=0)
     return np.flip(values) if values.dtype.kind == "i" else values
@@ -633,6 +635,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
     **elementwise_cases.CASES,
+    **expert_cases.CASES,
     **vision_cases.CASES,
     **quantized_cases.CASES,
     "embedding": embedding_cases,

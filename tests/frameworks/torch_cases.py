@@ -110,6 +110,27 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(4, 3).t(), t(10, 4, seed=1), t(5, 6, seed=2).t()), {}),
             ((t(0, 4), t(10, 4, seed=1), t(4, 5, seed=2)), {}),
         ],
+        "grouped_linear": [
+            ((t(4, 6).t(), t(3, 5, 4, seed=1), torch.tensor([2, 2, 5], dtype=torch.int32), t(3, 5, seed=2)), {}),
+        ],
+        "moe_route": [
+            ((t(3, 8),), {"top_k": 2}),
+            (
+                (t(3, 8), random(8, seed=1)),
+                {"top_k": 3, "scoring": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
+            ),
+        ],
+        "moe_permute": [((t(3, 4), torch.tensor([[0, 2], [2, -1], [1, 0]])), {"num_experts": 3})],
+        "moe_combine": [((t(6, 4), torch.tensor([5, 1, 0, 2, 4, 3]), random(3, 2, seed=1)), {})],
+        "moe_mlp": [
+            (
+                (
+                    *(t(3, 4), t(3, 10, 4, seed=1), t(3, 6, 5, seed=2)),
+                    *(torch.tensor([[0, 2], [2, -1], [1, 0]]), random(3, 2, seed=3)),
+                ),
+                {},
+            ),
+        ],
         "addmm": [
             ((t(5, seed=2), t(3, 4), t(4, 5, seed=1)), {}),
             ((t(3, 1, seed=2), t(3, 4), t(4, 5, seed=1)), {"beta": 0.5, "alpha": -2.0}),
@@ -355,6 +376,18 @@ def _activated(made: torch.Tensor, activation: str) -> torch.Tensor:
     return after[activation](made) if activation else made
 
 
+def _grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """By a mask for each group."""
+    groups = torch.bucketize(torch.arange(len(x)), offsets, right=True)
+    found = torch.zeros(len(x), weight.shape[1], dtype=x.dtype)
+    for g, each in enumerate(weight):
+        made = F.linear(x, each, None if bias is None else bias[g])
+        found = torch.where((groups == g).unsqueeze(1), made, found)
+    return found
+
+
 def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     gate, up = gate_up.chunk(2)
     return F.linear(_linear(x, gate, None, activation) * F.linear(x, up), down)
@@ -493,6 +526,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "rms_norm": F.rms_norm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    "grouped_linear": _grouped_linear,
     "conv": _conv,
     "conv_transpose": _conv_transpose,
     "interpolate": lambda x, size=None, scale=None, mode="nearest", corners=None, again=None, smooth=False: (

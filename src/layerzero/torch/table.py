@@ -17,6 +17,7 @@ from layerzero.torch import (
     batching,
     channel_norms,
     elementwise,
+    experts,
     fakes,
     gradients,
     norms,
@@ -166,6 +167,7 @@ TABLE: dict[str, OpEntry] = {
             autocasting.lower,
             batching.gated_mlp,
         ),
+        *experts.ENTRIES,
         OpEntry(
             "conv",
             vision.CONV_ARGUMENTS,

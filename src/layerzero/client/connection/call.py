@@ -307,7 +307,18 @@ def parameter(op: str, name: str) -> str:
 _OF_INPUT = frozenset(
     {"add", "mul", "clamp", "where", "cast", "conv", "conv_transpose"}
     | {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "interpolate"}
-    | {"addmm", "gated_mlp", "linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
+    | {
+        "addmm",
+        "gated_mlp",
+        "grouped_linear",
+        "moe_mlp",
+        "linear",
+        "softmax",
+        "log_softmax",
+        "gelu",
+        "silu",
+        *ACTIVATIONS,
+    }
     | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
     | {"add_rms_norm", "group_norm", "instance_norm", "batch_norm"}
 )

@@ -190,6 +190,21 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
         Call("gated_mlp", {"input": _f32(n, 512), "gate_up": _f32(2816, 512), "down": _f32(512, 1408)})
         for n in (1, 256)
     ),
+    "grouped_linear": (
+        Call("grouped_linear", {"input": _f32(256, 512), "weight": _f32(8, 1024, 512), "offsets": _int32(8)}),
+    ),
+    "moe_route": (Call("moe_route", {"logits": _f32(256, 64)}, {"top_k": 8}),),
+    "moe_permute": (Call("moe_permute", {"x": _f32(256, 512), "ids": _int32(256, 2)}, {"num_experts": 8}),),
+    "moe_combine": (Call("moe_combine", {"rows": _f32(512, 512), "order": _int32(512), "weights": _f32(256, 2)}),),
+    "moe_mlp": (
+        Call(
+            "moe_mlp",
+            {
+                **{"input": _f32(64, 512), "gate_up": _f32(8, 1408, 512), "down": _f32(8, 512, 704)},
+                **{"ids": _int32(64, 2), "weights": _f32(64, 2)},
+            },
+        ),
+    ),
     "conv": (
         Call("conv", {"input": _f32(1, 64, 32, 32), "weight": _f32(64, 64, 3, 3), "bias": _f32(64)}, {"padding": 1}),
     ),

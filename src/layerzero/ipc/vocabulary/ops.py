@@ -6,54 +6,14 @@ docs/ops.md has the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
+from layerzero.ipc.vocabulary.attention_ops import ATTENTION_FAMILY, OPTIONS
+from layerzero.ipc.vocabulary.attention_ops import MERGE_INPUTS as MERGE_INPUTS
+from layerzero.ipc.vocabulary.expert_ops import EXPERT_OPS
+from layerzero.ipc.vocabulary.op import Op as Op
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-
-
-@dataclass(frozen=True)
-class Op:
-    """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
-    `indices` hold integers or bools, whatever the dtype of the data: where to look, counts, seeds; those in `singles`
-    float32. `options` names the attributes that a call may lack; a kernel takes those that its descriptor names.
-
-    An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
-    OutputTooSmall when the buffers are too small.
-
-    An output that has the name of an input is that tensor of the caller's, with the same spec in the same memory. A
-    kernel writes parts of it and leaves the rest as it was; it reads and writes it through the output's block, which
-    alone is writable. Such an op must be idempotent: when a worker dies, another runs the call on what the first has
-    left there.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...] = ("out",)
-    optional: frozenset[str] = frozenset()
-    indices: frozenset[str] = frozenset()
-    singles: frozenset[str] = frozenset()
-    attrs: tuple[str, ...] = ()
-    options: frozenset[str] = frozenset()
-    sized_output: bool = False
-
-    @cached_property
-    def in_place(self) -> tuple[str, ...]:
-        """The outputs that are inputs as well."""
-        return tuple(name for name in self.outputs if name in self.inputs)
-
-    def has_attrs(self, names: Iterable[str]) -> bool:
-        """Whether a call may have just these attributes."""
-        given = set(names)
-        return set(self.attrs) - self.options <= given <= set(self.attrs)
-
-    @cached_property
-    def runs_on_gpus(self) -> bool:
-        """A call on a GPU has arrays to say where it runs, and results of known sizes."""
-        return bool(self.inputs) and not self.sized_output
-
 
 FUNCTION = "function"
 FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
@@ -70,7 +30,6 @@ CAST_DTYPES = (
     *("float16", "bfloat16", "float32", "float64"),
 )
 CAT_INPUTS = tuple(f"t{n}" for n in range(8))
-MERGE_INPUTS = tuple(f"{name}{n}" for n in range(4) for name in ("out", "lse"))
 
 # What dynamic_quantize makes; the last two are packed fp4 with scales of their formats.
 QUANTIZED_FORMATS = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "mxfp4", "nvfp4")
@@ -96,112 +55,10 @@ TOKENIZER_ATTRS = (
     "normalizer_id",
 )
 
-_ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
-_ATTENTION_INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
-_OF_HEADS = _ATTENTION_INPUTS[4:]
-_ATTENTION_OPTIONS = ("window_left", "window_right", "softcap")
-
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        # q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) -> (B,Hq,Sq,Dv); Hq is a multiple of Hk.
-        # attn_mask (1|B, 1|Hq, 1|Sq, 1|Sk): bool (True = attend) or q's dtype (added). scale is a float.
-        # sinks (Hq), q's dtype: one more score of each row, whose value is 0. alibi_slopes float32 (1|B,Hq): minus the
-        # slope times the distance of query and key is added to scores. window_left, window_right: integers from 0 on,
-        # how many keys before and after its own place a query sees. softcap: a float above 0, c tanh(scores / c).
-        # `layout` says how the caller's memory is ordered; the views are BHSD either way.
-        Op(
-            "attention",
-            _ATTENTION_INPUTS,
-            optional=frozenset(_ATTENTION_INPUTS[3:]),
-            singles=frozenset({"alibi_slopes"}),
-            attrs=(*_ATTENTION_ATTRS, *_ATTENTION_OPTIONS),
-            options=frozenset(_ATTENTION_OPTIONS),
-        ),
-        # attention, and the log-sum-exp of each row of scaled and masked scores, natural, float32 (B,Hq,Sq), sinks
-        # among them; -inf where a row sees nothing.
-        Op(
-            "attention_forward",
-            _ATTENTION_INPUTS,
-            ("out", "lse"),
-            optional=frozenset(_ATTENTION_INPUTS[3:]),
-            singles=frozenset({"alibi_slopes"}),
-            attrs=(*_ATTENTION_ATTRS, *_ATTENTION_OPTIONS),
-            options=frozenset(_ATTENTION_OPTIONS),
-        ),
-        # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
-        # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them
-        # anew.
-        Op(
-            "attention_backward",
-            ("grad_out", "q", "k", "v", "output", "lse", "attn_mask"),
-            ("grad_q", "grad_k", "grad_v"),
-            optional=frozenset({"attn_mask"}),
-            singles=frozenset({"lse"}),
-            attrs=_ATTENTION_ATTRS,
-        ),
-        # Results of attention to parts of the keys, out (...,Dv), and the log-sum-exp of their rows, lse float32 (...)
-        # -> those of attention to all of them. A part whose lse is -inf adds nothing, whatever its out holds. Parts
-        # that are given come first.
-        Op(
-            "merge_attention",
-            MERGE_INPUTS,
-            ("out", "lse"),
-            optional=frozenset(MERGE_INPUTS[4:]),
-            singles=frozenset(MERGE_INPUTS[1::2]),
-        ),
-        # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
-        # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
-        Op(
-            "attention_varlen",
-            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-            indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
-            attrs=("is_causal", "scale", "causal_alignment"),
-        ),
-        # As attention_forward, of sequences one after the other: tensors as attention_varlen has them, sinks and slopes
-        # as attention, slopes (1|N,Hq) -> out (Tq,Hq,Dv), lse float32 (Tq,Hq).
-        Op(
-            "attention_varlen_forward",
-            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *_OF_HEADS),
-            ("out", "lse"),
-            optional=frozenset(_OF_HEADS),
-            indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
-            singles=frozenset({"alibi_slopes"}),
-            attrs=("is_causal", "scale", "causal_alignment", *_ATTENTION_OPTIONS),
-            options=frozenset(_ATTENTION_OPTIONS),
-        ),
-        # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
-        # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
-        # int32 (B). Slots and table entries that no key is in may hold anything.
-        Op(
-            "paged_attention",
-            ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-            indices=frozenset({"block_tables", "seq_lens"}),
-            attrs=("scale",),
-        ),
-        # As attention_forward, of queries to a paged cache: q (T,Hq,D), sequence b having the queries cu_seqlens_q[b]
-        # to cu_seqlens_q[b+1], without cu_seqlens_q one each; caches, tables and lengths as paged_attention has them.
-        # The place of a sequence's last query is its last key -> out (T,Hq,Dv), lse float32 (T,Hq).
-        Op(
-            "paged_attention_forward",
-            ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", *_OF_HEADS),
-            ("out", "lse"),
-            optional=frozenset({"cu_seqlens_q", *_OF_HEADS}),
-            indices=frozenset({"block_tables", "seq_lens", "cu_seqlens_q"}),
-            singles=frozenset({"alibi_slopes"}),
-            attrs=("is_causal", "scale", *_ATTENTION_OPTIONS),
-            options=frozenset(_ATTENTION_OPTIONS),
-        ),
-        # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
-        # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
-        # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same
-        # values go to the same slots.
-        Op(
-            "append_kv",
-            ("key", "value", "k_cache", "v_cache", "slots"),
-            ("k_cache", "v_cache"),
-            indices=frozenset({"slots"}),
-        ),
+        *ATTENTION_FAMILY,
         # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
         # elements i and i + R/2, or 2i and 2i + 1 when interleaved.
         Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
@@ -214,6 +71,7 @@ OPS: dict[str, Op] = {
         # x (...,K), gate_up (2 I,K), down (N,I) -> (...,N): the rows of gate_up are I gates, then I others; floats.
         # activation: one of LINEAR_ACTIVATIONS
         Op("gated_mlp", ("x", "gate_up", "down"), attrs=("activation",)),
+        *EXPERT_OPS,
         # x (N,C,...) of 1 to 3 more dimensions, weight (M,C/groups,...), bias (M) -> (N,M,...), through the activation,
         # as linear has it. stride, padding, dilation: numbers for each dimension, as ipc/vocabulary/windows.py has them
         Op(
@@ -467,7 +325,7 @@ PAGED_OPS = frozenset({"paged_attention", "paged_attention_forward"})
 
 def aligns(given: Container[str], attrs: Mapping[str, Any]) -> bool:
     """Whether a call of attention depends on which key a query's own place is: by the causal rule, windows, slopes."""
-    return bool(attrs["is_causal"]) or any(n in attrs for n in _ATTENTION_OPTIONS[:2]) or "alibi_slopes" in given
+    return bool(attrs["is_causal"]) or any(n in attrs for n in OPTIONS[:2]) or "alibi_slopes" in given
 
 
 class Heads(NamedTuple):

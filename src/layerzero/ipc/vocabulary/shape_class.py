@@ -184,6 +184,33 @@ def _gated_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return str(attrs["activation"]), (x.numel // max(x.shape[-1], 1), gate_up.shape[1], *down.shape)
 
 
+def _grouped_linear(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """How long groups are is data."""
+    x, weight, _offsets, bias = inputs
+    return "plain" if bias is None else "bias", (x.shape[0], *weight.shape[1:])
+
+
+def _route(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    logits, bias = inputs
+    parts = [attrs["scoring"], *([] if bias is None else ["bias"])]
+    return "+".join([*parts, *(["groups"] if attrs["top_groups"] < attrs["num_groups"] else [])]), (logits.shape[1],)
+
+
+def _permute(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    x, ids = inputs
+    return ids.dtype, (x.shape[1],)
+
+
+def _combine(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    rows, order, _weights = inputs
+    return order.dtype, (rows.shape[1],)
+
+
+def _moe_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, gate_up, down, *_ = inputs
+    return str(attrs["activation"]), (x.shape[0], gate_up.shape[2], *down.shape[1:])
+
+
 def _conv(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """With an activation any convolution is one class: what that does is done to the result."""
     x, groups = inputs[0], attrs["groups"]
@@ -357,6 +384,11 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    "grouped_linear": _grouped_linear,
+    "moe_route": _route,
+    "moe_permute": _permute,
+    "moe_combine": _combine,
+    "moe_mlp": _moe_mlp,
     **dict.fromkeys(("conv", "conv_transpose"), _conv),
     **dict.fromkeys(("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"), _pool),
     "interpolate": _interpolate,

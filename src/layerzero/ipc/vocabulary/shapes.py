@@ -15,6 +15,7 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.attention_shapes import ATTENTION
 from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
+from layerzero.ipc.vocabulary.expert_shapes import EXPERTS
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED
@@ -242,6 +243,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _softmax,
+    **EXPERTS,
     **NORMS,
     "gelu": _gelu,
     "silu": _silu,

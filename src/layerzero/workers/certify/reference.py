@@ -17,6 +17,7 @@ from typing import Any
 from layerzero.workers.certify import (
     attention_reference,
     elementwise_reference,
+    expert_reference,
     norm_reference,
     quantized_reference,
     sampling_reference,
@@ -116,6 +117,22 @@ def gated_mlp(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return linear([hidden, down, None], {"activation": ""})
 
 
+def moe_mlp(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """Of each token the weighted sum of what its experts make of it."""
+    x, gate_up, down, ids, weights = given(inputs)
+    each, features = ids.shape[1], down.shape[1]
+    out = []
+    for token, row in enumerate(rows_of(x.flat, x.shape[1], 0, x.shape[0])):
+        total = [0.0] * features
+        for place in range(token * each, (token + 1) * each):
+            if ids.flat[place] >= 0:
+                of = [expert_reference.page(w, ids.flat[place]) for w in (gate_up, down)]
+                made = gated_mlp([Values((1, len(row)), row), *of], attrs).flat
+                total = [a + weights.flat[place] * b for a, b in zip(total, made, strict=True)]
+        out += total
+    return Values((x.shape[0], features), out)
+
+
 def _one(made: Values | tuple[Values, ...]) -> Values:
     assert isinstance(made, Values)
     return made
@@ -210,6 +227,11 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "addmm": addmm,
     "linear": linear,
     "gated_mlp": gated_mlp,
+    "grouped_linear": expert_reference.grouped_linear,
+    "moe_route": expert_reference.route,
+    "moe_permute": expert_reference.permute,
+    "moe_combine": expert_reference.combine,
+    "moe_mlp": moe_mlp,
     "softmax": softmax,
     "log_softmax": log_softmax,
     **norm_reference.OPS,

@@ -11,6 +11,7 @@ from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations, _torch_elementwise, _torch_paged
 from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
+from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
 from layerzero.workers.providers._torch_quantized import Quantized
@@ -98,6 +99,7 @@ def load() -> Loaded:
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
+        **Experts(torch).builders(),
         **Quantized(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **Vision(torch).builders(),

@@ -132,6 +132,33 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"activation": "silu"},
         ("float32 4 2 5",),
     ),
+    "grouped_linear": (
+        {"x": "float32 4 3", "weight": "float32 6 5 3", "offsets": "int32 6", "bias": "float32 6 5"},
+        {},
+        ("float32 4 5",),
+    ),
+    "moe_route": (
+        {"logits": "bfloat16 4 12", "correction_bias": "float32 12"},
+        {
+            **{"top_k": 4, "scoring": "sigmoid", "normalize": True, "num_groups": 6, "top_groups": 2},
+            **{"group_score": "top2", "scale": 2.5},
+        },
+        ("float32 4 4", "int64 4 4"),
+    ),
+    "moe_permute": (
+        {"x": "float32 4 3", "ids": "int64 4 2"},
+        {"num_experts": 7},
+        ("float32 8 3", "int64 8", "int32 7"),
+    ),
+    "moe_combine": ({"rows": "float32 8 3", "order": "int32 8", "weights": "float32 4 2"}, {}, ("float32 4 3",)),
+    "moe_mlp": (
+        {
+            **{"x": "float32 4 3", "gate_up": "float32 6 14 3", "down": "float32 6 5 7"},
+            **{"ids": "int32 4 2", "weights": "float32 4 2"},
+        },
+        {"activation": "silu"},
+        ("float32 4 5",),
+    ),
     "conv": (
         {"x": "float32 2 6 5 7", "weight": "float32 4 3 2 3", "bias": "float32 4"},
         {"stride": "2,1", "padding": "1,0,0,1", "dilation": "1,2", "groups": 2, "activation": "silu"},

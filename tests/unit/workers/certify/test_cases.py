@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests import expert_calls
 from tests import reference as numpy_reference
 from tests.example_counts import examples
 from tests.gpu import vision_calls
@@ -70,7 +71,8 @@ WIDEST: dict[str, Any] = {
     "index_dtypes": ["int32", "int64", "bool"],
     "supports_empty": True,
     "optional_args": [
-        *("weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:], *MERGE_INPUTS[4:]),
+        *("weight", "bias", "correction_bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]),
+        *MERGE_INPUTS[4:],
         *("zero_point", "a_zero_point", "b_zero_point", "x_zero_point", "weight_zero_point", "x_scale"),
     ],
     "supported_quant_dtypes": ["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"],
@@ -274,6 +276,11 @@ def calls(
         rows, k, hidden, n = [*draw(lead), draw(extent)], draw(extent), draw(extent), draw(extent)
         inputs = [draw(tensors(dtype, shape)) for shape in ((*rows, k), (2 * hidden, k), (n, hidden))]
         return inputs, draw(tensors(dtype, (*rows, n))), {"activation": draw(st.sampled_from(LINEAR_ACTIVATIONS))}
+    if op in expert_calls.OPS:
+        given, attrs = expert_calls.random_call(op, Random(draw(st.integers(0, 1 << 32))))
+        inputs = [one and draw(tensors(one[0] or dtype, one[1])) for one in given]
+        made = outputs_of(op, inputs, attrs)
+        return inputs, draw(tensors(*made[0])), attrs
     if op in vision_calls.OPS:
         shapes, attrs = vision_calls.random_call(op, Random(draw(st.integers(0, 1 << 32))))
         inputs = [shape and draw(tensors(dtype, shape)) for shape in shapes]
