@@ -270,9 +270,17 @@ def attention_varlen_forward(
     cu_seqlens_k: Array,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
-    **attrs: Any,
+    *,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[F64, F64]:
     """`attention_forward` of each sequence."""
+    attrs: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "causal_alignment": causal_alignment}
+    attrs |= {"window_left": window_left, "window_right": window_right, "softcap": softcap}
     out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.zeros(q.shape[:2])
     for n in range(len(cu_seqlens_q) - 1):
         rows, keys = slice(*cu_seqlens_q[n : n + 2]), slice(*cu_seqlens_k[n : n + 2])
@@ -289,17 +297,23 @@ def paged_attention_forward(
     cu_seqlens_q: Array | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
-    **attrs: Any,
+    *,
+    is_causal: bool,
+    scale: float,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[F64, F64]:
     """`attention_forward` of each sequence's queries to its keys, which are gathered first."""
+    attrs: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "causal_alignment": "bottom_right"}
+    attrs |= {"window_left": window_left, "window_right": window_right, "softcap": softcap}
     out, lse = np.zeros((*q.shape[:2], v_cache.shape[3])), np.zeros(q.shape[:2])
     starts = np.arange(len(seq_lens) + 1) if cu_seqlens_q is None else cu_seqlens_q
     for b, length in enumerate(seq_lens):
         slots, rows = np.arange(length), slice(starts[b], starts[b + 1])
         page = k_cache.shape[1]
         k, v = (cache[block_tables[b, slots // page], slots % page] for cache in (k_cache, v_cache))
-        rule = {**attrs, "causal_alignment": "bottom_right"}
-        out[rows], lse[rows] = _of_sequence(q[rows], k, v, b, sinks, alibi_slopes, rule)
+        out[rows], lse[rows] = _of_sequence(q[rows], k, v, b, sinks, alibi_slopes, attrs)
     return out, lse
 
 
