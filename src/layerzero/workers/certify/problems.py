@@ -12,6 +12,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import (
     attention_problems,
+    cache_problems,
     elementwise_problems,
     expert_problems,
     norm_problems,
@@ -133,6 +134,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
+    **cache_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
     **expert_problems.PROBLEMS,
