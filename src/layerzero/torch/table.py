@@ -20,6 +20,7 @@ from layerzero.torch import (
     experts,
     fakes,
     gradients,
+    losses,
     norms,
     quantized,
     vision,
@@ -155,6 +156,7 @@ TABLE: dict[str, OpEntry] = {
             batching.gated_mlp,
         ),
         *experts.ENTRIES,
+        *losses.ENTRIES,
         OpEntry(
             "conv",
             vision.CONV_ARGUMENTS,

@@ -14,6 +14,7 @@ from layerzero.workers.certify import (
     attention_problems,
     elementwise_problems,
     expert_problems,
+    loss_problems,
     norm_problems,
     quantized_problems,
     sampling_problems,
@@ -133,6 +134,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
+    **loss_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
     **expert_problems.PROBLEMS,
