@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         moe_permute as moe_permute,
         moe_route as moe_route,
     )
+    from layerzero.client.facade.loss_ops import cross_entropy as cross_entropy
     from layerzero.client.facade.packed_weights import (
         PackedWeight as PackedWeight,
         pack_weight as pack_weight,
@@ -210,6 +211,7 @@ _HOME = {
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
+    "layerzero.client.facade.loss_ops": "cross_entropy",
     "layerzero.client.facade.packed_weights": "PackedWeight pack_weight packed_linear packed_weight",
     "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
