@@ -341,6 +341,10 @@ def rope(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> F64:
     return out
 
 
+def rope_qk(q: Array, k: Array, cos: Array, sin: Array, *, interleaved: bool) -> tuple[F64, F64]:
+    return rope(q, cos, sin, interleaved=interleaved), rope(k, cos, sin, interleaved=interleaved)
+
+
 def wide(x: Array) -> Array:
     """Floating-point values as float64; integers stay, and wrap around in their dtype."""
     return x.astype(np.float64) if x.dtype.kind == "f" else x
@@ -730,6 +734,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "paged_attention": paged_attention,
     "append_kv": append_kv,
     "rope": rope,
+    "rope_qk": rope_qk,
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,

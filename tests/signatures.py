@@ -179,6 +179,15 @@ def _rope(rng: Random) -> Plan:
     return token_plans.plan_rope(x, *tables, interleaved=rng.random() < 0.5)
 
 
+def _rope_qk(rng: Random) -> Plan:
+    q, cos, sin = _rope(rng).inputs
+    assert q is not None
+    assert cos is not None
+    assert sin is not None
+    k = _tensor(rng, q.dtype, q.shape[0], q.shape[1], rng.randint(1, 2), q.shape[3])
+    return token_plans.plan_rope_qk(q, k, cos, sin, interleaved=rng.random() < 0.5)
+
+
 def _matmul(rng: Random) -> Plan:
     dtype, (batch, m, k, n) = rng.choice((_float(rng), "int32")), _extents(rng, 4)
     lead = rng.choice(((), (batch,), (1, batch)))
@@ -462,6 +471,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "paged_attention_forward": _paged_forward,
     "append_kv": _append,
     "rope": _rope,
+    "rope_qk": _rope_qk,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,

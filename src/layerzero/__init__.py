@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         moe_permute as moe_permute,
         moe_route as moe_route,
     )
+    from layerzero.client.facade.position_ops import rope_qk as rope_qk
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
         dequantize as dequantize,
@@ -203,6 +204,7 @@ _HOME = {
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
+    "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),

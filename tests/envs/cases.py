@@ -311,6 +311,16 @@ def rope_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield case(f"empty {shape}", shape, 8)
 
 
+def rope_qk_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of rope, with keys of one head beside them."""
+    for case in rope_cases(rng):
+        q, cos, sin = case.tensors
+        assert q is not None
+        k = normal(rng, *q.shape[:2], min(q.shape[2], 1), q.shape[3])
+        layouts = (case.layouts[0], *case.layouts) if case.layouts else ()
+        yield Case(case.name, (q, k, cos, sin), case.attrs, layouts, case.out_layout)
+
+
 def geglu_cases(rng: np.random.Generator) -> Iterator[Case]:
     for approximate in ("none", "tanh"):
         for case in swiglu_cases(rng):
@@ -616,6 +626,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "paged_attention_forward": paged_forward_cases,
     "append_kv": append_cases,
     "rope": rope_cases,
+    "rope_qk": rope_qk_cases,
     "swiglu": swiglu_cases,
     "geglu": geglu_cases,
     "reglu": swiglu_cases,

@@ -185,6 +185,10 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 2, 4), t(2, 3, 2, seed=1), t(2, 3, 2, seed=2)), {"interleaved": True}),
             ((t(2, 3, 2, 4), t(1, 3, 2, seed=1), t(1, 3, 2, seed=2)), {}),
         ],
+        "rope_qk": [
+            ((t(2, 3, 3, 6), t(2, 3, 1, 6, seed=3), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
+            ((t(2, 3, 2, 4), t(2, 3, 1, 4, seed=3), t(2, 3, 2, seed=1), t(2, 3, 2, seed=2)), {"interleaved": True}),
+        ],
         "embedding": [
             ((torch.tensor([[0, 3], [2, 2]]), t(4, 6)), {}),
             ((torch.tensor([1, 2], dtype=torch.int32), t(4, 6)), {"padding_idx": 2, "scale_grad_by_freq": True}),
@@ -428,8 +432,11 @@ def _attention(
 
 
 def joined(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Results of one shape as one tensor."""
-    return torch.stack(result) if isinstance(result, tuple) else result
+    """Several results as one tensor; those of other heads one after the other."""
+    if not isinstance(result, tuple):
+        return result
+    is_alike = all(one.shape == result[0].shape for one in result)
+    return torch.stack(result) if is_alike else torch.cat(result, -2)
 
 
 def _conv(
@@ -544,6 +551,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "matmul": torch.matmul,
     "embedding": F.embedding,
     "rope": _rope,
+    "rope_qk": lambda q, k, *tables, interleaved=False: tuple(_rope(x, *tables, interleaved) for x in (q, k)),
     "attention": _attention,
 }
 """torch's own function for each op, or the formula of docs/ops.md in torch."""

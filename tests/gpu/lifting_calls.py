@@ -94,6 +94,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         x, cos = of(1, 512, 32, 128), of(1, 512, 64)
         for interleaved in (False, True):
             yield f"512 tokens, interleaved {interleaved}", (x, cos, cos), (x,), {"interleaved": interleaved}, _WELL
+    elif op == "rope_qk":
+        q, k, cos = of(1, 512, 32, 128), of(1, 512, 8, 128), of(1, 512, 64)
+        yield "512 tokens", (q, k, cos, cos), (q, k), {"interleaved": False}, _WELL
     elif op == "matmul":
         yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
         yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16

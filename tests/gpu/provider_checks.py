@@ -236,12 +236,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             key, value = rows
             caches = (numbers(blocks, page, heads, tensor.shape[2]) for tensor in (key, value))
             inputs = [key, value, *caches, Values((len(slots),), slots)]
-        elif op == "rope":
+        elif op in ("rope", "rope_qk"):
             batch, sequence, heads, dim = rng.choice((1, 2)), rng.choice(FEWER), rng.choice((1, 3)), rng.choice(dims)
             pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])
             attrs = {"interleaved": rng.choice((kernel.get("attrs") or {}).get("interleaved", [False, True]))}
             cos = numbers(rng.choice((1, batch)), sequence, pairs)
             inputs = [numbers(batch, sequence, heads, dim), cos, numbers(*cos.shape)]
+            if op == "rope_qk":
+                inputs.insert(1, numbers(batch, sequence, rng.choice((1, 2)), dim))
         elif op == "dynamic_quantize":
             made = kernel["attrs"]["format"]
             kind = made[number % len(made)]

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "functions": ({"client", "envs", "ipc"}, {"packaging"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "text": ({""}, {"jinja2", "numpy"}),
+    "rotary": ({"", "ipc"}, {"numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
     # What people look at: of the broker by its questions, of files by their readers.
@@ -45,6 +46,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
     "client/cli/policy.py": {"broker", "rich"},
+    "client/cli/replay_log.py": {"broker", "rich"},  # the core alone, on what was recorded
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/dashboard.py": {"dashboard"},

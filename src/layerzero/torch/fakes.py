@@ -222,6 +222,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **_:
     return x.new_empty(x.shape)
 
 
+def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **_: Any) -> Any:
+    """As `q`, and as `k`."""
+    _same("rope_qk", q=q, k=k, cos=cos, sin=sin)
+    text = "(batch, sequence, heads, head_dim) or without batch, for k with heads of its own"
+    _need(q.dim() == k.dim(), lambda: _shapes("rope_qk", text, q=q, k=k))
+    made = rope(q, cos, sin)
+    for dim in (*range(q.dim() - 2), -1):
+        _need(q.shape[dim] == k.shape[dim], lambda: _shapes("rope_qk", text, q=q, k=k))
+    return made, k.new_empty(k.shape)
+
+
 def embedding(
     input: Tensor,
     weight: Tensor,

@@ -134,6 +134,21 @@ def rope(
     return ops.rope.default(x, cos, sin, interleaved=interleaved, backend=backend, timeout_s=timeout_s)
 
 
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """rope of q and of k, which differ in their heads alone, by the same tables. As layerzero.rope_qk."""
+    found = ops.rope_qk.default(q, k, cos, sin, interleaved=interleaved, backend=backend, timeout_s=timeout_s)
+    return found[0], found[1]
+
+
 def embedding(
     input: Tensor,
     weight: Tensor,

@@ -33,6 +33,7 @@ def _sample(logits: Tensor, seed: Tensor, offset: Tensor, *settings: Tensor | No
     return found
 
 
+_TABLES = frozenset({"cos", "sin"})
 _OPTIONS = "int[2] window_size=[-1, -1], float softcap=0.0"
 _OF_HEADS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
 _RULE = (
@@ -123,9 +124,20 @@ TABLE: dict[str, OpEntry] = {
             "Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False",
             fakes.rope,
             gradients.rope,
-            {"x": frozenset({"cos", "sin"}), "cos": ANY, "sin": ANY},
+            {"x": _TABLES, "cos": ANY, "sin": ANY},
             autocasting.first,
             batching.rope,
+        ),
+        OpEntry(
+            "rope_qk",
+            "Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False",
+            fakes.rope_qk,
+            gradients.rope_qk,
+            {"q": _TABLES, "k": _TABLES, "cos": ANY, "sin": ANY},
+            autocasting.first,
+            batching.rope_qk,
+            results=2,
+            outs=("q_out", "k_out"),
         ),
         OpEntry(
             "matmul",

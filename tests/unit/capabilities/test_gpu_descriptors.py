@@ -68,6 +68,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "batch_norm": (dense(2, 64, 8, 8), *[dense(64)] * 4),
         **dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), (dense(64, 128), dense(64, 128), dense(128))),
         **dict.fromkeys(("swiglu", *GATED), (dense(64, 128), dense(64, 128))),
+        "rope_qk": (dense(1, 64, 16, 128), dense(1, 64, 4, 128), dense(1, 64, 64), dense(1, 64, 64)),
         "rope": (dense(1, 64, 16, 128), dense(1, 64, 64), dense(1, 64, 64)),
         "attention_varlen": (*[dense(256, 16, 64)] * 3, *[TensorSpec.contiguous("int32", (5,))] * 2),
         "paged_attention": (

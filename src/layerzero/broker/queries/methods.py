@@ -300,6 +300,7 @@ def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
         "manifest_dirs": folders,
         "metrics": server.settings.metrics,
         "history": server.settings.history,
+        "record": "" if server.settings.record is None else str(server.settings.record.absolute()),
         "store": str(server.settings.store.absolute()),
     }
 

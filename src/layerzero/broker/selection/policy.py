@@ -199,6 +199,11 @@ class Policy:
             raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)
         return policy
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What it was made of, as it was written."""
+        return tuple(one.layer for one in self._parsed)
+
     def isolation(self, backend: str, kernel_id: str = "") -> Isolation:
         """How this backend's kernels are kept apart from the caller's process, or this one of them."""
         return self.backend_isolation[self.isolation_key(backend, kernel_id)]

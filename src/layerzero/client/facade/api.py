@@ -18,6 +18,7 @@ from layerzero.client.facade import (
     expert_ops,
     norm_ops,
     ops,
+    position_ops,
     product_ops,
     quantized_ops,
     sampling_ops,
@@ -108,7 +109,7 @@ def function_of(op: str) -> Callable[..., Any]:
 
 _MODULES = (
     *(ops, activation_ops, attention_ops, cache_ops, elementwise_ops, expert_ops, norm_ops, product_ops, quantized_ops),
-    *(sampling_ops, text_ops, vision_ops),
+    *(sampling_ops, text_ops, vision_ops, position_ops),
 )
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 

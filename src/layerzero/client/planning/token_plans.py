@@ -140,31 +140,30 @@ def plan_rope(x: TensorSpec, cos: TensorSpec, sin: TensorSpec, *, interleaved: b
     op = "rope"
     interleaved = flag(op, "interleaved", interleaved)
     same_float_dtype(op, x=x, cos=cos, sin=sin)
-    if x.ndim not in (3, 4):
-        allowed = "(sequence, heads, head_dim) or (batch, sequence, heads, head_dim)"
-        refuse(op, f"x has shape {list(x.shape)}", allowed, "move the heads behind the sequence: x.transpose(1, 2)")
-    if cos.shape != sin.shape:
-        refuse(op, f"cos has shape {list(cos.shape)} and sin {list(sin.shape)}", "equal shapes", "check both")
-    x4 = x if x.ndim == 4 else x.unsqueeze(0)
-    batch, sequence, _, head_dim = x4.shape
-    is_fit = cos.ndim == 2 or (cos.ndim == 3 and x.ndim == 4 and cos.shape[0] in (1, batch))
-    if not is_fit or cos.shape[-2] != sequence:
-        refuse(
-            op,
-            f"cos has shape {list(cos.shape)} and x {list(x.shape)}",
-            f"({sequence}, pairs){f' or (1 or {batch}, {sequence}, pairs)' if x.ndim == 4 else ''} for cos and sin",
-            "pass the rows of x's positions",
-        )
-    if not 2 <= 2 * cos.shape[-1] <= head_dim:
-        refuse(
-            op,
-            f"cos has {cos.shape[-1]} columns, one for each pair of elements, and x a head_dim of {head_dim}",
-            f"1 to {head_dim // 2} columns",
-            "where the columns are given twice, pass the first half: cos[..., : cos.shape[-1] // 2]",
-        )
-    tables = (cos, sin) if cos.ndim == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
+    x4, tables = _rotated(op, "x", x, cos, sin)
     output = TensorSpec.contiguous(x.dtype, x4.shape)
     return Plan(op, (x4, *tables), {"interleaved": interleaved}, (output,), (fresh(op, x.dtype, x.shape),))
+
+
+@remember
+def plan_rope_qk(q: TensorSpec, k: TensorSpec, cos: TensorSpec, sin: TensorSpec, *, interleaved: bool = False) -> Plan:
+    """Rotary position embedding of queries and keys, by the same tables."""
+    op = "rope_qk"
+    interleaved = flag(op, "interleaved", interleaved)
+    same_float_dtype(op, q=q, k=k, cos=cos, sin=sin)
+    q4, tables = _rotated(op, "q", q, cos, sin)
+    is_fit = k.ndim == q.ndim and (*k.shape[:-2], k.shape[-1]) == (*q.shape[:-2], q.shape[-1])
+    if not is_fit:
+        refuse(
+            op,
+            f"q has shape {list(q.shape)} and k {list(k.shape)}",
+            "shapes that differ in their heads alone, the second to last extent",
+            "check the layout; of other tokens call lz.rope on each",
+        )
+    k4 = k if k.ndim == 4 else k.unsqueeze(0)
+    outputs = tuple(TensorSpec.contiguous(q.dtype, spec.shape) for spec in (q4, k4))
+    results = tuple(fresh(op, q.dtype, spec.shape) for spec in (q, k))
+    return Plan(op, (q4, k4, *tables), {"interleaved": interleaved}, outputs, results)
 
 
 @remember
@@ -175,6 +174,40 @@ def plan_swiglu(gate: TensorSpec, up: TensorSpec) -> Plan:
     if gate.shape != up.shape:
         refuse(op, f"gate has shape {list(gate.shape)} and up {list(up.shape)}", "equal shapes", "expand the smaller")
     return same_shape(op, (gate, up), {})
+
+
+def _rotated(
+    op: str, name: str, x: TensorSpec, cos: TensorSpec, sin: TensorSpec
+) -> tuple[TensorSpec, tuple[TensorSpec, TensorSpec]]:
+    """x with a batch, and tables with one."""
+    if x.ndim not in (3, 4):
+        allowed = "(sequence, heads, head_dim) or (batch, sequence, heads, head_dim)"
+        refuse(
+            op,
+            f"{name} has shape {list(x.shape)}",
+            allowed,
+            f"move the heads behind the sequence: {name}.transpose(1, 2)",
+        )
+    if cos.shape != sin.shape:
+        refuse(op, f"cos has shape {list(cos.shape)} and sin {list(sin.shape)}", "equal shapes", "check both")
+    x4 = x if x.ndim == 4 else x.unsqueeze(0)
+    batch, sequence, _, head_dim = x4.shape
+    is_fit = cos.ndim == 2 or (cos.ndim == 3 and x.ndim == 4 and cos.shape[0] in (1, batch))
+    if not is_fit or cos.shape[-2] != sequence:
+        refuse(
+            op,
+            f"cos has shape {list(cos.shape)} and {name} {list(x.shape)}",
+            f"({sequence}, pairs){f' or (1 or {batch}, {sequence}, pairs)' if x.ndim == 4 else ''} for cos and sin",
+            f"pass the rows of {name}'s positions",
+        )
+    if not 2 <= 2 * cos.shape[-1] <= head_dim:
+        refuse(
+            op,
+            f"cos has {cos.shape[-1]} columns, one for each pair of elements, and {name} a head_dim of {head_dim}",
+            f"1 to {head_dim // 2} columns",
+            "where the columns are given twice, pass the first half: cos[..., : cos.shape[-1] // 2]",
+        )
+    return x4, (cos, sin) if cos.ndim == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
 
 
 def cache_views(op: str, k_cache: TensorSpec, v_cache: TensorSpec, kv_layout: str) -> tuple[TensorSpec, TensorSpec]:

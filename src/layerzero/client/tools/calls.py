@@ -116,6 +116,11 @@ def _rope(tokens: int) -> Call:
     return Call("rope", {"x": _f32(tokens, 8, 64), "cos": _f32(tokens, 32), "sin": _f32(tokens, 32)})
 
 
+def _rope_qk(tokens: int) -> Call:
+    tables = {name: _f32(tokens, 32) for name in ("cos", "sin")}
+    return Call("rope_qk", {"q": _f32(tokens, 8, 64), "k": _f32(tokens, 2, 64), **tables})
+
+
 _FILTERED = {"temperature": 0.75, "top_k": 50, "top_p": 0.875, "min_p": 0.0625}
 
 # What an op is tuned with when nobody says: one token and a few hundred of a small transformer.
@@ -183,6 +188,7 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
         ),
     ),
     "rope": (_rope(1), _rope(256)),
+    "rope_qk": (_rope_qk(1), _rope_qk(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "addmm": (Call("addmm", {"input": _f32(512), "a": _f32(256, 512), "b": _f32(512, 512)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),

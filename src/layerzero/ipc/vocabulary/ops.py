@@ -62,6 +62,8 @@ OPS: dict[str, Op] = {
         # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
         # elements i and i + R/2, or 2i and 2i + 1 when interleaved.
         Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
+        # rope of q (B,S,Hq,D) and of k (B,S,Hk,D), by the same tables
+        Op("rope_qk", ("q", "k", "cos", "sin"), ("q_out", "k_out"), attrs=("interleaved",)),
         # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
         Op("matmul", ("a", "b")),
         # x (1|M,1|N), a (M,K), b (K,N) -> (M,N): beta x + alpha a b, floats; with a beta of 0 nothing of x counts
@@ -315,7 +317,7 @@ PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with 
 
 
 # Ops with several results that may be the caller's own arrays; those of others are always new.
-TAKE_OUTS = frozenset({"add_rms_norm"})
+TAKE_OUTS = frozenset({"add_rms_norm", "rope_qk"})
 # Ops on views (B,H,S,D) with a causal rule and a mask.
 ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
 # Ops on sequences one after the other that have a causal alignment, and on paged caches.
@@ -339,8 +341,8 @@ class Heads(NamedTuple):
 
 def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
     """What the tensors of a call have as heads; None for ops that have none."""
-    if op == "rope":
-        x = given["x"]
+    if op in ("rope", "rope_qk"):
+        x = given["x" if op == "rope" else "q"]
         return Heads(x.shape[2], x.shape[2], x.shape[2], (("x", x.shape[3]), ("rotary", 2 * given["cos"].shape[2])))
     if op not in _HEADS:
         return None

@@ -156,6 +156,12 @@ def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(parts), (rotated, x.shape[3])
 
 
+def _rope_qk(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """As of q; heads decide on nothing."""
+    q, _, *tables = inputs
+    return _rope((q, *tables), attrs)
+
+
 def _matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     a, b = inputs
     extents = (*a.shape[-2:], b.shape[-1])
@@ -380,6 +386,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "paged_attention_forward": _paged_forward,
     "append_kv": _append_kv,
     "rope": _rope,
+    "rope_qk": _rope_qk,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,

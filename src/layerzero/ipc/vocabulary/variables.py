@@ -50,6 +50,8 @@ SETTINGS = (
     "metrics",
     "metrics_token_file",
     "history",
+    "record",
+    "record_mib",
     "keys",
     "allow_uids",
     "failpoints",
@@ -66,6 +68,7 @@ PATHS = (
     "wheelhouse",
     "secret_file",
     "metrics_token_file",
+    "record",
     "keys",
 )
 """Those that name files or folders, several separated by ':'. A broker runs elsewhere than who starts it."""

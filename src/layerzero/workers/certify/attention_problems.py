@@ -323,6 +323,16 @@ def _rope(claims: Claims) -> Iterator[Problem]:
         yield Problem("rope", f"empty {[batch, sequence, heads]}", {"interleaved": False}, inputs)
 
 
+def _rope_qk(claims: Claims) -> Iterator[Problem]:
+    """Those of rope, with keys of fewer heads beside them."""
+    numbers = Numbers(15)
+    for rope in _rope(claims):
+        q, *tables = rope.inputs
+        assert q is not None
+        k = numbers(*q.shape[:2], min(q.shape[2], 1), q.shape[3])
+        yield Problem("rope_qk", rope.name, rope.attrs, (q, k, *tables))
+
+
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention": _attention("attention"),
     "attention_forward": _attention("attention_forward"),
@@ -332,4 +342,5 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,
     "rope": _rope,
+    "rope_qk": _rope_qk,
 }

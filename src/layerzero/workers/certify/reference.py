@@ -52,6 +52,12 @@ def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return Values(x.shape, out)
 
 
+def rope_qk(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
+    """rope, twice."""
+    q, k, *tables = inputs
+    return rope([q, *tables], attrs), rope([k, *tables], attrs)
+
+
 def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     """a @ b with broadcast leading dimensions."""
     a, b = given(inputs)
@@ -223,6 +229,7 @@ def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
 OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
     **attention_reference.OPS,
     "rope": rope,
+    "rope_qk": rope_qk,
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,

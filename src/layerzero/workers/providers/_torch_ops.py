@@ -94,6 +94,7 @@ class TorchOps:
         return {
             "attention_varlen": self.attention_varlen,
             "rope": self.rope,
+            "rope_qk": self.rope_qk,
             "matmul": self.matmul,
             "addmm": self.addmm,
             "linear": self.linear,
@@ -156,6 +157,16 @@ class TorchOps:
             out[..., places[0]] = a * c - b * s
             out[..., places[1]] = b * c + a * s
             out[..., rotated:] = x[..., rotated:]
+
+        return run
+
+    def rope_qk(self, views: Sequence[Any], call: Call) -> Run:
+        q, k, *tables = views
+        runs = [self.rope((x, *tables), call) for x in (q, k)]
+
+        def run(targets: Any) -> None:
+            for one, out in zip(runs, targets, strict=True):
+                one(out)
 
         return run
 

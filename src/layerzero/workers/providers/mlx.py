@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _mlx_activations, _mlx_attention, _mlx_elementwise, _mlx_experts, _mlx_quantized
+from layerzero.workers.providers import (
+    _mlx_activations,
+    _mlx_attention,
+    _mlx_elementwise,
+    _mlx_experts,
+    _mlx_quantized,
+    _mlx_rotary,
+)
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
 from layerzero.workers.providers._mlx_vision import Vision
@@ -42,6 +49,7 @@ def load() -> Loaded:
         **_mlx_elementwise.builders(mx),
         **_mlx_experts.builders(mx),
         **_mlx_quantized.builders(mx),
+        **_mlx_rotary.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

@@ -17,6 +17,7 @@ from layerzero.workers.providers import (
     _onnx_graph,
     _onnx_norms,
     _onnx_quantized,
+    _onnx_rotary,
     _onnx_vision,
 )
 
@@ -63,6 +64,7 @@ def load() -> Loaded:
         "scaled_linear": _onnx_quantized.scaled_linear,
         "quantize": _onnx_quantized.quantize,
         "dequantize": _onnx_quantized.dequantize,
+        **dict.fromkeys(("rope", "rope_qk"), _onnx_rotary.graph),
     }
 
     def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

@@ -31,9 +31,11 @@ def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
 VARLEN = (t(9, 4, 8), t(7, 2, 8), t(7, 2, 6), i32(3), i32(3))
 PAGED = (t(3, 4, 8), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(3, 2), i32(3))
 ROPE = (t(2, 5, 4, 8), t(5, 4), t(5, 4))
+ROPE_QK = (t(2, 5, 4, 8), t(2, 5, 1, 8), t(5, 4), t(5, 4))
 APPEND = (t(9, 2, 8), t(9, 2, 6), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(9))
 SWIGLU = (t(2, 3), t(2, 3))
 CALLS = {"attention_varlen": VARLEN, "paged_attention": PAGED, "append_kv": APPEND, "rope": ROPE, "swiglu": SWIGLU}
+CALLS["rope_qk"] = ROPE_QK
 RESULTS = {"attention_varlen": (9, 4, 6), "paged_attention": (3, 4, 6), "rope": (2, 5, 4, 8), "swiglu": (2, 3)}
 
 
@@ -144,6 +146,15 @@ def test_rope_without_a_batch_gets_one() -> None:
     assert plan_out(plan, strided).outputs[0].strides[1:] == (64, 8, 1)
 
 
+def test_rope_of_queries_and_keys_has_both_results() -> None:
+    """Keys have heads of their own, and without a batch both get one."""
+    plan = planned("rope_qk", *ROPE_QK)
+    assert plan.results == (t(2, 5, 4, 8), t(2, 5, 1, 8))
+    plan = planned("rope_qk", t(5, 4, 8), t(5, 2, 8), t(5, 3), t(5, 3), interleaved=True)
+    assert plan.inputs == (t(1, 5, 4, 8), t(1, 5, 2, 8), t(1, 5, 3), t(1, 5, 3))
+    assert (plan.outputs, plan.results) == ((t(1, 5, 4, 8), t(1, 5, 2, 8)), (t(5, 4, 8), t(5, 2, 8)))
+
+
 def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> None:
     """Calls that mean the same must share one route."""
     plan = planned(
@@ -195,6 +206,15 @@ def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> 
         ("rope", {1: t(4), 2: t(4)}, {}, r"cos has shape \[4\]"),
         ("rope", {1: t(5, 4, dtype="float64"), 2: t(5, 4, dtype="float64")}, {}, "cos is float64"),
         ("rope", {}, {"interleaved": None}, "interleaved is None"),
+        (
+            "rope_qk",
+            {1: t(2, 5, 1, 6)},
+            {},
+            r"q has shape \[2, 5, 4, 8\] and k \[2, 5, 1, 6\]; allowed: shapes that differ",
+        ),
+        ("rope_qk", {1: t(5, 1, 8)}, {}, r"k \[5, 1, 8\].*call lz.rope on each"),
+        ("rope_qk", {2: t(4, 4), 3: t(4, 4)}, {}, "pass the rows of q's positions"),
+        ("rope_qk", {1: t(2, 5, 1, 8, dtype="float16")}, {}, "k is float16, .*allowed: one dtype"),
         ("append_kv", {0: t(9, 2)}, {}, r"key has shape \[9, 2\]; allowed: \(tokens, heads, head_dim\)"),
         ("append_kv", {1: t(9, 2, 8)}, {}, r"value has \(heads, head_dim\) \[2, 8\] and v_cache \[2, 6\]"),
         ("append_kv", {0: t(8, 2, 8)}, {}, "key's first extent is 8, value's is 9, slots' is 9"),

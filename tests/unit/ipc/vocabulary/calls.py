@@ -116,6 +116,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"interleaved": False},
         ("float32 2 5 3 9",),
     ),
+    "rope_qk": (
+        {"q": "float32 2 5 3 9", "k": "float32 2 5 1 9", "cos": "float32 1 5 4", "sin": "float32 1 5 4"},
+        {"interleaved": False},
+        ("float32 2 5 3 9", "float32 2 5 1 9"),
+    ),
     "matmul": ({"a": "int32 4 1 2 3", "b": "int32 5 3 7"}, {}, ("int32 4 5 2 7",)),
     "addmm": (
         {"x": "float32 1 7", "a": "float32 2 3", "b": "float32 3 7"},

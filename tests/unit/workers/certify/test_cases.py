@@ -243,12 +243,14 @@ def calls(
         inputs = [draw(tensors(dtype, shape)) for shape in shapes]
         assert inputs[2] is not None
         return [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))], inputs[2], {}
-    if op == "rope":
+    if op in ("rope", "rope_qk"):
         b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
         rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))
         table = (draw(st.sampled_from([1, b])), s, rotated // 2)
         x = draw(tensors(dtype, (b, s, h, max(d, 2))))
         inputs = [x, *(draw(tensors(dtype, table)) for _ in ("cos", "sin"))]
+        if op == "rope_qk":
+            inputs.insert(1, draw(tensors(dtype, x.shape)))
         return inputs, draw(tensors(dtype, x.shape)), {"interleaved": draw(st.booleans())}
     if op == "matmul":
         m, k, n = (draw(extent) for _ in range(3))
