@@ -616,6 +616,29 @@ def reglu(gate: Array, up: Array) -> F64:
     return relu(gate) * up.astype(np.float64)
 
 
+def cross_entropy(
+    x: Array,
+    target: Array,
+    weight: Array | None = None,
+    *,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> F64:
+    """The cross entropy of the softmax and a distribution that is smoothed, times the weights of its classes."""
+    rows = np.moveaxis(x.astype(np.float64), 1, -1)
+    weights = np.ones(x.shape[1]) if weight is None else weight.astype(np.float64)
+    counts = target != ignore_index
+    wanted = np.eye(x.shape[1])[np.where(counts, target, 0)]
+    wanted = ((1 - label_smoothing) * wanted + label_smoothing / x.shape[1]) * counts[..., None]
+    with np.errstate(invalid="ignore"):
+        losses = -(wanted * weights * log_softmax(rows, dim=rows.ndim - 1)).sum(-1)
+        if reduction == "none":
+            return np.asarray(losses)
+        share = (weights[np.where(counts, target, 0)] * counts).sum() if reduction == "mean" else 1.0
+        return np.asarray(losses.sum() / np.float64(share))
+
+
 def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
@@ -776,6 +799,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "interpolate": vision_reference.interpolate,
     "softmax": softmax,
     "log_softmax": log_softmax,
+    "cross_entropy": cross_entropy,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,

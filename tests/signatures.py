@@ -17,6 +17,7 @@ from layerzero.client.planning import (
     cache_plans,
     elementwise_plans,
     expert_plans,
+    loss_plans,
     norm_plans,
     plans,
     product_plans,
@@ -412,6 +413,14 @@ def _scaled_linear(rng: Random) -> Plan:
     return quantized_plans.plan_scaled_linear(x, weight, scale, x_scale, bias, None, zeros, dtype=dtype, **options)
 
 
+def _cross_entropy(rng: Random) -> Plan:
+    dtype, (batch, classes, *rest) = _float(rng), _extents(rng, rng.randint(2, 4), least=1)
+    target = TensorSpec.contiguous(rng.choice(("int32", "int64")), (batch, *rest))
+    weight = rng.choice((None, TensorSpec.contiguous(dtype, (classes,))))
+    options = {"reduction": rng.choice(("none", "mean", "sum")), "label_smoothing": rng.choice((0.0, 0.5))}
+    return loss_plans.plan_cross_entropy(_tensor(rng, dtype, batch, classes, *rest), target, weight, **options)
+
+
 def _embedding(rng: Random) -> Plan:
     ids = TensorSpec.contiguous(rng.choice(("int32", "int64")), tuple(_extents(rng, rng.randint(0, 2))))
     return plans.plan_embedding(ids, _tensor(rng, _float(rng), *_extents(rng, 2, least=1)))
@@ -514,6 +523,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "dynamic_quantize": _dynamic_quantize,
     "int_matmul": _int_matmul,
     "scaled_linear": _scaled_linear,
+    "cross_entropy": _cross_entropy,
     "embedding": _embedding,
     "penalize_logits": _penalize,
     "filter_logits": _filter,

@@ -87,6 +87,13 @@ if TYPE_CHECKING:
         moe_permute as moe_permute,
         moe_route as moe_route,
     )
+    from layerzero.client.facade.loss_ops import cross_entropy as cross_entropy
+    from layerzero.client.facade.packed_weights import (
+        PackedWeight as PackedWeight,
+        pack_weight as pack_weight,
+        packed_linear as packed_linear,
+        packed_weight as packed_weight,
+    )
     from layerzero.client.facade.position_ops import rope_qk as rope_qk
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
@@ -206,6 +213,8 @@ _HOME = {
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
     "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
+    "layerzero.client.facade.loss_ops": "cross_entropy",
+    "layerzero.client.facade.packed_weights": "PackedWeight pack_weight packed_linear packed_weight",
     "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
@@ -257,7 +266,13 @@ if not TYPE_CHECKING:  # else every name would be one that exists
             hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
             raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(module), name)
+        if module.startswith("layerzero.client.facade."):
+            import_module("layerzero.client.connection.observing").on_traced = _take_traced
         return value
+
+    def _take_traced(route: Any, share: float) -> None:
+        """Policy wants calls recorded, or no more: what does that is loaded with the first of them."""
+        import_module("layerzero.client.traces.wanted").wanted.take(route, share)
 
 
 def __dir__() -> list[str]:

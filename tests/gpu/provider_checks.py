@@ -41,6 +41,7 @@ FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 INDICES = {  # the dtypes of tensors that have their own
     "embedding": {"ids": "int64"},
+    "cross_entropy": {"target": "int64"},
     "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
     "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
     "attention_varlen_forward": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "alibi_slopes": "float32"},
@@ -318,6 +319,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [shape and numbers(*shape) for shape in given]
         elif op in INDICES and OPS[op].inputs[0] in ("logits", "target_probs", "draft_ids"):
             inputs = sampling_inputs(op, rng, rng.choice((1, 3, 8)), extent() * rng.choice((1, 3, 30)))
+        elif op == "cross_entropy":
+            classes = extent()
+            attrs = {
+                "ignore_index": 1,
+                "reduction": ("none", "mean", "sum")[number % 3],
+                "label_smoothing": rng.choice((0.0, 0.25)),
+            }
+            inputs = [numbers(9, classes), Values((9,), [rng.randrange(classes) for _ in range(9)]), None]
         elif op == "embedding":
             inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
         else:

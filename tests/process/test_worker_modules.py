@@ -43,6 +43,7 @@ CPU_WORKER = {
         "elementwise_shapes",
         "expert_ops",
         "expert_shapes",
+        "loss_shapes",
         "norm_shapes",
         "op",
         "ops",

@@ -20,6 +20,7 @@ from layerzero.torch import (
     experts,
     fakes,
     gradients,
+    losses,
     norms,
     quantized,
     vision,
@@ -192,6 +193,7 @@ TABLE: dict[str, OpEntry] = {
             batching.gated_mlp,
         ),
         *experts.ENTRIES,
+        *losses.ENTRIES,
         OpEntry(
             "conv",
             vision.CONV_ARGUMENTS,

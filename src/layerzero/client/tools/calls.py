@@ -243,6 +243,9 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             {"normalized_shape": 512},
         ),
     ),
+    "cross_entropy": (
+        Call("cross_entropy", {"input": _f32(256, 8192), "target": TensorSpec.contiguous("int64", (256,))}),
+    ),
     "group_norm": (
         Call(
             "group_norm",

@@ -110,6 +110,16 @@ OPS: dict[str, Op] = {
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),
+        # x (N,C,...), target int32|int64 (N,...), weight (C) -> (N,...), or () where `reduction` is "sum", or "mean":
+        # that by the sum of the weights that count. An index that is ignore_index does not count; another one outside
+        # [0, C) is InvalidArgument.
+        Op(
+            "cross_entropy",
+            ("x", "target", "weight"),
+            optional=frozenset({"weight"}),
+            indices=frozenset({"target"}),
+            attrs=("ignore_index", "reduction", "label_smoothing"),
+        ),
         # normalized over the last `ndim` dimensions; weight and bias have their shape
         Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
         Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),

@@ -268,6 +268,13 @@ def _norm_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return _norm(inputs[1:], attrs)
 
 
+def _cross_entropy(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """A weight and smoothing are one class; so are predictions of several dimensions."""
+    x, _, weight = inputs
+    has_options = weight is not None or attrs["label_smoothing"] > 0 or x.ndim > 2
+    return f"{attrs['reduction']}{'+options' if has_options else ''}", (x.shape[1],)
+
+
 def _group_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """instance_norm has no groups: there each channel is one."""
     x, channels = inputs[0], inputs[0].shape[1]
@@ -412,6 +419,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "cross_entropy": _cross_entropy,
     "group_norm": _group_norm,
     "instance_norm": _group_norm,
     "batch_norm": _batch_norm,

@@ -15,6 +15,7 @@ from layerzero.workers.certify import (
     cache_problems,
     elementwise_problems,
     expert_problems,
+    loss_problems,
     norm_problems,
     quantized_problems,
     sampling_problems,
@@ -135,6 +136,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
     **cache_problems.PROBLEMS,
+    **loss_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
     **expert_problems.PROBLEMS,

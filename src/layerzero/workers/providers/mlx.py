@@ -16,6 +16,7 @@ from layerzero.workers.providers import (
     _mlx_attention,
     _mlx_elementwise,
     _mlx_experts,
+    _mlx_losses,
     _mlx_quantized,
     _mlx_rotary,
 )
@@ -48,6 +49,7 @@ def load() -> Loaded:
         **_mlx_activations.builders(mx),
         **_mlx_elementwise.builders(mx),
         **_mlx_experts.builders(mx),
+        **_mlx_losses.builders(mx),
         **_mlx_quantized.builders(mx),
         **_mlx_rotary.builders(mx),
     }

@@ -12,6 +12,7 @@ from layerzero.workers.providers import _torch_activations, _torch_elementwise, 
 from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_experts import Experts
+from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
 from layerzero.workers.providers._torch_quantized import Quantized
@@ -103,6 +104,7 @@ def load() -> Loaded:
         **Quantized(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **Vision(torch).builders(),
+        **Losses(torch).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),
     }

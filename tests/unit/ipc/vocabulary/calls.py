@@ -212,6 +212,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("float32 2 6 7 10",),
     ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
+    "cross_entropy": (
+        {"x": "float32 2 5 3", "target": "int64 2 3", "weight": "float32 5"},
+        {"ignore_index": -100, "reduction": "none", "label_smoothing": 0.0},
+        ("float32 2 3",),
+    ),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (
         {"x": "float32 2 3 5", "residual": "float32 2 3 5", "weight": "float32 5"},

@@ -296,6 +296,14 @@ def calls(
         inputs = [shape and draw(tensors(dtype, shape)) for shape in shapes]
         ((_, made),) = outputs_of(op, inputs, attrs)
         return inputs, draw(tensors(dtype, made)), attrs
+    if op == "cross_entropy":
+        n, classes, rest = draw(st.integers(1, 3)), draw(extent), draw(st.lists(st.integers(1, 3), max_size=2))
+        weight = draw(tensors(dtype, (classes,))) if draw(st.booleans()) else None
+        target = draw(tensors(draw(st.sampled_from(["int32", "int64"])), (n, *rest)))
+        reduction = draw(st.sampled_from(["none", "mean", "sum"]))
+        attrs = {"ignore_index": 1, "reduction": reduction, "label_smoothing": draw(st.sampled_from([0.0, 0.5]))}
+        out = draw(tensors(dtype, (n, *rest) if reduction == "none" else ()))
+        return [draw(tensors(dtype, (n, classes, *rest))), target, weight], out, attrs
     if op == "embedding":
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
