@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from tests import reference
 from tests.envs import elementwise_cases, expert_cases, quantized_cases, vision_cases
-from tests.envs.attention_cases import merge_cases, option_cases, paged_forward_cases, varlen_forward_cases
+from tests.envs.attention_cases import (
+    copy_block_cases,
+    gather_cases,
+    merge_cases,
+    option_cases,
+    paged_forward_cases,
+    varlen_forward_cases,
+)
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
@@ -647,6 +654,8 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "paged_attention": paged_cases,
     "paged_attention_forward": paged_forward_cases,
     "append_kv": append_cases,
+    "gather_kv": gather_cases,
+    "copy_kv_blocks": copy_block_cases,
     "cross_entropy": cross_entropy_cases,
     "rope": rope_cases,
     "rope_qk": rope_qk_cases,

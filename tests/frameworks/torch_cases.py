@@ -263,6 +263,13 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
             )
         ],
+        "gather_kv": [
+            ((t(2, 4, 2, 8), t(2, 4, 2, 6, seed=1), torch.tensor([5, -1, 2])), {}),
+            ((t(2, 2, 4, 8), t(2, 2, 4, 6, seed=1), torch.tensor([5, -1, 2])), {"kv_layout": "HND"}),
+        ],
+        "copy_kv_blocks": [
+            ((t(3, 4, 2, 8), t(3, 4, 2, 6, seed=1), torch.tensor([0, -1]), torch.tensor([2, 1])), {}),
+        ],
         "append_kv": [
             (
                 (

@@ -121,6 +121,18 @@ TABLE: dict[str, OpEntry] = {
             mutates=True,
         ),
         OpEntry(
+            "gather_kv",
+            'Tensor k_cache, Tensor v_cache, Tensor slots, *, str kv_layout="NHD"',
+            fakes.gather_kv,
+            results=2,
+        ),
+        OpEntry(
+            "copy_kv_blocks",
+            'Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor targets, *, str kv_layout="NHD"',
+            fakes.copy_kv_blocks,
+            mutates=True,
+        ),
+        OpEntry(
             "rope",
             "Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False",
             fakes.rope,

@@ -145,6 +145,12 @@ def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
 
 
+def _of_cache(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """What copies rows or blocks of a cache."""
+    k_cache, v_cache, places = inputs[:3]
+    return places.dtype, _folded(max(places.shape[0], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3]))
+
+
 def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     x, cos, _ = inputs
     rotated = 2 * cos.shape[2]
@@ -392,6 +398,8 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "paged_attention": _paged_attention,
     "paged_attention_forward": _paged_forward,
     "append_kv": _append_kv,
+    "gather_kv": _of_cache,
+    "copy_kv_blocks": _of_cache,
     "rope": _rope,
     "rope_qk": _rope_qk,
     "matmul": _matmul,
