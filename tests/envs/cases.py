@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 from tests.envs import elementwise_cases, expert_cases, quantized_cases, vision_cases
-from tests.envs.attention_cases import option_cases
+from tests.envs.attention_cases import merge_cases, option_cases, paged_forward_cases, varlen_forward_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
@@ -646,8 +646,11 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "attention_forward": forward_cases,
     "attention_backward": backward_cases,
+    "merge_attention": merge_cases,
     "attention_varlen": varlen_cases,
+    "attention_varlen_forward": varlen_forward_cases,
     "paged_attention": paged_cases,
+    "paged_attention_forward": paged_forward_cases,
     "append_kv": append_cases,
     "cross_entropy": cross_entropy_cases,
     "rope": rope_cases,

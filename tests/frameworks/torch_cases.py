@@ -243,8 +243,27 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"layout": "BSHD", "is_causal": True, "enable_gqa": True, "scale": 0.3},
             ),
         ],
+        "merge_attention": [
+            ((t(2, 4, 3, 8), random(2, 4, 3), t(2, 4, 3, 8, seed=1), random(2, 4, 3, seed=2)), {}),
+            (
+                tuple(one for n in range(3) for one in (t(2, 3, 4, 8, seed=n), random(2, 4, 3, seed=n))),
+                {"layout": "BSHD"},
+            ),
+        ],
         "attention_varlen": [((t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends), {"is_causal": True})],
         "paged_attention": [((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {})],
+        "attention_varlen_forward": [
+            (
+                (t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends, t(4, seed=3)),
+                {"is_causal": True, "window_size": [2, 0]},
+            )
+        ],
+        "paged_attention_forward": [
+            (
+                (t(5, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths, ends),
+                {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
+            )
+        ],
         "append_kv": [
             (
                 (

@@ -112,6 +112,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
     elif op == "where":
         condition = of(512, 2048, dtype="bool")
         yield "512 x 2048", (condition, of(512, 2048), of(2048)), (of(512, 2048),), {}, _WELL
+    elif op == "merge_attention":
+        parts = (of(2, 16, 256, 64), of(2, 16, 256, dtype="float32")) * 2
+        yield "two parts", (*parts, *[None] * 4), (of(2, 16, 256, 64), of(2, 16, 256, dtype="float32")), {}, _WELL
     elif op == "cat":
         given = (of(512, 1024), of(512, 2048), *[None] * 6)
         yield "512 x 1024 and 512 x 2048", given, (of(512, 3072),), {"dim": 1}, _WELL

@@ -37,6 +37,7 @@ CPU_WORKER = {
         "wire",
     },
     "layerzero.ipc.vocabulary": {
+        "attention_ops",
         "attention_shapes",
         "neighbours",
         "elementwise_shapes",

@@ -48,6 +48,10 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *[dense(2, 16, 256, head_dim)] * 5,
             *(TensorSpec.contiguous("float32", (2, 16, 256)), None),
         ),
+        "merge_attention": (
+            *(dense(2, 16, 256, 64), TensorSpec.contiguous("float32", (2, 16, 256))) * 2,
+            *[None] * 4,
+        ),
         "matmul": (dense(64, 128), dense(128, 64)),
         "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
         "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),
@@ -71,6 +75,16 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "paged_attention": (
             *(dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
+        ),
+        "attention_varlen_forward": (
+            *[dense(256, 16, 64)] * 3,
+            *[TensorSpec.contiguous("int32", (5,))] * 2,
+            *(None, None),
+        ),
+        "paged_attention_forward": (
+            *(dense(40, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
+            *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,), (5,))),
+            *(None, None),
         ),
         "append_kv": (
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),

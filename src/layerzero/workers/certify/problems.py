@@ -12,6 +12,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import (
     attention_problems,
+    cache_problems,
     elementwise_problems,
     expert_problems,
     loss_problems,
@@ -134,6 +135,7 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
+    **cache_problems.PROBLEMS,
     **loss_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,

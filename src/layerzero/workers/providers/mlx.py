@@ -35,6 +35,7 @@ def load() -> Loaded:
     library = _Mlx(mx)
     builders: dict[str, Callable[..., Callable[..., Any]]] = {
         "attention": partial(_mlx_attention.attention, mx),
+        "merge_attention": partial(_mlx_attention.merge_attention, mx),
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
         "addmm": library.addmm,

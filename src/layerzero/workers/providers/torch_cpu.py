@@ -8,8 +8,8 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
-from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options
+from layerzero.workers.providers import _torch_activations, _torch_elementwise, _torch_paged
+from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_losses import Losses
@@ -93,8 +93,10 @@ def load() -> Loaded:
         "attention": attention,
         "attention_forward": flash.forward,
         "attention_backward": flash.backward,
+        "merge_attention": merge(torch),
         "paged_attention": paged_attention,
         "append_kv": append_kv,
+        **_torch_paged.builders(torch, flash.attend),
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),

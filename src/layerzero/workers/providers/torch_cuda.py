@@ -12,8 +12,8 @@ from typing import Any
 
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
-from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import Composed
+from layerzero.workers.providers import _torch_activations, _torch_elementwise, _torch_paged
+from layerzero.workers.providers._torch_attention import Composed, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
@@ -36,6 +36,7 @@ def load() -> Loaded:
     builders = {
         **TorchOps(torch, attention.unfused).builders(),
         "attention_varlen.flash": gpu.attention_varlen(attention.flash_varlen),
+        "merge_attention": merge(torch),
         "paged_attention": attention.paged,
         "append_kv": lambda views, call: append_kv(torch, views),
         "attention.flash": attention.flash,
@@ -45,6 +46,7 @@ def load() -> Loaded:
         "attention.math": attention.math,
         "attention.composed": lambda views, call: Composed(torch, None, views, call).attention,
         "attention_forward.composed": lambda views, call: Composed(torch, None, views, call).forward,
+        **_torch_paged.builders(torch, None),
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
