@@ -473,13 +473,20 @@ def add_rms_norm(x: Array, residual: Array, weight: Array | None = None, *, ndim
 
 @np.errstate(invalid="ignore")
 def group_norm(
-    x: Array, weight: Array | None = None, bias: Array | None = None, *, num_groups: int = 0, eps: float
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    num_groups: int = 0,
+    eps: float,
+    activation: str = "",
 ) -> F64:
     """Without groups one for each channel."""
     if not x.size:
         return x.astype(np.float64)
     grouped = x.reshape(x.shape[0], num_groups or x.shape[1], -1)
-    return _of_channels(layer_norm(grouped, ndim=1, eps=eps).reshape(x.shape), weight, bias)
+    made = _of_channels(layer_norm(grouped, ndim=1, eps=eps).reshape(x.shape), weight, bias)
+    return np.asarray(_activated(made, activation))
 
 
 @np.errstate(invalid="ignore")

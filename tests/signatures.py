@@ -316,7 +316,8 @@ def _channels(rng: Random, op: str) -> Plan:
     per_channel = TensorSpec.contiguous(dtype, (groups * each,))
     weight, bias = (rng.choice((None, per_channel)) for _ in range(2))
     if op == "group_norm":
-        return norm_plans.plan_group_norm(x, weight, bias, num_groups=groups)
+        activation = rng.choice((None, None, *LINEAR_ACTIVATIONS))
+        return norm_plans.plan_group_norm(x, weight, bias, num_groups=groups, activation=activation)
     if op == "instance_norm":
         return norm_plans.plan_instance_norm(x, weight, bias)
     return norm_plans.plan_batch_norm(x, per_channel, per_channel, weight, bias)

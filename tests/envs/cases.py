@@ -563,6 +563,11 @@ def channel_norm_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
     for shape, groups in shapes:
         for given in ("", "w", "b", "wb"):
             yield case(f"{shape} in {groups}, {given or 'alone'}", normal(rng, *shape), groups, given)
+    for activation in LINEAR_ACTIVATIONS if op == "group_norm" else ():
+        for shape, mean in (((2, 4, 5), 0.0), ((1, 6, 300), 0.0), ((2, 4, 16), 100.0)):
+            name = f"{shape} around {mean}, {activation}"
+            plain = case(name, np.round(normal(rng, *shape) * 8) / 2 + mean, 2, "wb" if shape[0] > 1 else "")
+            yield Case(name, plain.tensors, {**plain.attrs, "activation": activation})
     yield case("no variance", np.ones((2, 4, 3)), 2)
     yield case("eps 1", normal(rng, 2, 4, 3), 2, eps=1.0)
     yield case("eps 0", normal(rng, 2, 4, 8), 2, eps=0.0)

@@ -55,6 +55,7 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    activation: str | None = None,
     **_: Any,
 ) -> Tensor:
     """As `input`."""

@@ -272,10 +272,15 @@ TABLE: dict[str, OpEntry] = {
         ),
         OpEntry(
             "group_norm",
-            "Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            "Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+            "str? activation=None",
             fakes.group_norm,
             channel_norms.group_norm_gradients,
-            {"input": frozenset({"input", "weight"}), "weight": frozenset({"input"})},
+            {
+                "input": frozenset({"input", "weight", "activation"}),
+                "weight": frozenset({"input", "activation"}),
+                "bias": frozenset({"activation"}),
+            },
             autocasting.single,
             batching.group_norm,
         ),

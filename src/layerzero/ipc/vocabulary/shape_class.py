@@ -276,9 +276,11 @@ def _cross_entropy(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _group_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    """instance_norm has no groups: there each channel is one."""
+    """instance_norm has no groups: there each channel is one. With an activation all else is one class."""
     x, channels = inputs[0], inputs[0].shape[1]
     groups = attrs.get("num_groups", channels)
+    if "activation" in attrs:
+        return attrs["activation"], (x.numel // (x.shape[0] * groups),)
     variant = "one_group" if groups == 1 else "channels" if groups == channels else "groups"
     parts = ["plain" if "num_groups" not in attrs else variant, *_given(inputs)]
     return "+".join(parts), (x.numel // (x.shape[0] * groups),)

@@ -316,6 +316,8 @@ def calls(
         inputs += [draw(tensors(dtype, (channels,))) for _ in range(2 if op == "batch_norm" else 0)]
         inputs += [draw(tensors(dtype, (channels,))) if draw(st.booleans()) else None for _ in range(2)]
         attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
+        if op == "group_norm" and "activation" in kernel.optional_attrs and draw(st.booleans()):
+            attrs["activation"] = draw(st.sampled_from(LINEAR_ACTIVATIONS))
         assert inputs[0] is not None
         return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
     if op in ("penalize_logits", "filter_logits", "sample"):
