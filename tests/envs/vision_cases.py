@@ -14,7 +14,7 @@ from tests.gpu.vision_calls import OPS, random_call
 
 from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS
 
-RANDOM_CALLS = 40
+RANDOM_CALLS = 12
 
 
 def conv_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:

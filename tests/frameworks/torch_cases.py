@@ -189,6 +189,21 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 3, 6), t(2, 3, 1, 6, seed=3), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
             ((t(2, 3, 2, 4), t(2, 3, 1, 4, seed=3), t(2, 3, 2, seed=1), t(2, 3, 2, seed=2)), {"interleaved": True}),
         ],
+        "cross_entropy": [
+            ((t(3, 4), torch.tensor([2, -100, 0])), {}),
+            (
+                (
+                    t(2, 4, 3),
+                    torch.tensor([[0, 3, 1], [2, 2, 1]]),
+                    random(4, seed=1, dtype=dtype).abs(),
+                    2,
+                    "none",
+                    0.25,
+                ),
+                {},
+            ),
+            ((t(4), torch.tensor(3, dtype=torch.int32), None, -100, "sum", 0.5), {}),
+        ],
         "embedding": [
             ((torch.tensor([[0, 3], [2, 2]]), t(4, 6)), {}),
             ((torch.tensor([1, 2], dtype=torch.int32), t(4, 6)), {"padding_idx": 2, "scale_grad_by_freq": True}),
@@ -227,8 +242,27 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"layout": "BSHD", "is_causal": True, "enable_gqa": True, "scale": 0.3},
             ),
         ],
+        "merge_attention": [
+            ((t(2, 4, 3, 8), random(2, 4, 3), t(2, 4, 3, 8, seed=1), random(2, 4, 3, seed=2)), {}),
+            (
+                tuple(one for n in range(3) for one in (t(2, 3, 4, 8, seed=n), random(2, 4, 3, seed=n))),
+                {"layout": "BSHD"},
+            ),
+        ],
         "attention_varlen": [((t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends), {"is_causal": True})],
         "paged_attention": [((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {})],
+        "attention_varlen_forward": [
+            (
+                (t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends, t(4, seed=3)),
+                {"is_causal": True, "window_size": [2, 0]},
+            )
+        ],
+        "paged_attention_forward": [
+            (
+                (t(5, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths, ends),
+                {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
+            )
+        ],
         "append_kv": [
             (
                 (
@@ -531,6 +565,9 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "cast": lambda x, dtype: x.to(getattr(torch, dtype)),
     "matmul": torch.matmul,
     "embedding": F.embedding,
+    "cross_entropy": lambda x, target, weight=None, ignore_index=-100, reduction="mean", smoothing=0.0: F.cross_entropy(
+        x, target.long(), weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
+    ),
     "rope": _rope,
     "rope_qk": lambda q, k, *tables, interleaved=False: tuple(_rope(x, *tables, interleaved) for x in (q, k)),
     "attention": _attention,

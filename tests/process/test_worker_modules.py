@@ -37,11 +37,13 @@ CPU_WORKER = {
         "wire",
     },
     "layerzero.ipc.vocabulary": {
+        "attention_ops",
         "attention_shapes",
         "neighbours",
         "elementwise_shapes",
         "expert_ops",
         "expert_shapes",
+        "loss_shapes",
         "norm_shapes",
         "op",
         "ops",

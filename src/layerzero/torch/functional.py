@@ -149,6 +149,27 @@ def rope_qk(
     return found[0], found[1]
 
 
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Minus the log-softmax of input (batch, classes, ...) at class indices (batch, ...), or without batch. Dtypes as
+    silu. As layerzero.cross_entropy; size_average and reduce, which torch has deprecated, must be None."""
+    if size_average is not None or reduce is not None:
+        raise lz.InvalidArgument("cross_entropy: size_average and reduce must be None; pass reduction")
+    settings = {"backend": backend, "timeout_s": timeout_s}
+    return ops.cross_entropy.default(input, target, weight, ignore_index, reduction, label_smoothing, **settings)
+
+
 def embedding(
     input: Tensor,
     weight: Tensor,

@@ -106,6 +106,8 @@ def replay(lines: Iterable[bytes], story: Story | None = None) -> Result:
             result.end = str(group.told["end"])[:200]
         elif not _step(state, group, known, names, result, story, is_last=source.is_over):
             break
+        elif group.told["event"] == "BackendLearned":
+            known = Known.of(state.capabilities, OPS)
     if not result.end and result.difference is None:
         result.notes.append("the record has no end: its broker was killed, or runs")
     return result

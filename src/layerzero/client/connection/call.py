@@ -332,6 +332,7 @@ _OF_INPUT = frozenset(
         *ACTIVATIONS,
     }
     | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
+    | {"cross_entropy"}
     | {"add_rms_norm", "group_norm", "instance_norm", "batch_norm"}
 )
 

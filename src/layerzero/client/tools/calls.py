@@ -129,9 +129,26 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
     "attention_forward": tuple(replace(call, op="attention_forward") for call in _prefill_and_decode()[:1]),
     "attention_backward": (_backward(),),
+    "merge_attention": (
+        Call(
+            "merge_attention",
+            {
+                f"{name}{n}": _f32(*shape)
+                for n in (0, 1)
+                for name, shape in (("out", (1, 8, 256, 64)), ("lse", (1, 8, 256)))
+            },
+        ),
+    ),
     "attention_varlen": (
         Call(
             "attention_varlen",
+            {**{name: _f32(512, 8, 64) for name in "qkv"}, "cu_seqlens_q": _int32(5), "cu_seqlens_k": _int32(5)},
+            {"is_causal": True},
+        ),
+    ),
+    "attention_varlen_forward": (
+        Call(
+            "attention_varlen_forward",
             {**{name: _f32(512, 8, 64) for name in "qkv"}, "cu_seqlens_q": _int32(5), "cu_seqlens_k": _int32(5)},
             {"is_causal": True},
         ),
@@ -145,6 +162,19 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
                 "block_tables": _int32(8, 32),
                 "seq_lens": _int32(8),
             },
+        ),
+    ),
+    "paged_attention_forward": (
+        Call(
+            "paged_attention_forward",
+            {
+                "q": _f32(256, 8, 64),
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                "block_tables": _int32(4, 32),
+                "seq_lens": _int32(4),
+                "cu_seqlens_q": _int32(5),
+            },
+            {"is_causal": True},
         ),
     ),
     "append_kv": (
@@ -200,6 +230,9 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             {"input": _f32(256, 512), "residual": _f32(256, 512), "weight": _f32(512)},
             {"normalized_shape": 512},
         ),
+    ),
+    "cross_entropy": (
+        Call("cross_entropy", {"input": _f32(256, 8192), "target": TensorSpec.contiguous("int64", (256,))}),
     ),
     "group_norm": (
         Call(

@@ -21,6 +21,8 @@ def places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int]
         return 0, max(_rows_of(specs, name) - 1, 0)
     if name == "ids":
         return 0, max(weights.shape[0] - 1, 0) if weights is not None and weights.ndim else 0
+    if name == "target" and rows is not None and rows.ndim:
+        return 0, max(rows.shape[min(rows.ndim - 1, 1)] - 1, 0)
     if name == "parents":
         return -1, -1
     data = specs.get({"token_ids": "logits", "draft_ids": "target_probs"}.get(name, ""))

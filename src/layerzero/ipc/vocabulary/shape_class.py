@@ -78,16 +78,9 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """With options all else is one class: its cases have causal rules, masks and grouped heads beside them."""
     q, k, v, mask, sinks, slopes = inputs
     queries, keys = q.shape[2], k.shape[2]
-    options = {
-        "window": "window_left" in attrs or "window_right" in attrs,
-        "softcap": "softcap" in attrs,
-        "sinks": sinks is not None,
-        "alibi": slopes is not None,
-        "causal+mask": attrs["is_causal"] and mask is not None,
-    }
-    given = [name for name, is_given in options.items() if is_given]
-    if given:
-        return (given[0] if len(given) == 1 else "several"), _folded(max(queries, keys))
+    option = _option(sinks, slopes, attrs, mask)
+    if option:
+        return option, _folded(max(queries, keys))
     parts = []
     if attrs["is_causal"]:
         parts.append("causal" if queries == keys else f"causal_{attrs['causal_alignment']}")
@@ -98,8 +91,25 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(parts) or "plain", (queries, keys, q.shape[3], v.shape[3])
 
 
+def _option(sinks: Any, slopes: Any, attrs: Mapping[str, Any], mask: Any = None) -> str:
+    """Which option of attention a call asks for; "several", or "" for none."""
+    options = {
+        "window": "window_left" in attrs or "window_right" in attrs,
+        "softcap": "softcap" in attrs,
+        "sinks": sinks is not None,
+        "alibi": slopes is not None,
+        "causal+mask": attrs["is_causal"] and mask is not None,
+    }
+    given = [name for name, is_given in options.items() if is_given]
+    return given[0] if len(given) == 1 else "several" if given else ""
+
+
 def _attention_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return _attention((*inputs[1:4], inputs[6], None, None), attrs)
+
+
+def _merge_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    return ("pair" if inputs[4] is None else "several"), _folded(inputs[0].numel)
 
 
 def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
@@ -115,6 +125,19 @@ def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     page = k_cache.shape[1]
     extents = (page, page * block_tables.shape[1], q.shape[2], v_cache.shape[3])
     return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
+
+
+def _varlen_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """Among the cases of a class are grouped heads and others; so it is with those of a paged cache."""
+    q, k, _, _, _, sinks, slopes = inputs
+    variant = f"causal_{attrs['causal_alignment']}" if attrs["is_causal"] else "plain"
+    return _option(sinks, slopes, attrs) or variant, _folded(max(q.shape[0], k.shape[0]))
+
+
+def _paged_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    _, k_cache, _, tables, _, ends, sinks, slopes = inputs
+    variant = "decode" if ends is None else "causal" if attrs["is_causal"] else "plain"
+    return _option(sinks, slopes, attrs) or variant, _folded(k_cache.shape[1] * tables.shape[1])
 
 
 def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
@@ -239,6 +262,13 @@ def _norm_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return _norm(inputs[1:], attrs)
 
 
+def _cross_entropy(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """A weight and smoothing are one class; so are predictions of several dimensions."""
+    x, _, weight = inputs
+    has_options = weight is not None or attrs["label_smoothing"] > 0 or x.ndim > 2
+    return f"{attrs['reduction']}{'+options' if has_options else ''}", (x.shape[1],)
+
+
 def _group_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """instance_norm has no groups: there each channel is one."""
     x, channels = inputs[0], inputs[0].shape[1]
@@ -356,8 +386,11 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_forward": _attention,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
+    "attention_varlen_forward": _varlen_forward,
     "paged_attention": _paged_attention,
+    "paged_attention_forward": _paged_forward,
     "append_kv": _append_kv,
     "rope": _rope,
     "rope_qk": _rope_qk,
@@ -378,6 +411,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "cross_entropy": _cross_entropy,
     "group_norm": _group_norm,
     "instance_norm": _group_norm,
     "batch_norm": _batch_norm,

@@ -16,6 +16,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.attention_shapes import ATTENTION
 from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.expert_shapes import EXPERTS
+from layerzero.ipc.vocabulary.loss_shapes import LOSSES
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED
@@ -264,6 +265,7 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "softmax": _softmax,
     "log_softmax": _softmax,
     **EXPERTS,
+    **LOSSES,
     **NORMS,
     "gelu": _gelu,
     "silu": _silu,

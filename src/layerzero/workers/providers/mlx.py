@@ -16,6 +16,7 @@ from layerzero.workers.providers import (
     _mlx_attention,
     _mlx_elementwise,
     _mlx_experts,
+    _mlx_losses,
     _mlx_quantized,
     _mlx_rotary,
 )
@@ -34,6 +35,7 @@ def load() -> Loaded:
     library = _Mlx(mx)
     builders: dict[str, Callable[..., Callable[..., Any]]] = {
         "attention": partial(_mlx_attention.attention, mx),
+        "merge_attention": partial(_mlx_attention.merge_attention, mx),
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
         "addmm": library.addmm,
@@ -47,6 +49,7 @@ def load() -> Loaded:
         **_mlx_activations.builders(mx),
         **_mlx_elementwise.builders(mx),
         **_mlx_experts.builders(mx),
+        **_mlx_losses.builders(mx),
         **_mlx_quantized.builders(mx),
         **_mlx_rotary.builders(mx),
     }

@@ -53,6 +53,7 @@ def load() -> Loaded:
     graphs = {
         "attention_forward": _onnx_attention.forward,
         "attention_backward": _onnx_attention.backward,
+        "merge_attention": _onnx_attention.merge,
         "add_rms_norm": _onnx_norms.add_rms_norm,
         "group_norm": _onnx_norms.group_norm,
         "instance_norm": _onnx_norms.group_norm,

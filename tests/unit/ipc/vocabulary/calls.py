@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, MERGE_INPUTS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
@@ -39,6 +39,18 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {**ATTENTION, "layout": "BHSD"},
         ("float16 2 6 5 7", "float16 2 3 11 7", "float16 2 3 11 13"),
     ),
+    "merge_attention": (
+        {
+            **{
+                f"{name}{n}": one
+                for n in (0, 1)
+                for name, one in (("out", "float16 2 6 5 7"), ("lse", "float32 2 6 5"))
+            },
+            **dict.fromkeys(MERGE_INPUTS[4:]),
+        },
+        {},
+        ("float16 2 6 5 7", "float32 2 6 5"),
+    ),
     "attention_varlen": (
         {
             "q": "float32 5 6 7",
@@ -60,6 +72,33 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         },
         {"scale": 0.5},
         ("float32 2 6 13",),
+    ),
+    "attention_varlen_forward": (
+        {
+            "q": "float32 5 6 7",
+            "k": "float32 11 3 7",
+            "v": "float32 11 3 13",
+            "cu_seqlens_q": "int32 4",
+            "cu_seqlens_k": "int32 4",
+            "sinks": None,
+            "alibi_slopes": None,
+        },
+        ATTENTION,
+        ("float32 5 6 13", "float32 5 6"),
+    ),
+    "paged_attention_forward": (
+        {
+            "q": "float32 5 6 7",
+            "k_cache": "float32 10 4 3 7",
+            "v_cache": "float32 10 4 3 13",
+            "block_tables": "int32 2 9",
+            "seq_lens": "int32 2",
+            "cu_seqlens_q": "int32 3",
+            "sinks": None,
+            "alibi_slopes": None,
+        },
+        {"scale": 0.5, "is_causal": True},
+        ("float32 5 6 13", "float32 5 6"),
     ),
     "append_kv": (
         {
@@ -163,6 +202,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("float32 2 6 7 10",),
     ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
+    "cross_entropy": (
+        {"x": "float32 2 5 3", "target": "int64 2 3", "weight": "float32 5"},
+        {"ignore_index": -100, "reduction": "none", "label_smoothing": 0.0},
+        ("float32 2 3",),
+    ),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (
         {"x": "float32 2 3 5", "residual": "float32 2 3 5", "weight": "float32 5"},
