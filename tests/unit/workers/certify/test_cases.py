@@ -419,7 +419,7 @@ def scaled(
 ) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
     """Calls of scaled_linear whose dtypes belong together."""
     m, n = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 5, 16, 17, 32, 40]))
-    k, groups = draw(st.sampled_from([(8, 4), (32, 1), (40, 4), (320, 4), (16, 1), (12, 1)]))
+    k, groups = draw(st.sampled_from([(8, 4), (32, 1), (40, 4), (320, 4), (640, 4), (16, 1), (12, 1)]))
     plain = dtype in ("float32", "bfloat16", "float16")
     known = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2") if plain else WEIGHTS_OF[dtype]
     weight_dtype = draw(st.sampled_from(known))
