@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml setup.py $(wildcard $(addprefix src/layerzero/,client/*/*.[ch] ipc/shm/*.h torch/*/*.[ch] workers/*.c))
+$(STAMP): pyproject.toml setup.py $(wildcard $(addprefix src/layerzero/,client/*/*.[ch] ipc/shm/*.h torch/*.c torch/*/*.[ch] workers/*.c))
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d; set PYTHON=" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@echo "== creating $(VENV)"
 	$(PYTHON) -m venv $(VENV)

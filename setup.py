@@ -30,6 +30,7 @@ setup(
             ("client/gpu", "_fastpath"),
             ("client/gpu", "_lifted"),
             ("client/session", "_repeats"),
+            ("torch", "_calls"),
             ("torch/acceleration", "_look"),
             ("workers", "_serving"),
         )

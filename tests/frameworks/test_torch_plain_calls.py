@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero.torch as lzt
-from layerzero.torch.registration import is_alone
+from layerzero.torch.calls import is_alone
 
 ops = torch.ops.layerzero
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -6,8 +6,9 @@ that nobody needs may be left out. What is summed is summed in float32 for half-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +24,54 @@ WITH_OPTIONS = "windows, a soft cap, sinks or slopes, whose gradients no kernel 
 OTHERS = "gradients of a float mask, or gradients that are differentiated once more"
 
 
+class Kept(NamedTuple):
+    """What is kept of calls with the same arguments in need of gradients. Numbers are of arguments by position.
+
+    `needed`: names. `saved`: names and numbers of tensors, OUT and ALSO for results; `only_shapes` and `others`: of the
+    arguments that were given, tensors that are not saved, and those that are no tensors. `numbers`: of `saved`.
+    `places`: of each name among what was saved and the others. `wanted`: of all arguments the names, "" of those that
+    need none."""
+
+    needed: frozenset[str]
+    saved: tuple[tuple[str, int], ...]
+    only_shapes: tuple[tuple[str, int], ...]
+    others: tuple[tuple[str, int], ...]
+    numbers: tuple[int, ...]
+    places: Mapping[str, int]
+    wanted: tuple[str, ...]
+
+
 class Call:
     """What was kept of a forward call. `call["x"]` is an argument, of a tensor only where the op's table says that it
-    is saved; "out" is the result. `shape` has the shapes of all tensors."""
+    is saved; "out" is the result."""
 
-    def __init__(self, values: Mapping[str, Any], shape: Mapping[str, tuple[int, ...]], needs: frozenset[str]) -> None:
-        self._values = values
-        self.shape = shape
-        self.needs = needs
+    def __init__(
+        self,
+        kept: Kept,
+        values: Sequence[Any],
+        shapes: Sequence[tuple[int, ...] | None],
+        options: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+    ) -> None:
+        """`values`: what was saved, and then the others; `shapes`: of the tensors that were not; `options`: arguments
+        that were given by name; `defaults`: of those that were not given."""
+        self.needs = kept.needed
+        self._kept, self._values, self._shapes = kept, values, shapes
+        self._options, self._defaults = options, defaults
 
     def __getitem__(self, name: str) -> Any:
-        return self._values.get(name)
+        place = self._kept.places.get(name)
+        if place is not None:
+            return self._values[place]
+        return self._options[name] if name in self._options else self._defaults.get(name)
+
+    @functools.cached_property
+    def shape(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all tensors."""
+        found = {name: shape for (name, _), shape in zip(self._kept.only_shapes, self._shapes, strict=True)}
+        saved = zip(self._kept.saved, self._values, strict=False)  # the others follow
+        found |= {name: None if one is None else one.shape for (name, _), one in saved}
+        return {name: shape for name, shape in found.items() if shape is not None}
 
 
 Gradients = dict[str, "Tensor | None"]
@@ -202,7 +240,23 @@ def matmul(grad: Tensor, call: Call) -> Gradients:
 
 def rope(grad: Tensor, call: Call) -> Gradients:
     """Of x the rotation back; of the tables what each pair contributes, summed over heads (and the batch)."""
-    x, cos, sin = call["x"], call["cos"], call["sin"]
+    return _rope(grad, call["x"], call, call.needs)
+
+
+def rope_qk(grads: Any, call: Call) -> Gradients:
+    """Those of rope, of each result; tables have the sum."""
+    found: Gradients = {}
+    for name, grad in zip("qk", grads, strict=True):
+        needs = (call.needs & {"cos", "sin"}) | ({"x"} if name in call.needs else set())
+        for key, value in _rope(grad, call[name], call, needs).items():
+            target = name if key == "x" else key
+            before = found.get(target)
+            found[target] = value if before is None or value is None else before + value
+    return found
+
+
+def _rope(grad: Tensor, x: Any, call: Call, needs: Set[str]) -> Gradients:
+    cos, sin = call["cos"], call["sin"]
     wide, pairs = _wide(grad.dtype), cos.shape[-1]
     if call["interleaved"]:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
@@ -211,11 +265,11 @@ def rope(grad: Tensor, call: Call) -> Gradients:
     c, s = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
     ga, gb = grad[..., first].to(wide), grad[..., second].to(wide)
     found: Gradients = {}
-    if "x" in call.needs:
+    if "x" in needs:
         back = (ga * c + gb * s, gb * c - ga * s)
         rotated = torch.stack(back, -1).flatten(-2) if call["interleaved"] else torch.cat(back, -1)
         found["x"] = torch.cat((rotated.to(grad.dtype), grad[..., 2 * pairs :]), -1)
-    if call.needs & {"cos", "sin"}:
+    if needs & {"cos", "sin"}:
         a, b = x[..., first].to(wide), x[..., second].to(wide)
         shape = call.shape["cos"]
         found["cos"] = _summed((ga * a + gb * b).sum(-2), shape).to(grad.dtype)

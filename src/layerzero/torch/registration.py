@@ -10,19 +10,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowADInplaceOrView, _AutoDispatchBelowAutograd
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 from torch.library import Library, register_vmap
 
 import layerzero as lz
-from layerzero.client.connection import overlay
-from layerzero.torch import batching
+from layerzero.torch import batching, calls
 from layerzero.torch.backward import thread
-from layerzero.torch.gradients import Call
+from layerzero.torch.gradients import Call, Kept
 from layerzero.torch.op_entry import OpEntry
 from layerzero.torch.table import TABLE
 
@@ -45,52 +44,11 @@ class Watcher(Protocol):
 watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 """Who made the calls in this context. Gradients of such calls may be differentiated, as those of torch's functions: the
 formulas are torch's, so they can be."""
-DETERMINISTIC = overlay.Overlay.of(
-    {"origin": "torch.use_deterministic_algorithms", "values": {"requires_deterministic": True}}
-)
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
-def _plain_keys() -> frozenset[int]:
-    """As numbers, the sets of dispatch keys of a call that nobody but autograd has a part in: no mode of dispatch, no
-    transform of torch.func, no functionalization, no subclass that dispatches, no lazy negation or conjugation."""
-    found = set()
-    for device in ("CPU", "CUDA"):
-        keys = DispatchKeySet(getattr(DispatchKey, device)).add(getattr(DispatchKey, f"Autograd{device}"))
-        found |= {keys.raw_repr(), keys.add(DispatchKey.ADInplaceOrView).raw_repr()}
-    return frozenset(found)
-
-
-PLAIN = _plain_keys()
-# What a thread includes in every call: outside of all modes and transforms, and the same in inference mode.
-OUTSIDE = frozenset(
-    keys.raw_repr()
-    for keys in (
-        DispatchKeySet(DispatchKey.BackendSelect),
-        DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView),
-    )
-)
 KERNELS: dict[int, Callable[..., Any]] = {}
 """What an op does below autograd, by the id of the op, which lives as long as LIBRARY: to hash one takes longer."""
-
-
-def is_alone(args: Sequence[Any]) -> bool:
-    """Whether a call of plain tensors concerns nobody else of torch's: no gradients, autocast, mode of dispatch or of
-    functions, transform, tracing or profiler. One of KERNELS may then be called in place of its op."""
-    return (
-        _included().raw_repr() in OUTSIDE
-        and not (_is_grad_on() and _any_needs_grad(*args))
-        and not _is_autocast()
-        and not _function_modes()
-        and not profiler._is_profiler_enabled
-    )
-
-
-_included = torch._C._dispatch_tls_local_include_set
-_is_grad_on: Callable[[], bool] = torch._C.is_grad_enabled
-_any_needs_grad: Callable[..., bool] = torch._C._any_requires_grad
-_is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def register(entry: OpEntry, call: Callable[..., Any]) -> None:
@@ -101,7 +59,7 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
         LIBRARY.define(entry.out_schema, tags=(compliant,))
     packet = getattr(torch.ops.layerzero, entry.name)
     name, op = entry.name, packet.default
-    KERNELS[id(op)] = kernel = _kernel(entry, call)
+    KERNELS[id(op)] = kernel = calls.kernel(entry, call)
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     LIBRARY._register_fake(name, entry.fake)
     register_vmap(f"layerzero::{name}", entry.batch or batching.refused(name), lib=LIBRARY)
@@ -115,58 +73,10 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
     if not entry.written:
         return
     out = f"{name}.out"
-    kernel = _out_kernel(entry, call)
+    kernel = calls.out_kernel(entry, call)
     LIBRARY.impl(out, kernel, "CompositeExplicitAutograd")
     LIBRARY._register_fake(out, _out_fake(entry))
     _register_written(entry, out, packet.out, kernel)
-
-
-def _kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, by kernels that say they are deterministic with torch.use_deterministic_algorithms, also in a compiled
-    graph. Its result is a view of shared memory, which must be nobody's view for autograd, or the program could not
-    change it in place."""
-    by_torch, only_here = entry.by_torch, entry.only_here
-    is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-
-    def kernel(*args: Any, **options: Any) -> Any:
-        with _AutoDispatchBelowADInplaceOrView():
-            if by_torch is not None:
-                found = by_torch(*args, **options)
-                if found is not None:
-                    return found
-            if only_here:
-                options = {name: value for name, value in options.items() if name not in only_here}
-            return repeatably(call, *args, **options) if is_deterministic() else call(*args, **options)
-
-    return kernel
-
-
-def repeatably(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The call by kernels that say they are deterministic."""
-    scope = overlay.Scope(DETERMINISTIC)
-    try:
-        return call(*args, **options)
-    finally:
-        scope.end()
-
-
-def _out_kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
-    only_here, written = entry.only_here, entry.written
-    is_several = len(written) > 1
-
-    def kernel(*args: Any, **options: Any) -> None:
-        if is_several:
-            out = tuple(options.pop(name) for name in written)
-            options["out"] = out
-        if only_here:
-            options = {name: value for name, value in options.items() if name not in only_here}
-        with _AutoDispatchBelowADInplaceOrView():
-            if torch._C._get_deterministic_algorithms():
-                repeatably(call, *args, **options)
-            else:
-                call(*args, **options)
-
-    return kernel
 
 
 def _out_fake(entry: OpEntry) -> Callable[..., Any]:
@@ -203,7 +113,7 @@ def differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callable
     """The op's kernel for Autograd, which is given the keys: where gradients are wanted it builds the graph.
 
     run: what the op does below autograd."""
-    function = _function(entry, op)
+    function, of_plain = _functions(entry, op, run)
     # Without what torch.autograd.Function.apply does for torch.func alone.
     apply = super(torch.autograd.Function, function).apply
     by_torch = entry.by_torch
@@ -215,12 +125,12 @@ def differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callable
                 return found
         if forward_ad._current_level >= 0:
             _refuse_tangents(entry.label, args)
-        is_wanted = _is_grad_on() and _any_needs_grad(*args)
-        if keys.raw_repr() in PLAIN:
+        is_wanted = calls.is_grad_on() and calls.any_needs_grad(*args)
+        if keys.raw_repr() in calls.PLAIN:
             return apply(run, options, *args) if is_wanted else run(*args, **options)
         if not is_wanted:
             return below(*args, **options)
-        if _is_functorch():
+        if calls.is_functorch():
             from torch._functorch.autograd_function import enable_single_level_autograd_function
 
             # The dispatcher has brought us to one level of torch.func.grad; torch's own ops do no more there.
@@ -232,40 +142,29 @@ def differentiable(entry: OpEntry, op: Any, run: Callable[..., Any]) -> Callable
         with _AutoDispatchBelowAutograd():
             return op(*args, **options)
 
-    return kernel
-
-
-_is_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-class _Kept(NamedTuple):
-    """What is kept of calls with the same arguments in need of gradients. Numbers are of arguments by position.
-
-    `saved`: names and numbers of tensors, OUT and ALSO for results; `only_shapes` and `others`: of the arguments that
-    were given, tensors that are not saved, and those that are no tensors. `numbers`: of `saved`."""
-
-    needed: frozenset[str]
-    saved: tuple[tuple[str, int], ...]
-    only_shapes: tuple[tuple[str, int], ...]
-    others: tuple[tuple[str, int], ...]
-    numbers: tuple[int, ...]
+    apply_plain = None if of_plain is None else super(torch.autograd.Function, of_plain).apply
+    return calls.differentiable(kernel, run, apply_plain, by_torch)
 
 
 OUT, ALSO = -1, -2
 FIRST = 2  # arguments of `apply` that are not those of the op
 
 
-def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
-    """What autograd knows of an op. Its first arguments: what computes the result, and those given by name only."""
+Function = type[torch.autograd.Function]
+
+
+def _functions(entry: OpEntry, op: Any, run: Callable[..., Any]) -> tuple[Function, Function | None]:
+    """What autograd knows of an op, whose first arguments are what computes the result and those given by name only;
+    and of plain calls of it, which `run` computes, with the op's arguments alone: None where that is in no way less."""
     formula, label = entry.formula, entry.label
     names, defaults, tensors = _arguments(op)
     in_its_place = _in_its_place(entry, op) if entry.with_gradients else None
 
     @functools.cache
-    def kept_of(needs: tuple[bool, ...]) -> _Kept:
-        """`needs`: for each argument of `apply`. The dispatcher leaves out what has its default."""
-        given = {arg: n for n, arg in enumerate(names[: len(needs) - FIRST])}
-        needed = frozenset(arg for arg, n in given.items() if needs[n + FIRST])
+    def kept_of(needs: tuple[bool, ...]) -> Kept:
+        """`needs`: for each argument. The dispatcher leaves out what has its default."""
+        given = {arg: n for n, arg in enumerate(names[: len(needs)])}
+        needed = frozenset(arg for arg, n in given.items() if needs[n])
         numbers = {**given, "out": OUT, **({entry.also_saved: ALSO} if entry.also_saved else {})}
         beside = tuple((arg, n) for arg, n in given.items() if arg not in tensors)
         reading = needed.union(arg for arg, _ in beside)
@@ -276,11 +175,13 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
         )
         is_saved = {arg for arg, _ in saved}
         only_shapes = tuple((arg, n) for arg, n in given.items() if arg in tensors and arg not in is_saved)
-        return _Kept(needed, saved, only_shapes, beside, tuple(n for _, n in saved))
+        places = {arg: place for place, (arg, _) in enumerate((*saved, *beside))}
+        wanted = tuple(arg if arg in needed else "" for arg in given)
+        return Kept(needed, saved, only_shapes, beside, tuple(n for _, n in saved), places, wanted)
 
     def forward(ctx: Any, run: Callable[..., Any], options: Mapping[str, Any], *args: Any) -> Any:
         also = None
-        if _is_functorch():
+        if calls.is_functorch():
             # Levels of torch.func that lie outside build a graph of their own, for which this one's forward has
             # no_grad.
             with torch.enable_grad():
@@ -291,8 +192,8 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
             out = run(*args, **options)
         if entry.also_saved and not entry.with_gradients:
             also = out[1]
-        kept = kept_of(ctx.needs_input_grad)
-        _, _, only_shapes, others, numbers = kept
+        kept = kept_of(ctx.needs_input_grad[FIRST:])
+        _, _, only_shapes, others, numbers, *_ = kept
         ctx.save_for_backward(*[args[n] if n >= 0 else out if n == OUT else also for n in numbers])
         shapes = [None if args[n] is None else args[n].shape for _, n in only_shapes] if only_shapes else ()
         ctx.made = kept, options, shapes, [args[n] for _, n in others] if others else (), watcher.get()
@@ -305,15 +206,12 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
                 "requires gradients"
             )
         kept, options, shapes, others, seer = ctx.made
-        saved = {arg: one for (arg, _), one in zip(kept.saved, ctx.saved_tensors, strict=True) if one is not None}
-        values = {**defaults, **options, **saved}
-        values |= {arg: value for (arg, _), value in zip(kept.others, others, strict=True)}
-        sizes = {arg: shape for (arg, _), shape in zip(kept.only_shapes, shapes, strict=True) if shape is not None}
-        sizes |= {arg: one.shape for arg, one in saved.items()}
-        call = Call(values, sizes, kept.needed)
+        saved = ctx.saved_tensors
+        call = Call(kept, (*saved, *others), shapes, options, defaults)
         grad = results[0] if len(results) == 1 else results
-        is_plain = seer is None and not _is_functorch()
-        if is_plain and not torch.is_grad_enabled():
+        is_plain = seer is None and not calls.is_functorch()
+        is_twice = calls.is_grad_on()
+        if is_plain and not is_twice:
             found = formula(grad, call)
         else:
             with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates it
@@ -324,17 +222,26 @@ def _function(entry: OpEntry, op: Any) -> type[torch.autograd.Function]:
                 seer.left(entry.backward, thread.why)
             else:
                 seer.took(entry.backward)
-        grads = {arg: one for arg, one in found.items() if arg in kept.needed and one is not None}
-        if is_plain and torch.is_grad_enabled():
-            once = _Once.apply(label, len(grads), *grads.values(), *results, *saved.values())
-            grads = dict(zip(grads, once, strict=True))
-        return (None, None, *[grads.get(arg) for arg in names[: len(ctx.needs_input_grad) - FIRST]])
+        if is_plain and is_twice:
+            grads = {arg: one for arg, one in found.items() if arg in kept.needed and one is not None}
+            tensors = [one for one in saved if one is not None]
+            once = _Once.apply(label, len(grads), *grads.values(), *results, *tensors)
+            found = dict(zip(grads, once, strict=True))
+        return tuple([found.get(arg) for arg in kept.wanted])
 
-    return type(
-        label.replace("::", "_"),
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
-    )
+    def after_two(ctx: Any, *results: Tensor) -> tuple[Any, ...]:
+        return None, None, *backward(ctx, *results)
+
+    plain = None
+    if in_its_place is None:
+        plain = calls.forward(run, kept_of, watcher.get, has_also=bool(entry.also_saved))
+    name = label.replace("::", "_")
+    return _named(name, forward, after_two), None if plain is None else _named(name, plain, backward)
+
+
+def _named(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Function:
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def _in_its_place(entry: OpEntry, op: Any) -> Callable[..., Any]:
@@ -398,12 +305,12 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
     )
 
     def count(args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        _count([*[args[number] for number in numbers], *[options[name] for name in keywords]])
+        calls.count([*[args[number] for number in numbers], *[options[name] for name in keywords]])
 
     def differentiable(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if _is_grad_on() and _any_needs_grad(*args, **options):
+        if calls.is_grad_on() and calls.any_needs_grad(*args, **options):
             raise lz.InvalidArgument(refused)
-        if keys.raw_repr() in PLAIN:
+        if keys.raw_repr() in calls.PLAIN:
             count(args, options)
             return run(*args, **options)
         with _AutoDispatchBelowAutograd():
@@ -414,11 +321,8 @@ def _register_written(entry: OpEntry, name: str, op: Any, run: Callable[..., Any
         with _AutoDispatchBelowADInplaceOrView():
             return op(*args, **options)
 
-    LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, calls.writing(differentiable, run, numbers, keywords), "Autograd", with_keyset=True)
     LIBRARY.impl(name, counted, "ADInplaceOrView")
-
-
-_count: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
 
 
 def _arguments(op: Any) -> tuple[tuple[str, ...], dict[str, Any], frozenset[str]]:

@@ -117,7 +117,7 @@ static Verdict is_flash_first(Looks *self) {
     return plain_if(truth);
 }
 
-/* Whether nobody else of torch's has a part in it; as registration.is_alone. */
+/* Whether nobody else of torch's has a part in it; as calls.is_alone. */
 static int is_alone(Looks *self, PyObject *keys) {
     int truth = 1;
     if (!keys) {

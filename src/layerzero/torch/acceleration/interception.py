@@ -33,9 +33,10 @@ from layerzero.torch.acceleration.functions import (
 )
 from layerzero.torch.acceleration.looking import Looks, library, torchs
 from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.calls import is_alone
 from layerzero.torch.evidence import SLOWER, TRYING, Evidence, Trial, Turn
 from layerzero.torch.refusals import Refusals
-from layerzero.torch.registration import KERNELS, is_alone, watcher
+from layerzero.torch.registration import KERNELS, watcher
 
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
 CHOSEN_TRACED = "compiled, where layers that got faster cannot be told from others"

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad, profiler
 import layerzero as lz
 from layerzero.client.gpu.fastpath_library import DISABLED
 from layerzero.client.session import in_process
-from layerzero.torch import registration
+from layerzero.torch import calls, registration
 from layerzero.torch.acceleration import functions, tally
 from layerzero.torch.evidence import SLOWER, Trial, Turn
 
@@ -43,8 +43,8 @@ library = _load()
 
 
 def _plain_keys() -> frozenset[int]:
-    """As registration.PLAIN, of what torch's dispatcher tells an overridden op, in inference mode, too."""
-    found = set(registration.PLAIN)
+    """As calls.PLAIN, of what torch's dispatcher tells an overridden op, in inference mode, too."""
+    found = set(calls.PLAIN)
     for device in ("CPU", "CUDA"):
         keys = DispatchKeySet(getattr(DispatchKey, device))
         found |= {keys.raw_repr(), keys.add(DispatchKey.ADInplaceOrView).raw_repr()}
@@ -125,7 +125,7 @@ _OF_TORCH: Mapping[str, Any] = {
     "profiler": profiler,
     "key_sets": frozenset(functions.KEY_SETS),
     "plain_keys": _plain_keys(),
-    "outside": registration.OUTSIDE,
+    "outside": calls.OUTSIDE,
     "dispatch_keys": torch._C._dispatch_keys,
     "included": torch._C._dispatch_tls_local_include_set,
     "function_modes": torch._C._len_torch_function_stack,
