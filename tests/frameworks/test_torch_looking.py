@@ -185,6 +185,20 @@ def test_calls_of_other_sizes_are_alike_unless_a_rule_asks_for_sizes() -> None:
     assert {"batches of several sizes", "a tensor without elements"} < reasons
 
 
+def test_one_tensor_given_twice_is_another_call_than_two() -> None:
+    """Which of torch's arguments is which of ours is found by what they are."""
+    q, k, v = random(1, 2, 3, 4), random(1, 2, 3, 4, seed=1), random(1, 2, 3, 4, seed=2)
+    with lzt.accelerate() as handle:
+        for given in ((q, q, q), (q, k, v), (q, k, k), (k, q, k), (q, q, v)):
+            for _ in range(3):
+                found = F.scaled_dot_product_attention(*given)
+                query, key, value = given
+                torch.testing.assert_close(found, torch.softmax(query @ key.mT / 2, -1) @ value, atol=2e-6, rtol=0)
+        F.layer_norm(X, [4], W[0], W[0])
+        torch.testing.assert_close(F.layer_norm(X, [4], W[0], W[1]), F.layer_norm(X, [4]) * W[0] + W[1])
+    assert handle.report.taken == 33  # softmax of what is expected, too
+
+
 def test_lists_are_remembered_as_they_are_given() -> None:
     """The program may change one afterwards."""
     shape = [4]
@@ -195,3 +209,82 @@ def test_lists_are_remembered_as_they_are_given() -> None:
         shape[:] = [4]
         torch.testing.assert_close(F.layer_norm(X, shape), F.layer_norm(X, (4,)))
     assert handle.report.taken == 4
+
+
+@contextlib.contextmanager
+def of_cuda() -> Iterator[None]:
+    """Autocast is on, but not where the tensors are."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def to(dtype: torch.dtype, enabled: bool = True) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    return lambda: torch.autocast("cpu", dtype, enabled=enabled)
+
+
+AUTOCASTS: list[list[Callable[[], contextlib.AbstractContextManager[Any]]]] = [
+    [],
+    [to(torch.bfloat16)],
+    [to(torch.float16)],
+    [of_cuda],
+    [to(torch.bfloat16), to(torch.bfloat16, enabled=False)],
+    [to(torch.bfloat16), to(torch.float16)],
+    [to(torch.float16), to(torch.float16, enabled=False), to(torch.bfloat16)],
+    [to(torch.bfloat16), lambda: torch.autocast("cpu", cache_enabled=False)],
+]
+
+
+def under_autocasts(rounds: int, *, is_model: bool) -> tuple[list[Any], list[Any], list[int]]:
+    """Results and gradients, report, and looks that the Python has made in each round."""
+    half = random(3, 4, dtype=torch.bfloat16)
+    beside = (lambda x: F.layer_norm(x, [4], W[0]), half)  # of two dtypes, which torch takes under autocast alone
+    found: list[Any] = []
+    looks, model = [0], Model(lambda x: x)
+    with pytest.MonkeyPatch.context() as patch:
+        before = interception.Takeover.look
+
+        def look(self: Any, *args: Any, above: int = 0, **options: Any) -> Any:
+            looks[-1] += 1
+            return before(self, *args, above=above + 1, **options)
+
+        def anew(
+            self: Any, rule: Any, function: Any, args: Any, kwargs: Any, keys: Any, key: Any, is_plain: Any, above: int
+        ) -> Any:
+            looks[-1] += 1
+            return before(self, rule, function, args, kwargs, keys, key, is_plain, above + 1)
+
+        patch.setattr(interception.Takeover, "look", anew if interception.library is not None else look)
+        with lzt.accelerate(model if is_model else None) as handle:
+            for _ in range(rounds):
+                for blocks in AUTOCASTS:
+                    with contextlib.ExitStack() as stack:
+                        for block in blocks:
+                            stack.enter_context(block())
+                        for call, given in (*CALLS.values(), beside):
+                            if call is beside[0] and not torch.is_autocast_enabled("cpu"):
+                                continue  # torch refuses it
+                            model.call = call if is_model else lambda x: x
+                            run: Call = model if is_model else call
+                            found.append(run(given).clone())
+                            leaf = given.clone().requires_grad_()
+                            made = run(leaf)
+                            found.append((made.detach().clone(), torch.autograd.grad(made.sum(), leaf)[0]))
+                looks.append(0)
+    lines = sorted(copy.copy(handle.report.lines), key=repr)
+    return found, [(one.layer, one.op, one.calls, one.why) for one in lines], looks[:rounds]
+
+
+@pytest.mark.parametrize("is_model", [False, True], ids=["by a mode", "in a model"])
+def test_autocast_is_part_of_what_is_remembered(is_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested, switched off within, of another device, of other dtypes: and the second time looked at in C."""
+    found, lines, looks = under_autocasts(2, is_model=is_model)
+    assert looks[0] > 0
+    assert looks[1] == 0
+    monkeypatch.setattr(interception, "library", None)
+    wanted, expected, _ = under_autocasts(2, is_model=is_model)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert lines == expected

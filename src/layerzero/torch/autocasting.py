@@ -15,6 +15,18 @@ Rule = Callable[[str, torch.dtype, Sequence[Tensor]], tuple[torch.dtype | None, 
 CASTS = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def state() -> tuple[torch.dtype | None, torch.dtype | None] | None:
+    """This thread's: the dtypes that it converts to on the CPU and on CUDA, None where it is off; None where it is off
+    on all devices."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    on_cpu, on_cuda = (
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        for device_type in ("cpu", "cuda")
+    )
+    return on_cpu, on_cuda
+
+
 def lower(device_type: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, None]:
     """Matrix products: autocast's dtype."""
     return dtype, None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.torch import autocasting
+
 WARM = 6  # calls of ours, until a route is settled
 SAMPLES = 8  # of each way
 HOLDS = 10_000  # calls; then they are compared anew
@@ -111,10 +113,11 @@ class Evidence:
 
     def trial(self, op: str, given: Sequence[Any]) -> Trial | None:
         """That of this kind of calls; None where times would say nothing: on a GPU, where gradients are wanted, whose
-        calls come later, and while torch compiles. `given`: the arguments, tensors and plain values."""
+        calls come later, and while torch compiles. `given`: the arguments, tensors and plain values; what autocast
+        makes of them is another kind of calls."""
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _any_needs_grad(*given)):
             return None
-        exact = op, *[one if type(one) in _VALUES else _seen(one) for one in given]
+        exact = op, autocasting.state(), *[one if type(one) in _VALUES else _seen(one) for one in given]
         try:
             return self._known[exact]
         except KeyError:
@@ -131,6 +134,7 @@ class Evidence:
             return None
         kind = (
             op,
+            autocasting.state(),
             *[
                 (one.dtype, one.is_contiguous(), *map(int.bit_length, one.shape))
                 if isinstance(one, Tensor)

@@ -13,6 +13,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.client.connection import overlay
 from layerzero.client.session.session import Session
+from layerzero.torch import autocasting
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # each is twice the one before
 MAX_KNOWN = 4096  # kinds; then all are forgotten
@@ -25,7 +26,7 @@ class _Refused(NamedTuple):
 
 
 class Refusals:
-    """By op, arguments and policy, of one connection. Threads may share it."""
+    """By op, arguments, policy and autocast, of one connection. Threads may share it."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, _Refused] = {}
@@ -70,7 +71,7 @@ def _session() -> Session | None:
 
 def _kind(op: str, given: Sequence[Any]) -> Hashable:
     asked = overlay.current()
-    return op, "" if asked is None else asked.text, *map(_seen, given)
+    return op, "" if asked is None else asked.text, autocasting.state(), *map(_seen, given)
 
 
 def _seen(value: Any) -> Hashable:

@@ -15,54 +15,49 @@ LAYOUTS = ("gptq", "gptq_v2", "awq", "int4")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class Int4(NamedTuple):
-    """weight uint8 (N, K / 2), scale float32 and zero_point int32 (N, G); order int64 (K): which of the layer's inputs
-    each column is for, None where they are in order."""
+class Packed(NamedTuple):
+    """weight uint8 (N, K / 2), scale float32 and zero_point int32 (N, G), None of fp4; order int64 (K): which of the
+    layer's inputs each column is for, None where they are in order."""
 
     weight: NDArray[Any]
     scale: NDArray[Any]
-    zero_point: NDArray[Any]
+    zero_point: NDArray[Any] | None
     order: NDArray[Any] | None
 
 
-def converted(layout: str, qweight: Any, scales: Any, qzeros: Any, g_idx: Any) -> Int4:
+def converted(layout: str, qweight: Any, scales: Any, qzeros: Any, g_idx: Any) -> Packed:
     """Of one of LAYOUTS. Raises InvalidArgument for tensors that do not belong together."""
-    if layout not in LAYOUTS:
-        allowed = " or ".join(map(repr, LAYOUTS))
-        raise InvalidArgument(f"pack_weight: layout is {layout!r}; allowed: {allowed}; pass one of them")
-    np = _numpy()
-    words, steps = _array("qweight", qweight), _array("scales", scales)
+    np = numpy_module()
+    words, steps = array_of("qweight", qweight), array_of("scales", scales)
     points, groups = (
-        None if one is None else _array(name, one) for name, one in (("qzeros", qzeros), ("g_idx", g_idx))
+        None if one is None else array_of(name, one) for name, one in (("qzeros", qzeros), ("g_idx", g_idx))
     )
     _two_dimensions(qweight=words, scales=steps, qzeros=points)
     if steps.dtype.kind != "f":
-        _refuse(f"scales is {steps.dtype}", "floats", "pass the layer's scales")
+        refuse(f"scales is {steps.dtype}", "floats", "pass the layer's scales")
     if layout == "int4":
         return _plain(words, steps, points, groups)
     if words.dtype != np.int32 or (points is not None and points.dtype != np.int32):
-        _refuse(f"qweight is {words.dtype}", "int32, and qzeros too", "pass the layer's own tensors, or view them so")
+        refuse(f"qweight is {words.dtype}", "int32, and qzeros too", "pass the layer's own tensors, or view them so")
     if layout == "awq":
         if groups is not None:
-            _refuse("g_idx is given for layout 'awq'", "None", "leave it out")
+            refuse("g_idx is given for layout 'awq'", "None", "leave it out")
         numbers = _columns(words, _AWQ_ORDER).T
     else:
         numbers = _columns(words.T, range(8))
     n, k = numbers.shape
     if steps.shape[1] != n or not steps.shape[0] or k % steps.shape[0] or k % 2:
         allowed = f"(groups of {k} in_features, {n} out_features)"
-        _refuse(f"scales has shape {list(steps.shape)}", allowed, "pass tensors of one layer, in its layout")
+        refuse(f"scales has shape {list(steps.shape)}", allowed, "pass tensors of one layer, in its layout")
     zeros = np.full(steps.shape, 8, np.int32)
     if points is not None:
         if points.shape != (steps.shape[0], n // 8):
-            _refuse(
-                f"qzeros has shape {list(points.shape)}", f"[{steps.shape[0]}, {n // 8}]", "pass those of the layer"
-            )
+            refuse(f"qzeros has shape {list(points.shape)}", f"[{steps.shape[0]}, {n // 8}]", "pass those of the layer")
         zeros = _columns(points, _AWQ_ORDER if layout == "awq" else range(8)).astype(np.int32)
         zeros += layout == "gptq"  # which stores them less 1
     order = None if groups is None else _order(groups, k, len(steps))
     numbers = numbers if order is None else numbers[:, order]
-    return Int4(
+    return Packed(
         np.ascontiguousarray(numbers[:, ::2] | numbers[:, 1::2] << 4),
         np.ascontiguousarray(steps.T.astype(np.float32)),
         np.ascontiguousarray(zeros.T),
@@ -70,23 +65,23 @@ def converted(layout: str, qweight: Any, scales: Any, qzeros: Any, g_idx: Any) -
     )
 
 
-def _plain(weight: Any, steps: Any, points: Any, groups: Any) -> Int4:
-    np = _numpy()
+def _plain(weight: Any, steps: Any, points: Any, groups: Any) -> Packed:
+    np = numpy_module()
     if weight.dtype != np.uint8 or groups is not None:
         found = "g_idx is given" if groups is not None else f"qweight is {weight.dtype}"
-        _refuse(f"{found} for layout 'int4'", "uint8 (out_features, in_features / 2), no g_idx", "name another layout")
+        refuse(f"{found} for layout 'int4'", "uint8 (out_features, in_features / 2), no g_idx", "name another layout")
     if len(steps) != len(weight) or not steps.shape[1] or 2 * weight.shape[1] % steps.shape[1]:
         allowed = f"({len(weight)}, groups of {2 * weight.shape[1]})"
-        _refuse(f"scales has shape {list(steps.shape)}", allowed, "pass one for each group of each row")
+        refuse(f"scales has shape {list(steps.shape)}", allowed, "pass one for each group of each row")
     if points is not None and (points.shape != steps.shape or points.dtype.kind not in "iu"):
-        _refuse(f"qzeros is {points.dtype}{list(points.shape)}", f"integers {list(steps.shape)}", "pass one for each")
+        refuse(f"qzeros is {points.dtype}{list(points.shape)}", f"integers {list(steps.shape)}", "pass one for each")
     zeros = np.full(steps.shape, 8, np.int32) if points is None else points.astype(np.int32)
-    return Int4(np.ascontiguousarray(weight), np.ascontiguousarray(steps.astype(np.float32)), zeros, None)
+    return Packed(np.ascontiguousarray(weight), np.ascontiguousarray(steps.astype(np.float32)), zeros, None)
 
 
 def _columns(words: Any, order: Any) -> Any:
     """The numbers of 32-bit words, eight columns for each: (rows, columns) to uint8 (rows, 8 * columns)."""
-    np = _numpy()
+    np = numpy_module()
     found = np.empty((*words.shape, 8), np.uint8)
     for place, column in enumerate(order):
         found[..., column] = words >> 4 * place & 15
@@ -95,11 +90,11 @@ def _columns(words: Any, order: Any) -> Any:
 
 def _order(groups: Any, k: int, count: int) -> Any:
     """The inputs by group (act-order); None where they lie so already."""
-    np = _numpy()
+    np = numpy_module()
     if groups.shape != (k,) or groups.dtype.kind not in "iu":
-        _refuse(f"g_idx is {groups.dtype}{list(groups.shape)}", f"integers [{k}]", "pass the layer's")
+        refuse(f"g_idx is {groups.dtype}{list(groups.shape)}", f"integers [{k}]", "pass the layer's")
     if not np.array_equal(np.bincount(np.clip(groups, -1, count) + 1, minlength=count + 2)[1:-1], [k // count] * count):
-        _refuse("g_idx has groups of unequal sizes", f"{k // count} of each of {count}", "pass the layer's")
+        refuse("g_idx has groups of unequal sizes", f"{k // count} of each of {count}", "pass the layer's")
     order = np.argsort(groups, kind="stable")
     return None if np.array_equal(order, np.arange(k)) else order
 
@@ -107,25 +102,27 @@ def _order(groups: Any, k: int, count: int) -> Any:
 def _two_dimensions(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.ndim != 2:
-            _refuse(f"{name} has shape {list(tensor.shape)}", "two dimensions", "pass those of one layer")
+            refuse(f"{name} has shape {list(tensor.shape)}", "two dimensions", "pass those of one layer")
 
 
-def _refuse(found: str, allowed: str, remedy: str) -> None:
+def refuse(found: str, allowed: str, remedy: str) -> None:
+    """Raises InvalidArgument."""
     raise InvalidArgument(f"pack_weight: {found}; allowed: {allowed}; {remedy}")
 
 
-def _array(name: str, given: Any) -> Any:
+def array_of(name: str, given: Any) -> Any:
     """As NumPy has it; bfloat16 of torch as float32."""
-    np = _numpy()
+    np = numpy_module()
     if type(given).__module__.partition(".")[0] == "torch":
         if given.device.type != "cpu":
-            _refuse(f"{name} is on {given.device}", "the CPU", "call .cpu()")
+            refuse(f"{name} is on {given.device}", "the CPU", "call .cpu()")
         given = given.detach()
         given = (given.float() if str(given.dtype) == "torch.bfloat16" else given).numpy()
     return np.asarray(given)
 
 
-def _numpy() -> Any:
+def numpy_module() -> Any:
+    """NumPy. Raises EnvError where it is not installed."""
     try:
         import numpy
     except ImportError as exc:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from layerzero.client.arrays import int4_layouts
+from layerzero.client.arrays import fp4_layouts, int4_layouts
 from layerzero.client.arrays.array_types import ArrayT
 from layerzero.client.connection.call import Request
 from layerzero.client.facade.memory import empty
@@ -19,26 +20,33 @@ if TYPE_CHECKING:
 
 
 class PackedWeight:
-    """What pack_weight gives. weight: uint8 (out_features, in_features / 2), scale: float32 and zero_point: int32
-    (out_features, groups), as scaled_linear takes them with weight_format="int4", in shared memory; order: which inputs
-    the columns are for, None where they are in order. id: the SHA-256 of all of it, in hexadecimal."""
+    """What pack_weight gives, in shared memory, as scaled_linear takes it.
 
-    __slots__ = ("__weakref__", "id", "order", "scale", "weight", "zero_point")
+    weight: uint8 (out_features, in_features / 2) where weight_format is "int4", or packed fp4 of torch where it is "";
+    scale: float32, and zero_point: int32 or None, (out_features, groups); order: which inputs the columns are for, None
+    where they are in order. id: the SHA-256 of all of it, in hexadecimal."""
 
-    def __init__(self, made: int4_layouts.Int4) -> None:
-        self.weight, self.scale, self.zero_point = (_shared(array) for array in made[:3])
-        self.order = made.order
+    __slots__ = ("__weakref__", "_bytes", "id", "order", "scale", "weight", "weight_format", "zero_point")
+
+    def __init__(self, made: int4_layouts.Packed, weight_format: str) -> None:
+        self._bytes, self.scale = _shared(made.weight), _shared(made.scale)
+        self.zero_point = None if made.zero_point is None else _shared(made.zero_point)
+        self.order, self.weight_format = made.order, weight_format
+        self.weight = self._bytes
+        if not weight_format:
+            torch = sys.modules["torch"]  # which its tensors came from
+            self.weight = torch.from_numpy(self._bytes).view(torch.float4_e2m1fn_x2)
         self.id = self._digest()
 
     @property
     def in_features(self) -> int:
         """How many numbers a row has."""
-        return 2 * int(self.weight.shape[1])
+        return 2 * int(self._bytes.shape[1])
 
     @property
     def out_features(self) -> int:
         """How many rows there are."""
-        return int(self.weight.shape[0])
+        return int(self._bytes.shape[0])
 
     @property
     def group_size(self) -> int:
@@ -58,8 +66,10 @@ class PackedWeight:
         return f"PackedWeight({self.id:.12}, {shape} in groups of {self.group_size})"
 
     def _digest(self) -> str:
-        found = hashlib.sha256(repr((self.weight.shape, self.scale.shape, self.order is None)).encode())
-        for array in (self.weight, self.scale, self.zero_point, self.order):
+        found = hashlib.sha256(
+            repr((self.weight_format, self._bytes.shape, self.scale.shape, self.order is None)).encode()
+        )
+        for array in (self._bytes, self.scale, self.zero_point, self.order):
             if array is not None:
                 found.update(array.tobytes())
         return found.hexdigest()
@@ -75,6 +85,7 @@ def pack_weight(
     g_idx: AnyArray | None = None,
     *,
     layout: str,
+    global_scale: float | None = None,
 ) -> PackedWeight:
     """A weight of 4 bits for packed_linear, from the tensors that a library stores of a layer; on the CPU.
 
@@ -82,11 +93,24 @@ def pack_weight(
     out_features / 8), each less 1, scales (groups, out_features), and g_idx (in_features,), the group of each input,
     where those are not in order; "gptq_v2", the same with zero points as they are; "awq", of int32 qweight
     (in_features, out_features / 8), eight columns in a word in the order 0, 2, 4, 6, 1, 3, 5, 7, qzeros likewise, and
-    scales; or "int4", as scaled_linear takes it. Without qzeros zero points are 8. Equal weights are packed once in a
-    process: the one that is kept is returned. Raises InvalidArgument. Sources: Frantar et al. 2023 (GPTQ) and
-    AutoGPTQ's QuantLinear; Lin et al. 2024 (AWQ) and AutoAWQ's WQLinear_GEMM.
+    scales; "int4", as scaled_linear takes it; or, of tensors of torch, "mxfp4" and "nvfp4", of uint8 qweight
+    (out_features, in_features / 2), two numbers in a byte, the first in its low bits, with scales (out_features, groups
+    of 32) that are exponents in uint8, 2 ** (scale - 127), or floats (out_features, groups of 16), which are multiplied
+    by global_scale. Without qzeros zero points of integers are 8. Equal weights are packed once in a process: the one
+    that is kept is returned. Raises InvalidArgument. Sources: Frantar et al. 2023 (GPTQ) and AutoGPTQ's QuantLinear;
+    Lin et al. 2024 (AWQ) and AutoAWQ's WQLinear_GEMM; OCP microscaling formats 1.0, 5.4 and 6.3; NVIDIA's NVFP4.
     """
-    made = PackedWeight(int4_layouts.converted(layout, qweight, scales, qzeros, g_idx))
+    known = (*int4_layouts.LAYOUTS, *fp4_layouts.LAYOUTS)
+    if layout not in known:
+        allowed = " or ".join(map(repr, known))
+        raise InvalidArgument(f"pack_weight: layout is {layout!r}; allowed: {allowed}; pass one of them")
+    if layout in fp4_layouts.LAYOUTS:
+        made = PackedWeight(fp4_layouts.converted(layout, qweight, scales, qzeros, g_idx, global_scale), "")
+    elif global_scale is not None:
+        text = f"pack_weight: global_scale is given for layout {layout!r}; allowed: None; leave it out"
+        raise InvalidArgument(text)
+    else:
+        made = PackedWeight(int4_layouts.converted(layout, qweight, scales, qzeros, g_idx), "int4")
     return _kept.setdefault(made.id, made)
 
 
@@ -109,7 +133,7 @@ def packed_linear(
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> ArrayT:
-    """x @ W^T + bias, W the numbers that a packed weight stands for: scaled_linear with weight_format="int4".
+    """x @ W^T + bias, W the numbers that a packed weight stands for, by scaled_linear.
 
     x: (..., in_features), float32, bfloat16 or float16; a copy where the weight has an order of its own. bias: float32
     (out_features,). Returns (..., out_features) in x's dtype.
@@ -122,7 +146,7 @@ def packed_linear(
     if weight.order is not None:
         x = x[..., weight.order]  # type: ignore[index]
     args = (x, weight.weight, weight.scale, None, bias, None, weight.zero_point)
-    params: dict[str, Any] = {"dtype": None, "weight_format": "int4"}
+    params: dict[str, Any] = {"dtype": None, "weight_format": weight.weight_format}
     return perform(Request("scaled_linear", args, params, plan_scaled_linear, out, backend, timeout_s))
 
 

@@ -1,8 +1,8 @@
 /* The look at a call that accelerate makes, in C, for calls whose like was looked at before: whether it is taken over, by what, or
    why it is left. looking.py tells it what the Python has found; whatever is not plain goes to the Python, `anew`, each time.
 
-   A call is known by its key: the rule, whether gradients are recorded and autocast is on, plain values, and of each tensor device, dtype, whether it
-   needs gradients, whether it is row-major, and its sizes: exactly, or by which of all sizes of the call are equal, 0, or 1. That is all
+   A call is known by its key: the rule, whether gradients are recorded, autocast and its dtype, plain values, and of each tensor device, dtype, whether it
+   needs gradients, whether it is row-major, which argument is the same tensor, and its sizes: exactly, or by which of all sizes of the call are equal, 0, or 1. That is all
    that rules ask of sizes, but where they say so (Rule.of_sizes), and a cache that grows by a token is not another call each time. */
 
 #define PACKAGE "layerzero.torch.acceleration."
@@ -18,7 +18,8 @@ static const long BY_LABEL = 0, NEVER = 2; /* as functions.py; between them EXAC
 #define LOOKS(X) \
     X(known) X(anew) X(watched) X(failed) X(took) X(count_first) X(counts) X(names) X(codes) X(module) X(thread) X(kernels) X(session) \
     X(refused) X(native_turn) X(our_turn) X(slower) X(not_faster) X(forward_ad) X(profiler) X(key_sets) X(plain_keys) X(outside) \
-    X(dispatch_keys) X(included) X(function_modes) X(graph_task) X(functorch_level) X(is_grad_on) X(is_autocast) X(saved_hooks) \
+    X(dispatch_keys) X(included) X(function_modes) X(graph_task) X(functorch_level) X(is_grad_on) X(is_autocast) X(is_autocast_for) \
+    X(autocast_dtype) X(saved_hooks) \
     X(flash_enabled) X(sdp_order) X(dtype) X(tensor) X(parameter) X(size) X(exchange) X(outside_layer) \
     X(layers) X(listener) X(orders) X(is_exact)
 #define NAMES(X) \
@@ -117,7 +118,7 @@ static Verdict is_flash_first(Looks *self) {
     return plain_if(truth);
 }
 
-/* Whether nobody else of torch's has a part in it; as calls.is_alone. */
+/* Whether nobody else of torch's has a part in it, where gradients and autocast are off; as calls.is_alone. */
 static int is_alone(Looks *self, PyObject *keys) {
     int truth = 1;
     if (!keys) {
@@ -197,7 +198,7 @@ static int count_taken(Looks *self, PyObject *layer, PyObject *op, PyObject *ses
     return status;
 }
 
-/* The result of our call, or a text that says why there is none: by its kernel, or where that is NULL by torch's dispatcher. */
+/* The result of our call, or a text that says why there is none: by `kernel`, or where that is NULL as `watched` makes it. */
 static PyObject *run(Looks *self, PyObject *layer, PyObject *op, PyObject *kernel, PyObject *call, PyObject *given, PyObject *session) {
     const LooksFields *its = &self->its;
     PyObject *type, *error, *trace, *why = NULL, *found;
@@ -232,7 +233,7 @@ static Verdict turn_of(Looks *self, PyObject *trial) {
 
 enum { CALL, KERNEL, PLACES, CONSTANTS, TRIAL }; /* of looking.Site */
 
-static PyObject *take_over(Looks *self, const Seen *seen, PyObject *key, int needs_grad, PyObject *site, PyObject *layer) {
+static PyObject *take_over(Looks *self, const Seen *seen, PyObject *key, const Sizes *sizes, PyObject *site, PyObject *layer) {
     const LooksFields *its = &self->its;
     PyObject *op = op_of(seen), *kernel = PyTuple_GetItem(site, KERNEL), *session = NULL, *given = NULL, *found = NULL;
     if (its->layers != Py_None) {
@@ -242,7 +243,7 @@ static PyObject *take_over(Looks *self, const Seen *seen, PyObject *key, int nee
         if (is_chosen <= 0) return is_chosen ? NULL : leave_to_torch(self, seen, layer, its->not_faster);
     }
     int truth = !PyDict_Size(its->refused);
-    if (truth > 0 && needs_grad) truth = is_value(PyObject_CallFunctionObjArgs(its->saved_hooks, Py_True, NULL), Py_None);
+    if (truth > 0 && sizes->needs_grad) truth = is_value(PyObject_CallFunctionObjArgs(its->saved_hooks, Py_True, NULL), Py_None);
     if (truth > 0 && !(session = PyObject_CallNoArgs(its->session))) truth = -1; /* not connected: the Python says so */
     Verdict turn = truth > 0 ? turn_of(self, PyTuple_GetItem(site, TRIAL)) : plain_if(truth);
     if (turn == PLAIN && its->listener != Py_None) {
@@ -250,14 +251,15 @@ static PyObject *take_over(Looks *self, const Seen *seen, PyObject *key, int nee
         if (!heard) turn = FAILED;
         Py_XDECREF(heard);
     }
-    int is_by_kernel = turn == PLAIN && kernel != Py_None && !needs_grad ? is_alone(self, seen->keys) : 0;
+    int is_by_kernel = turn == PLAIN && kernel != Py_None && !sizes->needs_grad && !sizes->is_autocast ? is_alone(self, seen->keys) : 0;
     if (is_by_kernel < 0) turn = FAILED;
     if (turn == UNKNOWN)
         found = leave_to_torch(self, seen, layer, its->slower);
     else if (turn == OTHERS)
         found = look_anew(self, seen, key, 1);
     else if (turn == PLAIN && (given = gather(seen, PyTuple_GetItem(site, PLACES), PyTuple_GetItem(site, CONSTANTS)))) {
-        found = run(self, layer, op, is_by_kernel ? kernel : NULL, PyTuple_GetItem(site, CALL), given, session);
+        PyObject *call = PyTuple_GetItem(site, CALL); /* whose backward pass is watched, where there may be one */
+        found = run(self, layer, op, is_by_kernel ? kernel : sizes->needs_grad ? NULL : call, call, given, session);
         if (found && PyUnicode_CheckExact(found)) { /* why there is none */
             PyObject *why = found;
             found = leave_to_torch(self, seen, layer, why);
@@ -293,13 +295,13 @@ static PyObject *look_at(Looks *self, const Seen *seen) {
         Py_XINCREF(site);
     }
     int is_written = site && PyUnicode_CheckExact(site); /* it says why, of what is written in the call */
-    if (verdict == PLAIN && !is_written) verdict = sizes.is_autocast ? OTHERS : is_plain_here(self, seen);
+    if (verdict == PLAIN && !is_written) verdict = is_plain_here(self, seen);
     if (verdict == PLAIN && !is_written && !PyUnicode_CompareWithASCIIString(op, "attention")) verdict = is_flash_first(self);
     if (verdict != FAILED && (!site || verdict != PLAIN))
         found = look_anew(self, seen, bytes, verdict == PLAIN);
     else if (verdict == PLAIN && (layer = layer_of(self, seen->above))) {
         PyObject *why = is_written ? site : PyTuple_Size(site) == 1 ? PyTuple_GetItem(site, 0) : NULL;
-        found = why ? leave_to_torch(self, seen, layer, why) : take_over(self, seen, bytes, sizes.needs_grad, site, layer);
+        found = why ? leave_to_torch(self, seen, layer, why) : take_over(self, seen, bytes, &sizes, site, layer);
     }
     Py_XDECREF(layer);
     Py_XDECREF(site);

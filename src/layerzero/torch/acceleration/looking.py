@@ -1,7 +1,7 @@
 """What was found of a call holds for all that are like it: those are looked at in C (_look.c), where that was compiled.
 
-What is asked in C: whether nothing of torch's is on that the Python alone deals with (autocast, a backward pass,
-torch.func, forward mode), and whether a call with the same key was looked at before. What is in the key says
+What is asked in C: whether nothing of torch's is on that the Python alone deals with (a backward pass, torch.func,
+forward mode), and whether a call with the same key was looked at before. What is in the key says
 _look.c. Evidence, refusals, layers and policy are looked up at each call. All else, and each call where there is no
 C, goes the way of `Takeover.look`."""
 
@@ -133,6 +133,8 @@ _OF_TORCH: Mapping[str, Any] = {
     "functorch_level": torch._C._functorch.maybe_current_level,
     "is_grad_on": torch._C.is_grad_enabled,
     "is_autocast": torch._C._is_any_autocast_enabled,
+    "is_autocast_for": torch.is_autocast_enabled,
+    "autocast_dtype": torch.get_autocast_dtype,
     "saved_hooks": torch._C._autograd._top_saved_tensors_default_hooks,
     "flash_enabled": torch._C._get_flash_sdp_enabled,
     "sdp_order": torch._C._get_sdp_priority_order,
