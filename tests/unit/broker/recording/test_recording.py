@@ -1,10 +1,5 @@
-<<<<<<< HEAD
-"""Everything that happens to the core in the simulator is recorded, and leads to the same actions again; a record that
-is too long ends. In another process, of another hash seed: tests/process/test_recording.py."""
-=======
 """Everything that happens to the core in the simulator is recorded, and leads to the same actions again; a record
 that is too long ends. In another process, of another hash seed: tests/process/test_recording.py."""
->>>>>>> main
 
 from __future__ import annotations
 
