@@ -5,7 +5,8 @@
 Counting: the same compiled call on an express lane, counted and not, in short rounds in turn at one broker; the ratio
 is the median of the rounds' ratios. Traces: likewise, with one on and none; and what is done for the recording alone,
 around a call that does nothing; likewise spans of OpenTelemetry. History: the mean of such calls in blocks of 2 s, in
-turn with the recorder and with it stopped. Scrapes: a broker with 200 backends, and clients whose pages of counters
+turn with the recorder and with it stopped. A record of the core: brokers with it and without, in turn.
+Scrapes: a broker with 200 backends, and clients whose pages of counters
 make 10,000 series of it; how long a scrape takes over a unix socket, and what a scrape each second does to another
 client's calls, through the broker and on a lane, in blocks in turn with blocks without.
 """
@@ -200,6 +201,31 @@ def mean_us(call: Callable[[], Any], seconds: float) -> float:
     return 1e6 * took / count
 
 
+# --- a record of the core
+
+
+def core_recorded(*, is_quick: bool) -> Iterator[tuple[str, str, str, str]]:
+    """Calls that all go by the broker, whose core is recorded or not: brokers in turn."""
+    with_it, without, seen = [], [], (0, 0)
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as made:
+        path = Path(made) / "record.jsonl"
+        for n in range(2 * (2 if is_quick else 8)):
+            settings = {"LAYERZERO_RECORD": str(path)} if n % 2 else {}
+            with own_broker(LAYERZERO_EXPRESS="0", **settings):
+                mean_us(null, 0.5)
+                (with_it if n % 2 else without).append(mean_us(null, 1.5))
+                if settings:
+                    lines = path.read_bytes().partition(b"\n")[2]  # behind the start, half a megabyte
+                    seen = len(lines), lines.count(b'"event":"CallRan"')
+    yield (
+        "mean of null calls through the broker, for 1.5 s: its core is recorded",
+        f"{statistics.median(with_it):.0f} us, at least {min(with_it):.0f}",
+        f"not: {statistics.median(without):.0f} us, at least {min(without):.0f}",
+        f"+{statistics.median(with_it) - statistics.median(without):.0f} us",
+    )
+    yield "of the record, for each such call", f"{seen[0] / max(seen[1], 1):,.0f} bytes", "", ""
+
+
 # --- scrapes
 
 
@@ -341,6 +367,7 @@ def main() -> None:
         rows += spanning()
     with own_broker(LAYERZERO_HISTORY="1") as folder:
         rows += recording(folder, is_quick=args.quick)
+    rows += core_recorded(is_quick=args.quick)
     with tempfile.TemporaryDirectory(prefix="lz-bench-") as made:
         add_backends(Path(made))
         where = Path(made) / "metrics.sock"

@@ -6,6 +6,7 @@ float64.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests import sampling_reference, vision_reference
+from tests import expert_reference, sampling_reference, vision_reference
 
 from layerzero.ipc.vocabulary.numerics import TOLERANCE as TOLERANCE
 
@@ -209,6 +210,22 @@ def _weights(
     return found, lse
 
 
+def merge_attention(*parts: Array | None) -> tuple[F64, F64]:
+    """The parts' outs by their shares of exp(lse), row by row; -inf has none."""
+    given = [one.astype(np.float64) for one in parts if one is not None]
+    outs, sums = given[::2], np.stack(given[1::2])
+    made, lse = np.zeros(outs[0].shape), np.full(outs[0].shape[:-1], -np.inf)
+    for row in np.ndindex(lse.shape):
+        of_row = sums[(slice(None), *row)]
+        seen = np.flatnonzero(of_row > -np.inf)
+        if seen.size:
+            top = of_row.max()
+            lse[row] = top + np.log(np.exp(of_row[seen] - top).sum())
+            kept = [(n, np.exp(of_row[n] - lse[row])) for n in seen if of_row[n] - lse[row] > -700]
+            made[row] = sum(weight * outs[n][row] for n, weight in kept)
+    return made, lse
+
+
 def attention_varlen(
     q: Array,
     k: Array,
@@ -245,6 +262,72 @@ def paged_attention(
     return out
 
 
+def attention_varlen_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
+) -> tuple[F64, F64]:
+    """`attention_forward` of each sequence."""
+    attrs: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "causal_alignment": causal_alignment}
+    attrs |= {"window_left": window_left, "window_right": window_right, "softcap": softcap}
+    out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.zeros(q.shape[:2])
+    for n in range(len(cu_seqlens_q) - 1):
+        rows, keys = slice(*cu_seqlens_q[n : n + 2]), slice(*cu_seqlens_k[n : n + 2])
+        out[rows], lse[rows] = _of_sequence(q[rows], k[keys], v[keys], n, sinks, alibi_slopes, attrs)
+    return out, lse
+
+
+def paged_attention_forward(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    cu_seqlens_q: Array | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
+) -> tuple[F64, F64]:
+    """`attention_forward` of each sequence's queries to its keys, which are gathered first."""
+    attrs: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "causal_alignment": "bottom_right"}
+    attrs |= {"window_left": window_left, "window_right": window_right, "softcap": softcap}
+    out, lse = np.zeros((*q.shape[:2], v_cache.shape[3])), np.zeros(q.shape[:2])
+    starts = np.arange(len(seq_lens) + 1) if cu_seqlens_q is None else cu_seqlens_q
+    for b, length in enumerate(seq_lens):
+        slots, rows = np.arange(length), slice(starts[b], starts[b + 1])
+        page = k_cache.shape[1]
+        k, v = (cache[block_tables[b, slots // page], slots % page] for cache in (k_cache, v_cache))
+        out[rows], lse[rows] = _of_sequence(q[rows], k, v, b, sinks, alibi_slopes, attrs)
+    return out, lse
+
+
+def _of_sequence(
+    q: Array, k: Array, v: Array, number: int, sinks: Array | None, slopes: Array | None, attrs: dict[str, Any]
+) -> tuple[F64, F64]:
+    """(tokens, heads, extent) and (tokens, heads)."""
+    if slopes is not None and len(slopes) > 1:
+        slopes = slopes[number : number + 1]
+    tensors = (tensor.swapaxes(0, 1)[None] for tensor in (q, k, v))
+    out, lse = attention_forward(*tensors, None, sinks, slopes, **attrs)  # type: ignore[arg-type]
+    return out[0].swapaxes(0, 1), lse[0].T
+
+
 def rope(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> F64:
     """Pairs as complex numbers, times cos + i sin."""
     out = x.astype(np.float64)
@@ -256,6 +339,10 @@ def rope(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> F64:
     turned = (out[..., one] + 1j * out[..., other]) * turn
     out[..., one], out[..., other] = turned.real, turned.imag
     return out
+
+
+def rope_qk(q: Array, k: Array, cos: Array, sin: Array, *, interleaved: bool) -> tuple[F64, F64]:
+    return rope(q, cos, sin, interleaved=interleaved), rope(k, cos, sin, interleaved=interleaved)
 
 
 def wide(x: Array) -> Array:
@@ -508,6 +595,29 @@ def reglu(gate: Array, up: Array) -> F64:
     return relu(gate) * up.astype(np.float64)
 
 
+def cross_entropy(
+    x: Array,
+    target: Array,
+    weight: Array | None = None,
+    *,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> F64:
+    """The cross entropy of the softmax and a distribution that is smoothed, times the weights of its classes."""
+    rows = np.moveaxis(x.astype(np.float64), 1, -1)
+    weights = np.ones(x.shape[1]) if weight is None else weight.astype(np.float64)
+    counts = target != ignore_index
+    wanted = np.eye(x.shape[1])[np.where(counts, target, 0)]
+    wanted = ((1 - label_smoothing) * wanted + label_smoothing / x.shape[1]) * counts[..., None]
+    with np.errstate(invalid="ignore"):
+        losses = -(wanted * weights * log_softmax(rows, dim=rows.ndim - 1)).sum(-1)
+        if reduction == "none":
+            return np.asarray(losses)
+        share = (weights[np.where(counts, target, 0)] * counts).sum() if reduction == "mean" else 1.0
+        return np.asarray(losses.sum() / np.float64(share))
+
+
 def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
@@ -641,13 +751,22 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention_forward": attention_forward,
     "attention_backward": attention_backward,
     "attention_varlen": attention_varlen,
+    "merge_attention": merge_attention,
+    "attention_varlen_forward": attention_varlen_forward,
+    "paged_attention_forward": paged_attention_forward,
     "paged_attention": paged_attention,
     "append_kv": append_kv,
     "rope": rope,
+    "rope_qk": rope_qk,
     "matmul": matmul,
     "addmm": addmm,
     "linear": linear,
     "gated_mlp": gated_mlp,
+    "grouped_linear": expert_reference.grouped_linear,
+    "moe_route": expert_reference.route,
+    "moe_permute": expert_reference.permute,
+    "moe_combine": expert_reference.combine,
+    "moe_mlp": functools.partial(expert_reference.moe_mlp, expert=gated_mlp),
     "conv": conv,
     "conv_transpose": conv_transpose,
     "max_pool": vision_reference.max_pool,
@@ -657,6 +776,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "interpolate": vision_reference.interpolate,
     "softmax": softmax,
     "log_softmax": log_softmax,
+    "cross_entropy": cross_entropy,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,

@@ -7,13 +7,17 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from tests import expert_calls
 from tests.gpu.vision_calls import OPS as VISION_OPS
 from tests.gpu.vision_calls import random_call
 
 from layerzero.client.planning import (
     activation_plans,
     attention_plans,
+    cache_plans,
     elementwise_plans,
+    expert_plans,
+    loss_plans,
     norm_plans,
     plans,
     product_plans,
@@ -94,6 +98,16 @@ def _attention_call(rng: Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (q, k, v, mask), {"enable_gqa": True, "is_causal": is_causal, "causal_alignment": alignment}
 
 
+def _merge_attention(rng: Random) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, 4, least=1)
+    layout = rng.choice(("BHSD", "BSHD"))
+    rows = [shape[0], shape[2], shape[1]] if layout == "BSHD" else shape[:-1]
+    parts = rng.randint(2, 4)
+    pairs = [(_tensor(rng, dtype, *shape), _tensor(rng, "float32", *rows)) for _ in range(parts)]
+    tensors = [spec for pair in pairs for spec in pair]
+    return attention_plans.plan_merge_attention(*tensors, *[None] * (8 - len(tensors)), layout=layout)
+
+
 def _varlen(rng: Random) -> Plan:
     dtype, (queries, keys, groups, count) = _float(rng), _extents(rng, 4, least=1)
     dim, wide = rng.choice((4, 8)), rng.choice((4, 8))
@@ -115,6 +129,41 @@ def _paged(rng: Random) -> Plan:
     )
 
 
+def _varlen_forward(rng: Random) -> Plan:
+    plain = _varlen(rng)
+    q, sequences = plain.inputs[0], plain.inputs[3].shape[0] - 1  # type: ignore[union-attr]
+    options = {"window_size": rng.choice(((-1, -1), (1, 0), (0, 2))), "softcap": rng.choice((0.0, 2.0))}
+    return cache_plans.plan_attention_varlen_forward(
+        *plain.inputs,  # type: ignore[arg-type]
+        *_beside(rng, q, sequences),
+        is_causal=rng.random() < 0.5,
+        **options,
+    )
+
+
+def _paged_forward(rng: Random) -> Plan:
+    plain = _paged(rng)
+    q, *cached = plain.inputs
+    sequences, layout = cached[3].shape[0], rng.choice(("NHD", "HND"))  # type: ignore[union-attr]
+    assert q is not None
+    ends = None
+    if rng.random() < 0.5:
+        ends, q = TensorSpec.contiguous("int32", (sequences + 1,)), _tensor(rng, q.dtype, 5, *q.shape[1:])
+    if layout == "HND":
+        cached[:2] = [cache.permute(0, 2, 1, 3) for cache in cached[:2] if cache]
+    options = {"window_size": rng.choice(((-1, -1), (1, 0), (0, 2))), "softcap": rng.choice((0.0, 2.0))}
+    return cache_plans.plan_paged_attention_forward(
+        q, *cached, ends, *_beside(rng, q, sequences), is_causal=rng.random() < 0.5, kv_layout=layout, **options
+    )
+
+
+def _beside(rng: Random, q: TensorSpec | None, sequences: int) -> list[TensorSpec | None]:
+    assert q is not None
+    sinks = TensorSpec.contiguous(q.dtype, q.shape[1:2]) if rng.random() < 0.5 else None
+    slopes = TensorSpec.contiguous("float32", (rng.choice((1, sequences)), q.shape[1])) if rng.random() < 0.5 else None
+    return [sinks, slopes]
+
+
 def _append(rng: Random) -> Plan:
     dtype, (tokens, groups, blocks, page) = _float(rng), _extents(rng, 4, least=1)
     dims = 4, rng.choice((4, 8))
@@ -129,6 +178,15 @@ def _rope(rng: Random) -> Plan:
     tables = [_tensor(rng, dtype, rng.choice((1, batch)) if n < 0 else 1, length, half) for n in range(2)]
     x = _tensor(rng, dtype, batch, length, heads, 2 * half + rng.choice((0, 2)))
     return token_plans.plan_rope(x, *tables, interleaved=rng.random() < 0.5)
+
+
+def _rope_qk(rng: Random) -> Plan:
+    q, cos, sin = _rope(rng).inputs
+    assert q is not None
+    assert cos is not None
+    assert sin is not None
+    k = _tensor(rng, q.dtype, q.shape[0], q.shape[1], rng.randint(1, 2), q.shape[3])
+    return token_plans.plan_rope_qk(q, k, cos, sin, interleaved=rng.random() < 0.5)
 
 
 def _matmul(rng: Random) -> Plan:
@@ -189,6 +247,14 @@ def _gated_mlp(rng: Random) -> Plan:
     return product_plans.plan_gated_mlp(
         *(_tensor(rng, dtype, *shape) for shape in shapes), rng.choice(LINEAR_ACTIVATIONS)
     )
+
+
+def _experts(rng: Random, op: str) -> Plan:
+    dtype = _float(rng)
+    given, attrs = expert_calls.random_call(op, rng)
+    plan = getattr(expert_plans, f"plan_{op}")
+    made: Plan = plan(*(one and _tensor(rng, one[0] or dtype, *one[1]) for one in given), **attrs)
+    return made
 
 
 def _vision(rng: Random, op: str) -> Plan:
@@ -337,6 +403,14 @@ def _scaled_linear(rng: Random) -> Plan:
     return quantized_plans.plan_scaled_linear(x, weight, scale, x_scale, bias, None, zeros, dtype=dtype, **options)
 
 
+def _cross_entropy(rng: Random) -> Plan:
+    dtype, (batch, classes, *rest) = _float(rng), _extents(rng, rng.randint(2, 4), least=1)
+    target = TensorSpec.contiguous(rng.choice(("int32", "int64")), (batch, *rest))
+    weight = rng.choice((None, TensorSpec.contiguous(dtype, (classes,))))
+    options = {"reduction": rng.choice(("none", "mean", "sum")), "label_smoothing": rng.choice((0.0, 0.5))}
+    return loss_plans.plan_cross_entropy(_tensor(rng, dtype, batch, classes, *rest), target, weight, **options)
+
+
 def _embedding(rng: Random) -> Plan:
     ids = TensorSpec.contiguous(rng.choice(("int32", "int64")), tuple(_extents(rng, rng.randint(0, 2))))
     return plans.plan_embedding(ids, _tensor(rng, _float(rng), *_extents(rng, 2, least=1)))
@@ -399,14 +473,19 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _varlen,
+    "attention_varlen_forward": _varlen_forward,
     "paged_attention": _paged,
+    "paged_attention_forward": _paged_forward,
     "append_kv": _append,
     "rope": _rope,
+    "rope_qk": _rope_qk,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    **{op: partial(_experts, op=op) for op in expert_calls.OPS},
     **{op: partial(_vision, op=op) for op in VISION_OPS},
     "softmax": _softmax,
     "log_softmax": _log_softmax,
@@ -433,6 +512,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "dynamic_quantize": _dynamic_quantize,
     "int_matmul": _int_matmul,
     "scaled_linear": _scaled_linear,
+    "cross_entropy": _cross_entropy,
     "embedding": _embedding,
     "penalize_logits": _penalize,
     "filter_logits": _filter,

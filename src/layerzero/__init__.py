@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from layerzero.client.facade.attention_ops import (
         attention_backward as attention_backward,
         attention_forward as attention_forward,
+        merge_attention as merge_attention,
+    )
+    from layerzero.client.facade.cache_ops import (
+        attention_varlen_forward as attention_varlen_forward,
+        paged_attention_forward as paged_attention_forward,
     )
     from layerzero.client.facade.elementwise_ops import (
         add as add,
@@ -73,6 +78,21 @@ if TYPE_CHECKING:
         softmax as softmax,
         swiglu as swiglu,
     )
+    from layerzero.client.facade.expert_ops import (
+        grouped_linear as grouped_linear,
+        moe_combine as moe_combine,
+        moe_mlp as moe_mlp,
+        moe_permute as moe_permute,
+        moe_route as moe_route,
+    )
+    from layerzero.client.facade.loss_ops import cross_entropy as cross_entropy
+    from layerzero.client.facade.packed_weights import (
+        PackedWeight as PackedWeight,
+        pack_weight as pack_weight,
+        packed_linear as packed_linear,
+        packed_weight as packed_weight,
+    )
+    from layerzero.client.facade.position_ops import rope_qk as rope_qk
     from layerzero.client.facade.product_ops import addmm as addmm, gated_mlp as gated_mlp
     from layerzero.client.facade.quantized_ops import (
         dequantize as dequantize,
@@ -180,7 +200,8 @@ _HOME = {
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
-    "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
+    "layerzero.client.facade.attention_ops": "attention_backward attention_forward merge_attention",
+    "layerzero.client.facade.cache_ops": "attention_varlen_forward paged_attention_forward",
     "layerzero.client.facade.elementwise_ops": "add cast cat clamp mul where",
     "layerzero.client.facade.norm_ops": (
         "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"
@@ -189,6 +210,10 @@ _HOME = {
         "append_kv attention attention_varlen embedding gelu layer_norm linear log_softmax matmul null "
         "paged_attention rms_norm rope silu softmax swiglu"
     ),
+    "layerzero.client.facade.expert_ops": "grouped_linear moe_combine moe_mlp moe_permute moe_route",
+    "layerzero.client.facade.loss_ops": "cross_entropy",
+    "layerzero.client.facade.packed_weights": "PackedWeight pack_weight packed_linear packed_weight",
+    "layerzero.client.facade.position_ops": "rope_qk",
     "layerzero.client.facade.product_ops": "addmm gated_mlp",
     "layerzero.client.facade.quantized_ops": "dequantize dynamic_quantize int_matmul quantize scaled_linear",
     "layerzero.client.facade.sampling_ops": ("filter_logits penalize_logits sample speculative_verify tree_accept"),
@@ -239,7 +264,13 @@ if not TYPE_CHECKING:  # else every name would be one that exists
             hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
             raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(module), name)
+        if module.startswith("layerzero.client.facade."):
+            import_module("layerzero.client.connection.observing").on_traced = _take_traced
         return value
+
+    def _take_traced(route: Any, share: float) -> None:
+        """Policy wants calls recorded, or no more: what does that is loaded with the first of them."""
+        import_module("layerzero.client.traces.wanted").wanted.take(route, share)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""Calls of attention with options: windows, soft cap, sinks, slopes, a mask beside the causal rule."""
+"""Calls of attention with options: windows, soft cap, sinks, slopes, a mask beside the causal rule; merges of parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,3 +72,110 @@ def option_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield case(f"{layout} inputs", **everything, layouts=(layout,) * 3)
     yield case("gaps in the output", **everything, out_layout="gaps")
     yield case("no query", 0, 3, **everything)
+
+
+def merge_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Parts of whole calls of attention, and rows that a part does not see, whatever it holds there."""
+
+    def parts(count: int, *shape: int) -> list[Any]:
+        return [one for _ in range(count) for one in (normal(rng, *shape), 3 * normal(rng, *shape[:-1]))]
+
+    def case(name: str, tensors: Sequence[Any], **placed: Any) -> Case:
+        tensors = [one if one is None or n % 2 == 0 else one.astype(np.float32) for n, one in enumerate(tensors)]
+        return Case(name, (*tensors, *[None] * (8 - len(tensors))), {}, **placed)
+
+    for count in (2, 3, 4):
+        yield case(f"{count} parts", parts(count, 2, 3, 5, 7))
+    yield case("rows alone", parts(2, 6, 16))
+    yield case("many", parts(2, 2, 4, 300, 64))
+    hidden = parts(3, 2, 3, 5, 7)
+    for part, rows in ((0, 0), (1, 0), (2, 0), (1, 1), (0, 2), (2, 2)):  # head 0 sees nothing at all
+        hidden[2 * part][:, rows], hidden[2 * part + 1][:, rows] = np.nan, -np.inf
+    yield case("empty parts with NaN in them", hidden)
+    far = parts(2, 2, 3, 5, 7)
+    far[1][0], far[3][1] = far[1][0] + 3000, far[3][1] - 1e30
+    yield case("one part far above", far)
+    yield case("equal ones", [*parts(1, 3, 4, 8) * 2])
+    for layout in ("transposed", "gaps", "rows", "heads"):
+        yield case(f"{layout} inputs", parts(2, 2, 3, 5, 7), layouts=(layout,) * 4)
+    yield case("no row", parts(2, 2, 0, 7))
+    yield case("no element", parts(2, 2, 3, 0))
+
+
+# Options of attention within sequences, by name of the argument or attribute.
+_WITH: tuple[dict[str, Any], ...] = (
+    {"window_left": 3},
+    {"window_left": 2, "window_right": 4},
+    {"softcap": 1.5},
+    {"softcap": 2.0, "window_left": 40},
+    {"sinks": True},
+    {"slopes": True},
+    {"sinks": True, "slopes": True, "softcap": 2.0, "window_left": 5},
+)
+
+
+def varlen_forward_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, queries: Sequence[int], keys: Sequence[int], group: int = 1, **more: Any) -> Case:
+        tensors = [normal(rng, sum(n), h, 16) for n, h in ((queries, 2 * group), (keys, 2), (keys, 2))]
+        ends = [np.cumsum([0, *lengths]).astype("int32") for lengths in (queries, keys)]
+        beside, attrs, placed = _asked(rng, 2 * group, len(keys), more)
+        attrs.setdefault("causal_alignment", "top_left")
+        return Case(name, (*tensors, *ends, *beside), attrs, **placed)
+
+    mixed = ([5, 1, 0, 7, 2], [5, 9, 3, 4, 0])
+    for options in ({}, *_WITH):
+        for causal in ("top_left", "bottom_right"):
+            alone = options if "window_right" in options else {**options, "is_causal": True}
+            yield case(f"{options} {causal}", *mixed, causal_alignment=causal, **alone)
+        yield case(
+            f"{options}, long, grouped heads", [3, 260], [300, 33], 2, causal_alignment="bottom_right", **options
+        )
+    for layout in ("transposed", "gaps", "rows"):
+        yield case(f"{layout} inputs", *mixed, layouts=(layout,) * 3, softcap=2.0)
+    yield case("no sequences", [], [])
+    yield case("no keys", [2, 1], [0, 0], sinks=True)
+
+
+def paged_forward_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """NaN in slots that no key is in, and in blocks that lie before a window."""
+
+    def case(
+        name: str, lengths: Sequence[int], queries: Sequence[int] = (), page: int = 8, group: int = 1, **more: Any
+    ) -> Case:
+        wide = max((-(-length // page) for length in lengths), default=0) + 1
+        blocks = wide * len(lengths) + 2
+        tables = rng.permutation(blocks)[: wide * len(lengths)].reshape(len(lengths), wide).astype("int32")
+        caches = [np.full((blocks, page, 2, 16), np.nan) for _ in "kv"]
+        for row, length in zip(tables, lengths, strict=True):
+            slots = np.arange(length)
+            for cache in caches:
+                cache[row[slots // page], slots % page] = normal(rng, length, 2, 16)
+            row[-(-length // page) :] = -(2**31)  # never followed
+        q = normal(rng, sum(queries) if queries else len(lengths), 2 * group, 16)
+        ends = np.cumsum([0, *queries]).astype("int32") if queries else None
+        beside, attrs, placed = _asked(rng, 2 * group, len(lengths), more)
+        return Case(name, (q, *caches, tables, np.array(lengths, "int32"), ends, *beside), attrs, **placed)
+
+    mixed = ([5, 33, 0, 16, 100], [5, 2, 0, 20, 30])
+    for options in ({}, *_WITH):
+        yield case(f"{options}", *mixed, **options)
+        if "window_right" not in options:
+            yield case(f"{options} causal", *mixed, is_causal=True, **options)
+            yield case(f"{options}, one query each", [1, 17, 64], **options)
+        many = 260 if "slopes" in options else 20
+        yield case(f"{options}, long, grouped heads", [300, 20], [many, 3], 16, 2, **options)
+    for layout in ("transposed", "gaps", "rows", "heads"):
+        yield case(f"{layout} inputs", *mixed, layouts=("contiguous", layout, layout), is_causal=True)
+    yield case("blocks of one key", [5, 3], [2, 3], 1, is_causal=True)
+    yield case("no sequences", [])
+    yield case("no keys", [0, 0], [1, 2], sinks=True)
+
+
+def _asked(
+    rng: np.random.Generator, heads: int, sequences: int, more: dict[str, Any]
+) -> tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]:
+    """Sinks and slopes, attributes, and how tensors lie."""
+    placed = {one: more.pop(one) for one in ("layouts",) if one in more}
+    sinks = rng.standard_normal(heads) if more.pop("sinks", False) else None
+    slopes = rng.random((sequences, heads)).astype(np.float32) if more.pop("slopes", False) and sequences else None
+    return (sinks, slopes), {"is_causal": False, "scale": 0.25, **more}, placed

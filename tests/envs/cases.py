@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from tests import reference
-from tests.envs import elementwise_cases, quantized_cases, vision_cases
-from tests.envs.attention_cases import option_cases
+from tests.envs import elementwise_cases, expert_cases, quantized_cases, vision_cases
+from tests.envs.attention_cases import merge_cases, option_cases, paged_forward_cases, varlen_forward_cases
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
@@ -90,6 +90,8 @@ def refilled(name: str, values: reference.Array) -> reference.Array:
         return np.where(np.isfinite(values), values * -0.5, values)
     if name.startswith("cu_seqlens"):
         return np.asarray(values[-1] - np.flip(values))
+    if name == "offsets":
+        return np.concatenate((values[:1] * 0, values))[:-1]
     if name == "block_tables":
         return np.flip(values, axis=0)
     return np.flip(values) if values.dtype.kind == "i" else values
@@ -307,6 +309,16 @@ def rope_cases(rng: np.random.Generator) -> Iterator[Case]:
         )
     for shape in ((0, 3, 4, 8), (2, 0, 4, 8), (2, 3, 0, 8)):
         yield case(f"empty {shape}", shape, 8)
+
+
+def rope_qk_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of rope, with keys of one head beside them."""
+    for case in rope_cases(rng):
+        q, cos, sin = case.tensors
+        assert q is not None
+        k = normal(rng, *q.shape[:2], min(q.shape[2], 1), q.shape[3])
+        layouts = (case.layouts[0], *case.layouts) if case.layouts else ()
+        yield Case(case.name, (q, k, cos, sin), case.attrs, layouts, case.out_layout)
 
 
 def geglu_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -603,14 +615,41 @@ def embedding_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"{dtype} empty", (ids[:0], normal(rng, 11, 7)))
 
 
+def cross_entropy_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Every fourth index does not count; in one case none does."""
+    for reduction in ("none", "mean", "sum"):
+        for shape, kind in (((5, 7), "int64"), ((2, 300), "int32"), ((3, 16, 4), "int64"), ((2, 5, 3, 4), "int32")):
+            rest = (shape[0], *shape[2:])
+            target = rng.integers(0, shape[1], rest).astype(kind)
+            target.flat[::4] = -100
+            weight = abs(normal(rng, shape[1]))
+            for smoothing, given in ((0.0, None), (0.25, None), (0.0, weight), (0.125, weight)):
+                attrs = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
+                name = f"{reduction} {shape} {smoothing} {given is not None}"
+                yield Case(name, (normal(rng, *shape) * 5, target, given), attrs)
+        attrs = {"ignore_index": 3, "reduction": reduction, "label_smoothing": 0.5}
+        yield Case(f"{reduction}, none counts", (normal(rng, 3, 4), np.full(3, 3), None), attrs)
+        x, target = normal(rng, 4, 6), rng.integers(0, 6, 4)
+        for layout in ("transposed", "gaps", "rows"):
+            yield Case(f"{reduction}, {layout} input", (x, target, None), attrs, layouts=(layout,))
+        yield Case(f"{reduction}, gaps target", (x, target, None), attrs, layouts=("contiguous", "gaps"))
+        yield Case(f"{reduction}, empty", (x[:0], target[:0], None), attrs)
+        yield Case(f"{reduction}, far apart", (x * 300, target, None), attrs)
+
+
 CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "attention_forward": forward_cases,
     "attention_backward": backward_cases,
+    "merge_attention": merge_cases,
     "attention_varlen": varlen_cases,
+    "attention_varlen_forward": varlen_forward_cases,
     "paged_attention": paged_cases,
+    "paged_attention_forward": paged_forward_cases,
     "append_kv": append_cases,
+    "cross_entropy": cross_entropy_cases,
     "rope": rope_cases,
+    "rope_qk": rope_qk_cases,
     "swiglu": swiglu_cases,
     "geglu": geglu_cases,
     "reglu": swiglu_cases,
@@ -630,6 +669,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
     **elementwise_cases.CASES,
+    **expert_cases.CASES,
     **vision_cases.CASES,
     **quantized_cases.CASES,
     "embedding": embedding_cases,

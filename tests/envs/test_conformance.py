@@ -132,6 +132,22 @@ def test_kernel_gives_the_reference_result(
     assert ran >= MIN_RUN
 
 
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_cross_entropy_names_the_index_of_no_class(harnesses: Harnesses, backend: str) -> None:
+    """And takes any number for the index that does not count."""
+    specs = [TensorSpec.contiguous("float32", (3, 4)), TensorSpec.contiguous("int64", (3,)), None]
+    attrs = {"ignore_index": 7, "reduction": "mean", "label_smoothing": 0.0}
+    for bad in (7, 4, -1):
+        data = [np.zeros((3, 4), "f4").tobytes(), np.array([0, bad, 3]).tobytes()]
+        out = TensorSpec.contiguous("float32", ())
+        answer, found = harnesses[backend].run(f"{backend}.cross_entropy", "cross_entropy", specs, [out], attrs, [data])
+        if bad == 7:
+            assert np.frombuffer(found[0], "f4")[0] == pytest.approx(np.log(4))
+        else:
+            assert answer["error"]["code"] == "INVALID_ARGUMENT"
+            assert f"target has the index {bad}; allowed: 0 to 3" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("bad", [-1, 11, 2**31 - 1])
 def test_embedding_names_the_id_outside_the_table(harnesses: Harnesses, bad: int) -> None:
     """Reading past the table would return other tensors' memory."""

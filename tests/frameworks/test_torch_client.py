@@ -212,3 +212,15 @@ def test_a_transposed_shared_weight_crosses_as_it_is() -> None:
     report = lz.last_report()
     assert report is not None
     assert report.copies == ()
+
+
+def test_layers_of_4_bits_are_packed_from_tensors_of_torch() -> None:
+    """With scales in bfloat16, which NumPy has not, and inputs that do not lie by group."""
+    numbers = torch.arange(32 * 8).view(32, 8) * 7 % 16
+    words = sum((numbers.view(4, 8, 8)[:, i] << 4 * i for i in range(8)), torch.zeros(4, 8, dtype=torch.int64))
+    scales, groups = torch.tensor([[0.5] * 8, [0.25] * 8], dtype=torch.bfloat16), torch.arange(32) % 2
+    packed = lz.pack_weight(words.to(torch.int32), scales, None, groups, layout="gptq")
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    found = lz.packed_linear(x, packed)
+    expected = x.double() @ ((numbers.double() - 8) * scales.double()[groups])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))

@@ -110,6 +110,27 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(4, 3).t(), t(10, 4, seed=1), t(5, 6, seed=2).t()), {}),
             ((t(0, 4), t(10, 4, seed=1), t(4, 5, seed=2)), {}),
         ],
+        "grouped_linear": [
+            ((t(4, 6).t(), t(3, 5, 4, seed=1), torch.tensor([2, 2, 5], dtype=torch.int32), t(3, 5, seed=2)), {}),
+        ],
+        "moe_route": [
+            ((t(3, 8),), {"top_k": 2}),
+            (
+                (t(3, 8), random(8, seed=1)),
+                {"top_k": 3, "scoring": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
+            ),
+        ],
+        "moe_permute": [((t(3, 4), torch.tensor([[0, 2], [2, -1], [1, 0]])), {"num_experts": 3})],
+        "moe_combine": [((t(6, 4), torch.tensor([5, 1, 0, 2, 4, 3]), random(3, 2, seed=1)), {})],
+        "moe_mlp": [
+            (
+                (
+                    *(t(3, 4), t(3, 10, 4, seed=1), t(3, 6, 5, seed=2)),
+                    *(torch.tensor([[0, 2], [2, -1], [1, 0]]), random(3, 2, seed=3)),
+                ),
+                {},
+            ),
+        ],
         "addmm": [
             ((t(5, seed=2), t(3, 4), t(4, 5, seed=1)), {}),
             ((t(3, 1, seed=2), t(3, 4), t(4, 5, seed=1)), {"beta": 0.5, "alpha": -2.0}),
@@ -164,6 +185,25 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 3, 2, 4), t(2, 3, 2, seed=1), t(2, 3, 2, seed=2)), {"interleaved": True}),
             ((t(2, 3, 2, 4), t(1, 3, 2, seed=1), t(1, 3, 2, seed=2)), {}),
         ],
+        "rope_qk": [
+            ((t(2, 3, 3, 6), t(2, 3, 1, 6, seed=3), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
+            ((t(2, 3, 2, 4), t(2, 3, 1, 4, seed=3), t(2, 3, 2, seed=1), t(2, 3, 2, seed=2)), {"interleaved": True}),
+        ],
+        "cross_entropy": [
+            ((t(3, 4), torch.tensor([2, -100, 0])), {}),
+            (
+                (
+                    t(2, 4, 3),
+                    torch.tensor([[0, 3, 1], [2, 2, 1]]),
+                    random(4, seed=1, dtype=dtype).abs(),
+                    2,
+                    "none",
+                    0.25,
+                ),
+                {},
+            ),
+            ((t(4), torch.tensor(3, dtype=torch.int32), None, -100, "sum", 0.5), {}),
+        ],
         "embedding": [
             ((torch.tensor([[0, 3], [2, 2]]), t(4, 6)), {}),
             ((torch.tensor([1, 2], dtype=torch.int32), t(4, 6)), {"padding_idx": 2, "scale_grad_by_freq": True}),
@@ -202,8 +242,27 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"layout": "BSHD", "is_causal": True, "enable_gqa": True, "scale": 0.3},
             ),
         ],
+        "merge_attention": [
+            ((t(2, 4, 3, 8), random(2, 4, 3), t(2, 4, 3, 8, seed=1), random(2, 4, 3, seed=2)), {}),
+            (
+                tuple(one for n in range(3) for one in (t(2, 3, 4, 8, seed=n), random(2, 4, 3, seed=n))),
+                {"layout": "BSHD"},
+            ),
+        ],
         "attention_varlen": [((t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends), {"is_causal": True})],
         "paged_attention": [((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {})],
+        "attention_varlen_forward": [
+            (
+                (t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends, t(4, seed=3)),
+                {"is_causal": True, "window_size": [2, 0]},
+            )
+        ],
+        "paged_attention_forward": [
+            (
+                (t(5, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths, ends),
+                {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
+            )
+        ],
         "append_kv": [
             (
                 (
@@ -336,6 +395,18 @@ def _activated(made: torch.Tensor, activation: str) -> torch.Tensor:
     return after[activation](made) if activation else made
 
 
+def _grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """By a mask for each group."""
+    groups = torch.bucketize(torch.arange(len(x)), offsets, right=True)
+    found = torch.zeros(len(x), weight.shape[1], dtype=x.dtype)
+    for g, each in enumerate(weight):
+        made = F.linear(x, each, None if bias is None else bias[g])
+        found = torch.where((groups == g).unsqueeze(1), made, found)
+    return found
+
+
 def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     gate, up = gate_up.chunk(2)
     return F.linear(_linear(x, gate, None, activation) * F.linear(x, up), down)
@@ -376,8 +447,11 @@ def _attention(
 
 
 def joined(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Results of one shape as one tensor."""
-    return torch.stack(result) if isinstance(result, tuple) else result
+    """Several results as one tensor; those of other heads one after the other."""
+    if not isinstance(result, tuple):
+        return result
+    is_alike = all(one.shape == result[0].shape for one in result)
+    return torch.stack(result) if is_alike else torch.cat(result, -2)
 
 
 def _conv(
@@ -474,6 +548,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "rms_norm": F.rms_norm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    "grouped_linear": _grouped_linear,
     "conv": _conv,
     "conv_transpose": _conv_transpose,
     "interpolate": lambda x, size=None, scale=None, mode="nearest", corners=None, again=None, smooth=False: (
@@ -490,7 +565,11 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "cast": lambda x, dtype: x.to(getattr(torch, dtype)),
     "matmul": torch.matmul,
     "embedding": F.embedding,
+    "cross_entropy": lambda x, target, weight=None, ignore_index=-100, reduction="mean", smoothing=0.0: F.cross_entropy(
+        x, target.long(), weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
+    ),
     "rope": _rope,
+    "rope_qk": lambda q, k, *tables, interleaved=False: tuple(_rope(x, *tables, interleaved) for x in (q, k)),
     "attention": _attention,
 }
 """torch's own function for each op, or the formula of docs/ops.md in torch."""

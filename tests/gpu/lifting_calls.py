@@ -94,6 +94,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         x, cos = of(1, 512, 32, 128), of(1, 512, 64)
         for interleaved in (False, True):
             yield f"512 tokens, interleaved {interleaved}", (x, cos, cos), (x,), {"interleaved": interleaved}, _WELL
+    elif op == "rope_qk":
+        q, k, cos = of(1, 512, 32, 128), of(1, 512, 8, 128), of(1, 512, 64)
+        yield "512 tokens", (q, k, cos, cos), (q, k), {"interleaved": False}, _WELL
     elif op == "matmul":
         yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
         yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16
@@ -109,6 +112,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
     elif op == "where":
         condition = of(512, 2048, dtype="bool")
         yield "512 x 2048", (condition, of(512, 2048), of(2048)), (of(512, 2048),), {}, _WELL
+    elif op == "merge_attention":
+        parts = (of(2, 16, 256, 64), of(2, 16, 256, dtype="float32")) * 2
+        yield "two parts", (*parts, *[None] * 4), (of(2, 16, 256, 64), of(2, 16, 256, dtype="float32")), {}, _WELL
     elif op == "cat":
         given = (of(512, 1024), of(512, 2048), *[None] * 6)
         yield "512 x 1024 and 512 x 2048", given, (of(512, 3072),), {"dim": 1}, _WELL
@@ -204,6 +210,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
                 scale, steps = (of(*one.shape, dtype="float32") for one in (scale, steps))
                 out, attrs = of(512, 2048, dtype="bfloat16"), {"dtype": "bfloat16", "weight_format": ""}
                 yield f"{stored}, 512 rows", (x, weight, scale, steps, None, None, None), (out,), attrs, _WELL
+    elif op == "cross_entropy":
+        attrs = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+        yield "512 of 32000", (of(512, 32000), of(512, dtype="int64"), None), (of(),), attrs, _WELL
     elif op == "embedding":
         yield "512 of 32000", (of(4, 512, dtype="int64"), of(32000, 1024)), (of(4, 512, 1024),), {}, _WELL
 

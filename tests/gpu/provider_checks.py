@@ -41,12 +41,19 @@ FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 INDICES = {  # the dtypes of tensors that have their own
     "embedding": {"ids": "int64"},
+    "cross_entropy": {"target": "int64"},
     "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
     "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
+    "attention_varlen_forward": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "alibi_slopes": "float32"},
+    "paged_attention_forward": {
+        **dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "int32"),
+        "alibi_slopes": "float32",
+    },
     "append_kv": {"slots": "int64"},
     **{name: {"scale": "float32"} for name in ("quantize", "dequantize")},
     "scaled_linear": {"weight_scale": "float32", "x_scale": "float32"},
     "attention_backward": {"lse": "float32"},
+    "merge_attention": dict.fromkeys(OPS["merge_attention"].singles, "float32"),
     "where": {"condition": "bool"},
 }
 INDICES |= {
@@ -182,6 +189,11 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None, None, None]
             if op == "attention_backward":
                 inputs = [numbers(*q.shape), *inputs[:3], *forward(attrs, inputs), None]
+        elif op == "merge_attention":
+            shape, parts = (rng.choice((1, 3)), rng.choice(FEWER), extent()), rng.choice((2, 3, 4))
+            pairs = ((numbers(*shape), numbers(*shape[:2], scale=8.0)) for _ in range(parts))
+            inputs = [values for pair in pairs for values in pair]
+            inputs += [None] * (len(OPS[op].inputs) - len(inputs))
         elif op == "attention_varlen":
             group, kv_heads, dim = rng.choice(((1, 2, rng.choice(dims)), (4, 1, dims[0]), (2, 2, dims[0])))
             counts = [[rng.choice((0, *FEWER)) for _ in range(2)] for _ in "qk"]
@@ -201,6 +213,23 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
             inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
+        elif op in ("attention_varlen_forward", "paged_attention_forward"):
+            group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims[:3])
+            queries, keys = ([rng.choice((0, *FEWER[:8])) for _ in range(2)] for _ in "qk")
+            attrs = {"is_causal": bool(number % 2), "scale": dim**-0.5}
+            attrs |= [{}, {"window_left": 3}, {"softcap": 2.0}][number % 3]
+            q = numbers(sum(queries), group * kv_heads, dim)
+            ends = [Values((3,), list(itertools.accumulate(n, initial=0))) for n in (queries, keys)]
+            beside = [numbers(q.shape[1]) if number % 4 == 1 else None, None]
+            if op == "attention_varlen_forward":
+                attrs["causal_alignment"] = (
+                    "bottom_right" if attrs["is_causal"] or "window_left" in attrs else "top_left"
+                )
+                inputs = [q, *(numbers(sum(keys), kv_heads, dim) for _ in "kv"), *ends, *beside]
+            else:
+                caches = (numbers(16, 8, kv_heads, dim) for _ in "kv")
+                tables = Values((2, 8), rng.sample(range(16), 16))
+                inputs = [q, *caches, tables, Values((2,), keys), ends[0], *beside]
         elif op == "append_kv":
             heads, dim, page, blocks, tokens = (rng.choice(FEWER) for _ in range(5))
             slots = rng.sample(range(-3, blocks * page), min(tokens, blocks * page))
@@ -208,12 +237,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             key, value = rows
             caches = (numbers(blocks, page, heads, tensor.shape[2]) for tensor in (key, value))
             inputs = [key, value, *caches, Values((len(slots),), slots)]
-        elif op == "rope":
+        elif op in ("rope", "rope_qk"):
             batch, sequence, heads, dim = rng.choice((1, 2)), rng.choice(FEWER), rng.choice((1, 3)), rng.choice(dims)
             pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])
             attrs = {"interleaved": rng.choice((kernel.get("attrs") or {}).get("interleaved", [False, True]))}
             cos = numbers(rng.choice((1, batch)), sequence, pairs)
             inputs = [numbers(batch, sequence, heads, dim), cos, numbers(*cos.shape)]
+            if op == "rope_qk":
+                inputs.insert(1, numbers(batch, sequence, rng.choice((1, 2)), dim))
         elif op == "dynamic_quantize":
             made = kernel["attrs"]["format"]
             kind = made[number % len(made)]
@@ -279,6 +310,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [shape and numbers(*shape) for shape in given]
         elif op in INDICES and OPS[op].inputs[0] in ("logits", "target_probs", "draft_ids"):
             inputs = sampling_inputs(op, rng, rng.choice((1, 3, 8)), extent() * rng.choice((1, 3, 30)))
+        elif op == "cross_entropy":
+            classes = extent()
+            attrs = {
+                "ignore_index": 1,
+                "reduction": ("none", "mean", "sum")[number % 3],
+                "label_smoothing": rng.choice((0.0, 0.25)),
+            }
+            inputs = [numbers(9, classes), Values((9,), [rng.randrange(classes) for _ in range(9)]), None]
         elif op == "embedding":
             inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
         else:

@@ -12,6 +12,10 @@ from tests.process.test_express import X, bad, settle
 import layerzero as lz
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -107,3 +111,42 @@ def test_wrong_shares(share: object) -> None:
     """Before anything is recorded."""
     with pytest.raises(lz.InvalidArgument, match="0 to 1"):
         otel.start(share=share)  # type: ignore[arg-type]
+
+
+def test_durations_have_exemplars_and_failures_are_logged(
+    new_site: Callable[..., Site], provider: TracerProvider
+) -> None:
+    """The histogram counts every call once; its exemplar is a sampled one. Records have the ids of the call's span."""
+    reader, kept = InMemoryMetricReader(), InMemoryLogRecordExporter()
+    metrics, logs = MeterProvider([reader]), LoggerProvider()
+    logs.add_log_record_processor(SimpleLogRecordProcessor(kept))
+    site = new_site(standby=0)
+    site.start().connect()
+    site.wait_ready("alpha", "beta")
+    settle()
+    tracer = provider.get_tracer("test")
+    with otel.start(tracer, meter=metrics.get_meter("test"), logger=logs.get_logger("test")) as spans:
+        for _ in range(20):
+            lz.silu(X)  # nobody's
+        with tracer.start_as_current_span("request") as request:
+            lz.silu(bad(KILL, "alpha"))
+            with pytest.raises(lz.BackendError):
+                lz.silu(bad(RAISE))
+    assert spans.dropped == 0
+    data = reader.get_metrics_data()
+    assert data is not None
+    [metric] = data.resource_metrics[0].scope_metrics[0].metrics
+    assert (metric.name, metric.unit) == ("layerzero.call.duration", "s")
+    points = metric.data.data_points
+    assert sum(point.count for point in points) == 22
+    assert {point.attributes.get("error.type") for point in points} == {None, "BACKEND_ERROR"}
+    ids = {one.trace_id for point in points for one in point.exemplars}
+    assert ids == {request.get_span_context().trace_id}
+    records = [one.log_record for one in kept.get_finished_logs()]
+    assert {one.trace_id for one in records} == ids
+    assert all(one.span_id for one in records)
+    assert records[0].attributes["event.name"] == "layerzero.call.fell_back"
+    assert records[0].attributes["layerzero.exit_signal"] == 9
+    assert (records[-1].attributes["event.name"], records[-1].severity_text) == ("layerzero.call.failed", "ERROR")
+    metrics.shutdown()
+    logs.shutdown()

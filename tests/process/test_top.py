@@ -43,6 +43,21 @@ def text(app: Top, name: str) -> str:
     return str(app.query_one(name, Static).render())
 
 
+def served_by() -> str | None:
+    lz.silu(X)
+    report = lz.last_report()
+    return None if report is None else report.backend
+
+
+def chosen(app: Top, row: list[str]) -> bool:
+    """Whether the row of this op and backend is there, and was chosen."""
+    lz.silu(X, backend=row[1])
+    found = [one[:2] for one in rows(app, "#ops")]
+    if row in found:
+        app.query_one("#ops", DataTable).move_cursor(row=found.index(row))
+    return row in found
+
+
 def kept(path: Path, at: int) -> None:
     file = HistoryFile.write(path)
     assert file is not None
@@ -75,6 +90,17 @@ def test_live_history_keys_and_the_end_of_the_broker(new_site: Callable[..., Sit
             assert ["silu", "alpha"] in [row[:2] for row in rows(app, "#ops")]
             await pilot.press("r")
             await until(pilot, lambda: site.backend("alpha")["pid"] not in (None, before))
+            await pilot.press("d")
+            await until(pilot, lambda: "drained: alpha" in text(app, "#head"))
+            assert served_by() == "beta"
+            await pilot.press("d")
+            await until(pilot, lambda: "drained" not in text(app, "#head"))
+            await until(pilot, lambda: chosen(app, ["silu", "beta"]))
+            await pilot.press("l")
+            await until(pilot, lambda: "locked: silu to beta" in text(app, "#head"))
+            assert served_by() == "beta"
+            await pilot.press("l")
+            await until(pilot, lambda: "locked" not in text(app, "#head"))
             app._source.at = at + 25.0
             await pilot.press("left")
             await until(

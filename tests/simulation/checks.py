@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from tests.simulation.clients import Client
 from tests.simulation.coverage import CRASHES
@@ -158,7 +159,7 @@ class Checks:
                     lane.stale_since_s.pop(route, None)
                     continue
                 self.require(core_epoch == state.engine.epoch, "a lease outlives its epoch")
-                best = next(iter(state.signatures.order(routes[route].signature)), None)
+                best = next(iter(state.signatures.order(replace(routes[route].signature))), None)
                 if best is None or best.kernel_id != kernel_id:
                     since_s = lane.stale_since_s.setdefault(route, now_s)
                     self.require(now_s - since_s <= WATCH_S + LATE_S, "a lease outlives the choice it stands for")

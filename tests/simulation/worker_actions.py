@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.simulation.backends import COMPILES, GPU, passed_probe
 from tests.simulation.coverage import CRASHES
 from tests.simulation.model import STREAMS, Call, Dispatch
@@ -307,7 +309,7 @@ class WorkerActions:
         self.require(route is not None, "a lease for a route that was forgotten")
         assert route is not None
         if not self._is_nested:
-            best = next(iter(self.state.signatures.order(route.signature)), None)
+            best = next(iter(self.state.signatures.order(replace(route.signature))), None)
             is_best = best is not None and best.kernel_id == decision.kernel_id
             self.require(is_best and not lane.process.kill_reason, "a lease for what would not be chosen again")
             until_s = [at_s for key, at_s in self._quarantine.items() if key[0] == route.signature.key]

@@ -40,7 +40,7 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.stream_order import Key
 from layerzero.broker.core.worker_fsm import Signal, WorkerState
 from layerzero.broker.selection.certification import Subject
-from layerzero.broker.selection.policy import Policy, Weights
+from layerzero.broker.selection.policy import Layer, Policy
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.rollout import Rollout, Rules
 from layerzero.broker.selection.shadow import Comparison
@@ -260,7 +260,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         if rng.random() < 0.4:
             self.push(rng.uniform(1.0, BUSY_S), self._shut_down_busy)
         if self.is_quiet:
-            self.push(0.0, self._deliver, ev.PolicyChanged(Policy(weights=Weights(perfdb=1000.0))))
+            layer = Layer("the world", {"weights": {"perfdb": 1000.0}})
+            self.push(0.0, self._deliver, ev.PolicyChanged(Policy.of(layer)))
         self.push(BUSY_S, self._calm)
         self._run_out()
         for client in self.clients.values():
@@ -365,8 +366,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         earlier broker took."""
         what = self.rng.random()
         if what < 0.4:
-            weights = Weights(perfdb=self.rng.choice((0.0, 1000.0, 1000.0)))
-            self._deliver(ev.PolicyChanged(Policy(weights=weights)))
+            weights = {"perfdb": self.rng.choice((0.0, 1000.0, 1000.0))}
+            self._deliver(ev.PolicyChanged(Policy.of(Layer("the world", {"weights": weights}))))
         elif what < 0.5 and self.compiles:
             spec = CallSpec.parse(route_body(device=self.device))
             self._deliver(ev.CompileAsked(spec, list(PRIORITY)))

@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from tests import structure
@@ -32,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "functions": ({"client", "envs", "ipc"}, {"packaging"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "text": ({""}, {"jinja2", "numpy"}),
+    "rotary": ({"", "ipc"}, {"numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
     # What people look at: of the broker by its questions, of files by their readers.
@@ -45,6 +48,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
     "client/cli/policy.py": {"broker", "rich"},
+    "client/cli/replay_log.py": {"broker", "rich"},  # the core alone, on what was recorded
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
@@ -131,12 +135,19 @@ DRIVER_FUNCTION = re.compile(r"libcuda\.so.*|cu[A-Z][a-z]\w*")
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 
+@cache
 def tree(file: str) -> ast.Module:
     """What is copied into foreign environments must parse on the oldest Python there."""
     oldest = (3, 10) if file.startswith(("ipc/", "workers/")) else (3, 11)
     return ast.parse((SOURCE / file).read_text(encoding="utf-8"), file, feature_version=oldest)
 
 
+@cache
+def nodes(file: str) -> list[ast.AST]:
+    return list(ast.walk(tree(file)))
+
+
+@cache
 def imported(file: str) -> set[str]:
     return {one.target for one in structure.imports(SOURCE / file)}
 
@@ -146,7 +157,26 @@ def lies_in(file: str, places: set[str]) -> bool:
     return file in places or any(file.startswith(f"{place}/") for place in places)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if "/" in file])
+def each(files: list[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """One test of all these files: to hand out thousands of tests takes longer than to run them."""
+
+    def of_one(test: Callable[[str], None]) -> Callable[[], None]:
+        def of_all() -> None:
+            assert files
+            for file in files:
+                try:
+                    test(file)
+                except AssertionError as failure:
+                    failure.add_note(f"in {file}")
+                    raise
+
+        of_all.__name__, of_all.__doc__ = test.__name__, test.__doc__
+        return of_all
+
+    return of_one
+
+
+@each([file for file in FILES if "/" in file])
 def test_imports_stay_in_layer(file: str) -> None:
     """A file imports the stdlib, its own package, and what the tables grant."""
     package = file.partition("/")[0]
@@ -214,12 +244,13 @@ def test_core_is_imported_alone() -> None:
     assert not loaded & {"ctypes", "mmap", "rich", "socket", "sqlite3", "ssl", "subprocess", "zmq"}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("workers/providers/")])
+@each([file for file in FILES if file.startswith("workers/providers/")])
 def test_provider_imports_its_library_when_it_is_loaded(file: str) -> None:
     """Listing the providers must not load any library."""
-    code = tree(file)
-    code.body = [n for n in code.body if not isinstance(n, ast.FunctionDef | ast.ClassDef) and not is_type_checking(n)]
-    for name in (name for node in ast.walk(code) for name in structure.names(node)):
+    parts = [
+        n for n in tree(file).body if not isinstance(n, ast.FunctionDef | ast.ClassDef) and not is_type_checking(n)
+    ]
+    for name in (name for part in parts for node in ast.walk(part) for name in structure.names(node)):
         assert name.partition(".")[0] in sys.stdlib_module_names | {"layerzero"}, f"{file}: {name} at import time"
 
 
@@ -227,13 +258,12 @@ def is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-@pytest.mark.parametrize("file", FILES)
+@each(FILES)
 def test_nothing_turns_bytes_into_code(file: str) -> None:
     """pickle over a socket, eval of a manifest, a shell around a name: each has been somebody's CVE."""
-    code = tree(file)
     for name in imported(file):
         assert name.partition(".")[0] not in BANNED_MODULES, f"{file}: {name}"
-    for node in ast.walk(code):
+    for node in nodes(file):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
@@ -249,24 +279,26 @@ def test_nothing_turns_bytes_into_code(file: str) -> None:
 CUDA_DRIVER = {f"ipc/cuda/{name}.py" for name in ("driver", "kernels", "graph_nodes", "abi", "library")}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in CUDA_DRIVER])
+@each([file for file in FILES if file not in CUDA_DRIVER])
 def test_one_module_calls_the_cuda_driver(file: str) -> None:
     """The rest speaks of memory and order; a second caller would need all the care of the first."""
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not DRIVER_FUNCTION.fullmatch(node.value), f"{file}:{node.lineno}: {node.value}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "ipc/transport/plain.py"])
+@each([file for file in FILES if file != "ipc/transport/plain.py"])
 def test_one_module_reads_msgpack(file: str) -> None:
     """It bounds how deep a value is and what its keys are; a second reader would take what this one refuses."""
-    assert not [node for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and node.attr == "unpackb"]
+    assert not [node for node in nodes(file) if isinstance(node, ast.Attribute) and node.attr == "unpackb"]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if "yaml" in imported(file)])
+@each(FILES)
 def test_yaml_is_read_with_the_safe_loader_only(file: str) -> None:
     """The other loaders build any object that a file names; so do the functions that choose one by themselves."""
-    used = {ast.unparse(node) for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute)}
+    if "yaml" not in imported(file):
+        return
+    used = {ast.unparse(node) for node in nodes(file) if isinstance(node, ast.Attribute)}
     of_yaml = {name for name in used if name.startswith("yaml.") and name.count(".") == 1}
     harmless = {"yaml.Node", "yaml.ScalarNode", "yaml.SequenceNode", "yaml.MappingNode"}
     assert of_yaml - harmless - {"yaml.YAMLError", "yaml.MarkedYAMLError"} == {"yaml.SafeLoader"}
@@ -285,7 +317,7 @@ def test_unit_tests_mirror_the_source() -> None:
     assert not [folder for folder in sorted(folders) if not (SOURCE / folder).is_dir()]
 
 
-@pytest.mark.parametrize("file", FILES)
+@each(FILES)
 def test_no_module_is_long(file: str) -> None:
     """A reader keeps 500 lines in mind, not more."""
     assert len((SOURCE / file).read_text(encoding="utf-8").splitlines()) <= 500

@@ -12,17 +12,15 @@ import msgpack
 
 from layerzero.broker.configuration import settings as knobs
 from layerzero.broker.configuration.policy_source import PolicySource
-from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import fd_reserve
 from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.processes import imported
 from layerzero.broker.processes.cuda_driver import detect_gpus
 from layerzero.broker.processes.host import detect_cpu
 from layerzero.broker.processes.launcher import Launcher
-from layerzero.broker.selection.certification import Certification
-from layerzero.broker.selection.compile_queue import Compilation
+from layerzero.broker.recording.recorder import RecordedState, Recorder
+from layerzero.broker.recording.start import Start
 from layerzero.broker.selection.policy_values import Known
-from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.server import Server
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.logs import keep_in, log
@@ -46,7 +44,8 @@ def run(
         settings = knobs.load(runtime_dir=runtime_dir)
         if for_uid is not None:  # questions over tcp are for the broker that others know
             kept = settings.rollout_file.with_suffix(f".{for_uid}.json")
-            own = {"allow_uids": str(for_uid), "remote": "", "metrics": "", "history": False, "rollouts": kept}
+            off = {"remote": "", "metrics": "", "history": False, "record": None}
+            own = {"allow_uids": str(for_uid), "rollouts": kept, **off}
             settings = settings.model_copy(update=own)
         gate = Authentication.of(settings)
         endpoints = open_endpoints(settings.runtime_dir, is_shared=gate.is_shared)
@@ -73,19 +72,30 @@ def run(
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
-    engine = Engine(
-        launcher.capabilities,
-        detect_cpu(),
-        gpus=gpus.devices,
+    start = Start(
+        seed=random.SystemRandom().getrandbits(63),
+        limits=settings.limits(),
+        capabilities=launcher.capabilities,
+        refused={name: error.message for name, error in launcher.refused.items()},
+        envs=launcher.env_ids(),
+        device=detect_cpu(),
+        gpus=tuple(gpus.devices),
         no_gpus=gpus.reason,
         policy=policy.policy,
-        envs=launcher.env_ids(),
-        refused={name: error.message for name, error in launcher.refused.items()},
+        unusable=launcher.unusable,
+        joined=tuple(sorted(launcher.joined)),
+        records=launcher.records(),
+        times=tuple(imported.times(launcher.imported, gpus, time.monotonic())),
+        compiled={name: tuple(units) for name, units in launcher.compiled().items()},
+        lifted=tuple(sorted(launcher.imported)),
     )
-    engine.set_certification(Certification(launcher.records()))
-    engine.load_times(imported.times(launcher.imported, gpus, time.monotonic()))
-    engine.set_compilation(Compilation(launcher.compiled()))
-    state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(), joined=launcher.joined)
+    recorder = None
+    try:
+        if settings.record is not None:
+            recorder = Recorder(settings.record.absolute(), settings.record_mib << 20)
+    except LayerZeroError as exc:
+        return _refuse(exc, ready_fd)
+    state = start.state() if recorder is None else RecordedState(recorder, start)
     try:
         parts_users = gate.is_shared and for_uid is None and not launcher.joined
         server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays, parts_users=parts_users)
@@ -101,6 +111,8 @@ def run(
             os.close(ready_fd)
 
     server.run(started)
+    if recorder is not None:
+        recorder.close()
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, b"ended", 0)  # a watchdog starts no other
     log("broker.ended", pid=os.getpid())

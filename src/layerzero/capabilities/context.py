@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from layerzero.capabilities.device import DeviceSpec, DeviceType
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, TOKENIZER_ATTRS, Heads, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, PAGED_OPS, TOKENIZER_ATTRS, Heads, heads
 from layerzero.ipc.vocabulary.quantization import Quantization, quantization
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
@@ -285,7 +285,7 @@ class SelectionContext:
             length = bisect.bisect_left(thresholds, max(q.shape[2], k.shape[2]))
             mask = (self.attn_mask_type, self.attn_mask_layout, self.attn_mask_problem is None)
             shape = (is_square, length, mask)
-        elif self.op == "paged_attention":
+        elif self.op in PAGED_OPS:
             shape = (self.given["k_cache"].shape[1],)
         elif self.quantization is not None:
             shape = self.quantization

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from layerzero.capabilities.compile_unit import Facet
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, DRAWING, FUNCTION, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, DRAWING, FUNCTION, OPS, VARLEN_OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SCHEMA_VERSION = "1.0"
@@ -209,7 +209,7 @@ class Capability(BaseModel):
                             for f in ("requires_layouts", "causal_alignments", "masked_rows")
                             if not getattr(kernel, f)
                         ]
-                    if op == "attention_varlen" and not kernel.causal_alignments:
+                    if op in VARLEN_OPS and not kernel.causal_alignments:
                         missing.append("causal_alignments")
                     if op in OPS and OPS[op].indices and not kernel.index_dtypes:
                         missing.append("index_dtypes")

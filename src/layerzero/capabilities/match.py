@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from layerzero.capabilities.context import SelectionContext, has_dense_rows
 from layerzero.capabilities.descriptor import PLAIN_OPS, TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads, aligns
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, PAGED_OPS, VARLEN_OPS, Heads, aligns
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
 
@@ -53,9 +53,9 @@ def findings(context: SelectionContext, kernel: KernelCapability) -> Found:
         yield from _attention_features(context, kernel)
     if op in ATTENTION_OPS:
         yield from _attention(context, kernel)
-    elif op == "attention_varlen":
+    elif op in VARLEN_OPS:
         yield from _causal_alignment(context, kernel, "sequences")
-    elif op == "paged_attention":
+    elif op in PAGED_OPS:
         yield from _pages(context, kernel)
 
 

@@ -64,7 +64,8 @@ def relayout(context: SelectionContext, kernel: KernelCapability) -> Step | None
     target = kernel.produces_layout or next(iter(kernel.requires_layouts), None)
     if target is None or target == context.layout or target not in kernel.requires_layouts:
         return None
-    moved = {n: _in_layout(spec, target) for n, spec in context.given.items() if n not in ("attn_mask", "lse")}
+    beside = ("attn_mask", "lse", "sinks", "alibi_slopes")
+    moved = {n: _in_layout(spec, target) for n, spec in context.given.items() if n not in beside}
     outputs = {i: _in_layout(spec, target) for i, spec in enumerate(context.outputs) if spec.ndim == 4}
     transforms = [f"layout {context.layout}->{target}", *(f"contiguous {name}" for name in moved)]
     if not kernel.copies_outputs and outputs:

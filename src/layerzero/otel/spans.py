@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.context.context import Context
@@ -20,19 +20,25 @@ from layerzero.client.connection.report import Attempt
 from layerzero.client.traces.calls import RecordedCall
 from layerzero.client.traces.recorder import Buffer, recorder
 from layerzero.client.traces.snapshot import Snapshot
+from layerzero.otel.signals import Durations, Logs
+
+if TYPE_CHECKING:
+    from opentelemetry._logs import Logger  # type: ignore[attr-defined,unused-ignore]
+    from opentelemetry.metrics import Meter  # type: ignore[attr-defined,unused-ignore]
 
 EVERY_S = 0.5
 MOST = 10_000  # calls that wait for their spans; of more the oldest are dropped, and counted
 
 
 class Sampled(Buffer):
-    """Keeps calls whose caller's span is sampled, and of those without one a share."""
+    """Keeps calls whose caller's span is sampled, and of those without one a share; with `takes_all` the others, too,
+    which have no context."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, takes_all: bool) -> None:
         super().__init__(MOST, None)
-        self.calls = self._chosen = _Chosen(share)
+        self.calls = self._chosen = _Chosen(share, takes_all)
 
-    def take(self) -> tuple[list[tuple[SpanContext, Any]], int]:
+    def take(self) -> tuple[list[tuple[SpanContext | None, Any]], int]:
         """All that there is, and how many were dropped before."""
         return self._chosen.take()
 
@@ -40,10 +46,10 @@ class Sampled(Buffer):
 class _Chosen(deque[tuple[int, Any]]):
     """What the recorder appends to, in the caller's thread and context, when a call has ended."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, takes_all: bool) -> None:
         super().__init__()
-        self._share = share
-        self._waiting: deque[tuple[SpanContext, Any]] = deque(maxlen=MOST)
+        self._share, self._takes_all = share, takes_all
+        self._waiting: deque[tuple[SpanContext | None, Any]] = deque(maxlen=MOST)
         self._noted = itertools.count(1)
         self._last = self._taken = 0
 
@@ -52,8 +58,11 @@ class _Chosen(deque[tuple[int, Any]]):
         if context.trace_flags.sampled if context.is_valid else self._share and random.random() < self._share:
             self._last = next(self._noted)
             self._waiting.append((context, entry))
+        elif self._takes_all:
+            self._last = next(self._noted)
+            self._waiting.append((None, entry))
 
-    def take(self) -> tuple[list[tuple[SpanContext, Any]], int]:
+    def take(self) -> tuple[list[tuple[SpanContext | None, Any]], int]:
         found = []
         while self._waiting:
             found.append(self._waiting.popleft())
@@ -66,10 +75,11 @@ class _Chosen(deque[tuple[int, Any]]):
 class Spans:
     """Made by `start`. `dropped`: so many calls came faster than spans could be made of them."""
 
-    def __init__(self, tracer: Tracer, share: float) -> None:
+    def __init__(self, tracer: Tracer, share: float, durations: Durations | None, logs: Logs | None) -> None:
         self.dropped = 0
         self._tracer = tracer
-        self._buffer = Sampled(share)
+        self._durations, self._logs = durations, logs
+        self._buffer = Sampled(share, durations is not None)
         self._over = threading.Event()
         self._making = threading.Lock()
         self._clock_ns = time.time_ns() - time.perf_counter_ns()
@@ -83,7 +93,11 @@ class Spans:
             waiting, dropped = self._buffer.take()
             self.dropped += dropped
             for context, call in _calls(waiting):
-                self._make(context, call)
+                span = None if context is None else self._make(context, call)
+                if self._durations is not None:
+                    self._durations.note(call, None if span is None else trace.set_span_in_context(span, Context()))
+                if self._logs is not None and span is not None:
+                    self._logs.note(call, span, call.end_ns + self._clock_ns)
 
     def stop(self) -> None:
         """Make the last spans, and note no more calls. More than once does no harm."""
@@ -103,7 +117,7 @@ class Spans:
         while not self._over.wait(EVERY_S):
             self.flush()
 
-    def _make(self, parent: SpanContext, call: RecordedCall) -> None:
+    def _make(self, parent: SpanContext, call: RecordedCall) -> Span:
         begin, end = call.start_ns + self._clock_ns, call.end_ns + self._clock_ns
         above = trace.set_span_in_context(NonRecordingSpan(parent)) if parent.is_valid else Context()
         span = self._tracer.start_span(
@@ -124,6 +138,7 @@ class Spans:
         if call.error:
             _fail(span, call.error.partition(":")[0], call.error)
         span.end(end)
+        return span
 
     def _attempt(self, attempt: Attempt, below: Context, first: int, last: int) -> None:
         its = {
@@ -137,7 +152,7 @@ class Spans:
         span.end(last)
 
 
-def _calls(waiting: Iterable[tuple[SpanContext, Any]]) -> Iterator[tuple[SpanContext, RecordedCall]]:
+def _calls(waiting: Iterable[tuple[SpanContext | None, Any]]) -> Iterator[tuple[SpanContext | None, RecordedCall]]:
     """Each with the context that it was made in. A plan's calls that crossed as one have one, and are told apart by
     their place."""
     for context, entry in waiting:
@@ -179,13 +194,20 @@ def _fail(span: Span, code: str, text: str) -> None:
     span.set_status(Status(StatusCode.ERROR, text[:1024]))
 
 
-def start(tracer: Tracer | None = None, *, share: float = 0.0) -> Spans:
+def start(
+    tracer: Tracer | None = None, *, share: float = 0.0, meter: Meter | None = None, logger: Logger | None = None
+) -> Spans:
     """Make spans of calls of ops and isolated functions of this process, until `stop` or the end of a `with` block.
 
     A call whose caller's current span is sampled becomes a span below it. share: of calls without a current span, 0 to
     1, so large a part begins a trace of its own. tracer: the global provider's if left out. While this is on, every
-    call costs what a trace costs, about a microsecond, and a look at the current span. Raises InvalidArgument.
+    call costs what a trace costs, about a microsecond, and a look at the current span. meter: every call's duration
+    goes into a histogram of it, layerzero.call.duration, whose exemplars are sampled calls. logger: a sampled call that
+    failed, or that failed somewhere, becomes records with its trace's ids. Raises InvalidArgument, EnvError where the
+    installed API has no logs.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise lz.InvalidArgument(f"share is {share!r:.40}; allowed: a part of the calls, 0 to 1")
-    return Spans(tracer if tracer is not None else trace.get_tracer("layerzero", lz.__version__), float(share))
+    durations = None if meter is None else Durations(meter)
+    logs = None if logger is None else Logs(logger)
+    return Spans(tracer or trace.get_tracer("layerzero", lz.__version__), float(share), durations, logs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -38,6 +39,9 @@ class Top(App[None]):
         Binding("n", "now", "now"),
         Binding("p", "pause", "stop and go on"),
         Binding("r", "restart", "restart"),
+        Binding("f", "restart(True)", "restart at once"),
+        Binding("d", "drain", "drain, or not"),
+        Binding("l", "lock", "lock op, or not"),
     ]
     ENABLE_COMMAND_PALETTE = False
 
@@ -51,7 +55,7 @@ class Top(App[None]):
         yield Static(id="head")
         yield Sparkline([], id="rates")
         yield DataTable(id="backends", cursor_type="row", zebra_stripes=True)
-        yield DataTable(id="ops", cursor_type="none")
+        yield DataTable(id="ops", cursor_type="row", zebra_stripes=True)
         yield Static(id="said")
         yield Footer()
 
@@ -98,11 +102,15 @@ class Top(App[None]):
                 head.append(f", on GPUs {gpu}")
             faults = sum(sample.fallbacks.values()), sum(sample.errors.values())
             head.append(f"   fallbacks {faults[0]}   errors {faults[1]}", "yellow" if any(faults) else "")
+        if seen.drained:
+            head.append(f"   drained: {', '.join(seen.drained)}", "yellow")
+        if seen.locks:
+            head.append(f"   locked: {', '.join(f'{op} to {to}' for op, to in seen.locks.items())}", "yellow")
         self.query_one("#head", Static).update(head)
         self.query_one("#rates", Sparkline).data = seen.rates or [0.0]
-        self._fill("#backends", [] if sample is None else [self._backend(row) for row in backend_rows(sample)])
+        self._fill("#backends", [] if sample is None else [self._backend(row) for row in backend_rows(sample)], 1)
         rows = [] if sample is None else op_rows(sample)[:MAX_OPS]
-        self._fill("#ops", [(*r[:3], f"{r.rate:,.1f}", time_text(r.p50_us), time_text(r.p99_us)) for r in rows])
+        self._fill("#ops", [(*r[:3], f"{r.rate:,.1f}", time_text(r.p50_us), time_text(r.p99_us)) for r in rows], 3)
         if seen.problem:
             self._say(seen.problem)
         elif self.query_one("#said", Static).has_class("problem"):
@@ -125,22 +133,24 @@ class Top(App[None]):
             bytes_text(row.memory_bytes),
         )
 
-    def _fill(self, selector: str, rows: list[tuple[Any, ...]]) -> None:
+    def _fill(self, selector: str, rows: list[tuple[Any, ...]], names: int) -> None:
+        """The chosen row stays the one with these names, wherever it is now."""
         table = self.query_one(selector, DataTable)
-        at = table.cursor_row
+        chosen = self._chosen(selector, names)
         table.clear()
         for row in rows:
             table.add_row(*row)
-        if rows and table.cursor_type == "row":
-            table.move_cursor(row=min(at, len(rows) - 1), animate=False)
+        known = [tuple(str(cell) for cell in row[:names]) for row in rows]
+        if chosen in known:
+            table.move_cursor(row=known.index(chosen), animate=False)
 
     def _say(self, text: str) -> None:
         self.query_one("#said", Static).update(Text(text))
 
-    @property
-    def _chosen(self) -> str | None:
-        table = self.query_one("#backends", DataTable)
-        return str(table.get_row_at(table.cursor_row)[0]) if table.row_count else None
+    def _chosen(self, selector: str, names: int) -> tuple[str, ...]:
+        """What the chosen row begins with; empty where there is no row."""
+        table = self.query_one(selector, DataTable)
+        return tuple(str(cell) for cell in table.get_row_at(table.cursor_row)[:names]) if table.row_count else ()
 
     def action_step(self, by: int) -> None:
         self._source.step(by * STEP_S)
@@ -154,18 +164,50 @@ class Top(App[None]):
         self._is_paused = not self._is_paused
         self._show(self._seen)
 
-    def action_restart(self) -> None:
-        name = self._chosen
-        if name is None or not self._seen.is_live:
+    def action_restart(self, is_forced: bool = False) -> None:
+        what = "it ends now, with its calls" if is_forced else "another worker starts, and takes over when it is ready"
+        self._of_backend("restart", lambda name: ("restart", what, self._restarting(name, is_forced)))
+
+    @staticmethod
+    def _restarting(name: str, is_forced: bool) -> dict[str, Any]:
+        return {"backend": name, "timeout_s": RESTART_S, "force": is_forced}
+
+    def action_drain(self) -> None:
+        """It gets no more calls, or, if that is so already, gets them again."""
+
+        def drain(name: str) -> tuple[str, str, dict[str, Any]]:
+            is_off = name in self._seen.drained
+            said = "it gets calls again" if is_off else "no new calls go there; d takes that back"
+            return "steer", said, {"drain": name, "off": is_off}
+
+        self._of_backend("drain", drain)
+
+    def action_lock(self) -> None:
+        """Calls of the chosen row's op go to its backend alone, or, if that is so already, where they did."""
+        chosen = self._chosen("#ops", 2)
+        if not chosen or not self._seen.is_live:
+            self._say("choose a row of the lower table (Tab), live")
+            return
+        op, backend = chosen
+        is_off = self._seen.locks.get(op) == backend
+        said = f"lock {op}: {'taken back' if is_off else f'its calls go to {backend} alone; l takes that back'}"
+        self.run_worker(
+            lambda: self._act(said, "steer", lock=op, to="" if is_off else backend), thread=True, group="act"
+        )
+
+    def _of_backend(self, verb: str, asked: Callable[[str], tuple[str, str, dict[str, Any]]]) -> None:
+        chosen = self._chosen("#backends", 1)
+        if not chosen or not self._seen.is_live:
             self._say("choose a backend that is there now")
             return
-        self._say(f"restart {name}: asked for")
-        self.run_worker(lambda: self._restart(name), thread=True, group="act")
+        method, what, params = asked(chosen[0])
+        said = f"{verb} {chosen[0]}"
+        self._say(f"{said}: asked for")
+        self.run_worker(lambda: self._act(f"{said}: {what}", method, **params), thread=True, group="act")
 
-    def _restart(self, name: str) -> None:
+    def _act(self, said: str, method: str, **params: Any) -> None:
         try:
-            self._source.ask("restart", backend=name, timeout_s=RESTART_S, force=False)
-            said = f"restart {name}: another worker starts, and takes over when it is ready"
+            self._source.ask(method, **params)
         except lz.LayerZeroError as exc:
-            said = f"restart {name}: {exc.message}"
+            said = f"{said.partition(':')[0]}: {exc.message.partition(chr(10))[0]}"
         self.call_from_thread(self._say, said)

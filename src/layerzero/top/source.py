@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ class Seen(NamedTuple):
     rates: list[float]
     problem: str = ""
     is_live: bool = True
+    locks: Mapping[str, str] = {}  # ops, to backends, by these keys
+    drained: Sequence[str] = ()
 
 
 class Source:
@@ -73,11 +76,12 @@ class Source:
     def _now(self) -> Seen:
         try:
             sample = self._recorder.take(self.ask("metrics"))
+            steered = self.ask("steer")
         except lz.LayerZeroError as exc:
             return Seen(time.time(), None, self._rates, exc.message)
         if sample is not None:
             self._rates = [*self._rates, sample.total().count / max(sample.seconds, 1e-3)][-120:]
-        return Seen(time.time(), sample, self._rates)
+        return Seen(time.time(), sample, self._rates, locks=steered["locks"], drained=steered["drained"])
 
     def _then(self, at: float) -> Seen:
         found = HistoryFile.read(self._path)

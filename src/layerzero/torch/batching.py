@@ -271,16 +271,33 @@ def rope(
 ) -> tuple[Tensor, int]:
     """Samples become the batch; with one of their own they are flattened into it."""
     x = _mapped(x, dims[0], info.batch_size)
-    shape = x.shape
-    tables = []
-    for table, dim in ((cos, dims[1]), (sin, dims[2])):
+    tables = _tables(info, x, (cos, sin), dims[1:])
+    flat = x.flatten(0, 1) if x.dim() == 5 else x
+    return ops.rope(flat, *tables, interleaved=interleaved, **options).reshape(x.shape), 0
+
+
+def rope_qk(
+    info: Any, dims: Dims, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **options: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """As rope."""
+    both = [_mapped(x, dim, info.batch_size) for x, dim in ((q, dims[0]), (k, dims[1]))]
+    tables = _tables(info, both[0], (cos, sin), dims[2:])
+    flat = [x.flatten(0, 1) if x.dim() == 5 else x for x in both]
+    found = ops.rope_qk(*flat, *tables, interleaved=interleaved, **options)
+    by_q, by_k = (one.reshape(x.shape) for one, x in zip(found, both, strict=True))
+    return (by_q, by_k), (0, 0)
+
+
+def _tables(info: Any, x: Tensor, tables: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+    """cos and sin for samples of x that become its batch."""
+    found = []
+    for table, dim in zip(tables, dims, strict=False):
         own = _mapped(table, dim, info.batch_size)
         if x.dim() == 5:
             own = own.unsqueeze(1) if own.dim() == 3 else own
-            own = own.expand(shape[0], shape[1], *own.shape[2:]).flatten(0, 1)
-        tables.append(own)
-    flat = x.flatten(0, 1) if x.dim() == 5 else x
-    return ops.rope(flat, *tables, interleaved=interleaved, **options).reshape(shape), 0
+            own = own.expand(x.shape[0], x.shape[1], *own.shape[2:]).flatten(0, 1)
+        found.append(own)
+    return found
 
 
 def embedding(info: Any, dims: Dims, input: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, int]:

@@ -222,6 +222,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **_:
     return x.new_empty(x.shape)
 
 
+def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **_: Any) -> Any:
+    """As `q`, and as `k`."""
+    _same("rope_qk", q=q, k=k, cos=cos, sin=sin)
+    text = "(batch, sequence, heads, head_dim) or without batch, for k with heads of its own"
+    _need(q.dim() == k.dim(), lambda: _shapes("rope_qk", text, q=q, k=k))
+    made = rope(q, cos, sin)
+    for dim in (*range(q.dim() - 2), -1):
+        _need(q.shape[dim] == k.shape[dim], lambda: _shapes("rope_qk", text, q=q, k=k))
+    return made, k.new_empty(k.shape)
+
+
 def embedding(
     input: Tensor,
     weight: Tensor,
@@ -279,6 +290,13 @@ def attention_backward(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
 
+def merge_attention(out0: Tensor, lse0: Tensor, out1: Tensor, lse1: Tensor, *more: Tensor | None, **_: Any) -> Any:
+    """As `out0` and `lse0`."""
+    _same("merge_attention", out0=out0, out1=out1)
+    _need(out0.dim() > 1, lambda: _shapes("merge_attention", "(..., value_dim)", out0=out0))
+    return out0.new_empty(out0.shape), lse0.new_empty(lse0.shape)
+
+
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **_: Any) -> Tensor:
     """As `q`, with v's last extent."""
     _same("attention_varlen", q=q, k=k, v=v)
@@ -294,6 +312,16 @@ def paged_attention(
     _same("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache)
     _need(q.dim() == 3, lambda: _shapes("paged_attention", "(sequences, heads, head_dim)", q=q))
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+
+
+def attention_varlen_forward(q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **_: Any) -> Any:
+    """As attention_varlen, and (tokens, heads) in float32."""
+    return attention_varlen(q, k, v, *ends[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def paged_attention_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: Tensor, **_: Any) -> Any:
+    """As paged_attention, and (tokens, heads) in float32."""
+    return paged_attention(q, k_cache, v_cache, *more[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: Any) -> None:

@@ -134,6 +134,42 @@ def rope(
     return ops.rope.default(x, cos, sin, interleaved=interleaved, backend=backend, timeout_s=timeout_s)
 
 
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """rope of q and of k, which differ in their heads alone, by the same tables. As layerzero.rope_qk."""
+    found = ops.rope_qk.default(q, k, cos, sin, interleaved=interleaved, backend=backend, timeout_s=timeout_s)
+    return found[0], found[1]
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Minus the log-softmax of input (batch, classes, ...) at class indices (batch, ...), or without batch. Dtypes as
+    silu. As layerzero.cross_entropy; size_average and reduce, which torch has deprecated, must be None."""
+    if size_average is not None or reduce is not None:
+        raise lz.InvalidArgument("cross_entropy: size_average and reduce must be None; pass reduction")
+    settings = {"backend": backend, "timeout_s": timeout_s}
+    return ops.cross_entropy.default(input, target, weight, ignore_index, reduction, label_smoothing, **settings)
+
+
 def embedding(
     input: Tensor,
     weight: Tensor,

@@ -7,7 +7,7 @@ that nobody needs may be left out. What is summed is summed in float32 for half-
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -240,7 +240,23 @@ def matmul(grad: Tensor, call: Call) -> Gradients:
 
 def rope(grad: Tensor, call: Call) -> Gradients:
     """Of x the rotation back; of the tables what each pair contributes, summed over heads (and the batch)."""
-    x, cos, sin = call["x"], call["cos"], call["sin"]
+    return _rope(grad, call["x"], call, call.needs)
+
+
+def rope_qk(grads: Any, call: Call) -> Gradients:
+    """Those of rope, of each result; tables have the sum."""
+    found: Gradients = {}
+    for name, grad in zip("qk", grads, strict=True):
+        needs = (call.needs & {"cos", "sin"}) | ({"x"} if name in call.needs else set())
+        for key, value in _rope(grad, call[name], call, needs).items():
+            target = name if key == "x" else key
+            before = found.get(target)
+            found[target] = value if before is None or value is None else before + value
+    return found
+
+
+def _rope(grad: Tensor, x: Any, call: Call, needs: Set[str]) -> Gradients:
+    cos, sin = call["cos"], call["sin"]
     wide, pairs = _wide(grad.dtype), cos.shape[-1]
     if call["interleaved"]:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
@@ -249,11 +265,11 @@ def rope(grad: Tensor, call: Call) -> Gradients:
     c, s = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
     ga, gb = grad[..., first].to(wide), grad[..., second].to(wide)
     found: Gradients = {}
-    if "x" in call.needs:
+    if "x" in needs:
         back = (ga * c + gb * s, gb * c - ga * s)
         rotated = torch.stack(back, -1).flatten(-2) if call["interleaved"] else torch.cat(back, -1)
         found["x"] = torch.cat((rotated.to(grad.dtype), grad[..., 2 * pairs :]), -1)
-    if call.needs & {"cos", "sin"}:
+    if needs & {"cos", "sin"}:
         a, b = x[..., first].to(wide), x[..., second].to(wide)
         shape = call.shape["cos"]
         found["cos"] = _summed((ga * a + gb * b).sum(-2), shape).to(grad.dtype)

@@ -17,8 +17,10 @@ from layerzero.torch import (
     batching,
     channel_norms,
     elementwise,
+    experts,
     fakes,
     gradients,
+    losses,
     norms,
     quantized,
     vision,
@@ -32,6 +34,7 @@ def _sample(logits: Tensor, seed: Tensor, offset: Tensor, *settings: Tensor | No
     return found
 
 
+_TABLES = frozenset({"cos", "sin"})
 _OPTIONS = "int[2] window_size=[-1, -1], float softcap=0.0"
 _OF_HEADS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
 _RULE = (
@@ -75,6 +78,13 @@ TABLE: dict[str, OpEntry] = {
             runs=attention.attention_backward,
         ),
         OpEntry(
+            "merge_attention",
+            "Tensor out0, Tensor lse0, Tensor out1, Tensor lse1, Tensor? out2=None, Tensor? lse2=None, "
+            'Tensor? out3=None, Tensor? lse3=None, *, str layout="BHSD"',
+            fakes.merge_attention,
+            results=2,
+        ),
+        OpEntry(
             "attention_varlen",
             "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, bool is_causal=False, "
             'float? scale=None, str causal_alignment="top_left"',
@@ -82,13 +92,31 @@ TABLE: dict[str, OpEntry] = {
             autocast=autocasting.lower,
         ),
         OpEntry(
+            "attention_varlen_forward",
+            f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_OF_HEADS}, *, "
+            f'bool is_causal=False, float? scale=None, str causal_alignment="top_left", {_OPTIONS}',
+            fakes.attention_varlen_forward,
+            autocast=autocasting.lower,
+            singles=frozenset({"alibi_slopes"}),
+            results=2,
+        ),
+        OpEntry(
             "paged_attention",
-            "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, *, float? scale=None",
+            "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, *, float? scale=None, "
+            'str kv_layout="NHD"',
             fakes.paged_attention,
         ),
         OpEntry(
+            "paged_attention_forward",
+            "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
+            f"Tensor? cu_seqlens_q=None, {_OF_HEADS}, *, bool is_causal=False, float? scale=None, {_OPTIONS}, "
+            'str kv_layout="NHD"',
+            fakes.paged_attention_forward,
+            results=2,
+        ),
+        OpEntry(
             "append_kv",
-            "Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots",
+            'Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, *, str kv_layout="NHD"',
             fakes.append_kv,
             mutates=True,
         ),
@@ -97,9 +125,20 @@ TABLE: dict[str, OpEntry] = {
             "Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False",
             fakes.rope,
             gradients.rope,
-            {"x": frozenset({"cos", "sin"}), "cos": ANY, "sin": ANY},
+            {"x": _TABLES, "cos": ANY, "sin": ANY},
             autocasting.first,
             batching.rope,
+        ),
+        OpEntry(
+            "rope_qk",
+            "Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False",
+            fakes.rope_qk,
+            gradients.rope_qk,
+            {"q": _TABLES, "k": _TABLES, "cos": ANY, "sin": ANY},
+            autocasting.first,
+            batching.rope_qk,
+            results=2,
+            outs=("q_out", "k_out"),
         ),
         OpEntry(
             "matmul",
@@ -141,6 +180,8 @@ TABLE: dict[str, OpEntry] = {
             autocasting.lower,
             batching.gated_mlp,
         ),
+        *experts.ENTRIES,
+        *losses.ENTRIES,
         OpEntry(
             "conv",
             vision.CONV_ARGUMENTS,

@@ -36,9 +36,11 @@ def traced(request: Request) -> Any:
         args = (*request.args, *vision.traced(request.op, request.args, options))
     elif request.op in ("softmax", "log_softmax"):
         args = (*request.args, options.pop("dim"))
-    elif request.op in ("linear", "gated_mlp", "clamp", "cast"):
+    elif request.op in ("linear", "gated_mlp", "moe_mlp", "clamp", "cast"):
         named = {"clamp": ("min", "max"), "cast": ("dtype",)}.get(request.op, ("activation",))
         args = (*request.args, *(options.pop(name) for name in named))
+    elif request.op == "cross_entropy":
+        args = (*request.args, *(options.pop(name) for name in ("ignore_index", "reduction", "label_smoothing")))
     elif request.op in ("gelu", "geglu"):
         args = (*request.args, options.pop("approximate"))
     elif request.op == "attention":

@@ -48,6 +48,10 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *[dense(2, 16, 256, head_dim)] * 5,
             *(TensorSpec.contiguous("float32", (2, 16, 256)), None),
         ),
+        "merge_attention": (
+            *(dense(2, 16, 256, 64), TensorSpec.contiguous("float32", (2, 16, 256))) * 2,
+            *[None] * 4,
+        ),
         "matmul": (dense(64, 128), dense(128, 64)),
         "addmm": (dense(1, 64), dense(64, 128), dense(128, 64)),
         "gated_mlp": (dense(64, 128), dense(512, 128), dense(128, 256)),
@@ -64,11 +68,23 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "batch_norm": (dense(2, 64, 8, 8), *[dense(64)] * 4),
         **dict.fromkeys(("layer_norm_backward", "rms_norm_backward"), (dense(64, 128), dense(64, 128), dense(128))),
         **dict.fromkeys(("swiglu", *GATED), (dense(64, 128), dense(64, 128))),
+        "cross_entropy": (dense(8, 128), TensorSpec.contiguous("int64", (8,)), dense(128)),
+        "rope_qk": (dense(1, 64, 16, 128), dense(1, 64, 4, 128), dense(1, 64, 64), dense(1, 64, 64)),
         "rope": (dense(1, 64, 16, 128), dense(1, 64, 64), dense(1, 64, 64)),
         "attention_varlen": (*[dense(256, 16, 64)] * 3, *[TensorSpec.contiguous("int32", (5,))] * 2),
         "paged_attention": (
             *(dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
+        ),
+        "attention_varlen_forward": (
+            *[dense(256, 16, 64)] * 3,
+            *[TensorSpec.contiguous("int32", (5,))] * 2,
+            *(None, None),
+        ),
+        "paged_attention_forward": (
+            *(dense(40, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
+            *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,), (5,))),
+            *(None, None),
         ),
         "append_kv": (
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
@@ -106,7 +122,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "size": "32,32", "mode": "linear", "align_corners": False, "antialias": True,
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
         "format": "int8", "symmetric": True, "weight_format": "",
-        "min": -1.0, "max": None,
+        "min": -1.0, "max": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0,
         **({"scale": ""} if op == "interpolate" else {}),
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs if name not in OPS[op].options}

@@ -28,6 +28,7 @@ _HINT = "quote what begins with > < ! = * & or %"
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
 
 Stamp = tuple[int, int, int]  # mtime_ns, size, inode
+_NEVER = ((-1, -1, -1), (-1, -1, -1))  # no file has it
 
 
 class PolicySource:
@@ -53,6 +54,7 @@ class PolicySource:
         self._is_optional = is_optional
         self._variables = tuple(Layer(one["origin"], one["values"]) for one in variables)
         self._known = known
+        self._asked: dict[str, Layer] = {}  # on top, by origin, as long as this broker runs
         self._check_at_s = 0.0
         self._record = record
         self.on_read = on_read
@@ -78,6 +80,24 @@ class PolicySource:
         self._known = known
         self.policy = replace(self.policy, _known=known)
         return self.policy
+
+    def ask(self, origin: str, values: Mapping[str, Any]) -> Policy:
+        """The policy with these values on top from now on, in place of those of this origin; empty: without any. Raises
+        ConfigError, and then nothing has changed."""
+        asked = {name: layer for name, layer in self._asked.items() if name != origin}
+        if values:
+            asked[origin] = Layer(origin, dict(values))
+        below = [layer for layer in self.policy.layers if layer not in self._asked.values()]  # in force, file or not
+        self.policy = Policy.of(*below, *asked.values(), known=self._known)
+        self._asked = asked
+        if self._reading is not None:  # what a thread reads now is without them: the next look reads again
+            self._reading, self._stamp = None, _NEVER
+        return self.policy
+
+    def asked(self, origin: str) -> Mapping[str, Any]:
+        """The values of this origin that are on top now."""
+        found = self._asked.get(origin)
+        return {} if found is None else found.values
 
     def refresh(self, now_s: float) -> Policy | None:
         """The new policy when the file has changed, else None. A file that is broken now leaves the policy as it is and
@@ -121,7 +141,7 @@ class PolicySource:
             raise ConfigError(f"the policy file {self.file} does not exist")
         layers = [] if recorded is None or self._record is None else [load_layer(self._record)]
         layers += [] if written is None else [load_layer(self.file)]
-        policy, problems = compose((*layers, *self._variables), self._known)
+        policy, problems = compose((*layers, *self._variables, *self._asked.values()), self._known)
         if policy is None:
             raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)
         return policy

@@ -101,6 +101,12 @@ class Settings(BaseModel):
     )
     metrics_token_file: Path | None = Field(None, description="file of the token that whoever reads metrics must show")
     history: bool = Field(False, description="keep what was seen each second in a file in the store (docs/history.md)")
+    record: Path | None = Field(
+        None,
+        description="file that every event and action of the core is written to, for lz replay --log; what is "
+        "there is moved to FILE.1 (docs/recording.md)",
+    )
+    record_mib: Annotated[int, Field(ge=1, le=65_536)] = Field(256, description="longest record, in MiB; then it ends")
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
     allow_uids: str = Field(
         "", description="other users, by number, separated by ',', who each get a broker of their own; needs a secret"

@@ -27,6 +27,7 @@ class Decisions:
             route.decision = call.client.next_decision
             call.client.next_decision += 1
             kernel = self.engine.kernel(call.kernel_id)
+            policy = self.engine.policy_for(signature.spec)
             body = encode(
                 Decision(
                     kernel_id=call.kernel_id,
@@ -35,9 +36,10 @@ class Decisions:
                     copies_inputs=kernel.copies_inputs,
                     copies_outputs=kernel.copies_outputs,
                     candidates=[v.to_wire() for v in signature.ranked],
-                    shadow_rate=self.engine.policy_for(signature.spec).shadow_rate,
+                    shadow_rate=policy.shadow_rate,
                     offers_samples=self.engine.policy.tune_budget > 0,
                     shadowed=self.engine.rollouts.shadowed(),
+                    traced=policy.traced(call.kernel_id, call.client.process) if policy.traces else 0.0,
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )

@@ -22,6 +22,7 @@ from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.queries.restarts import METHODS as RESTARTS
 from layerzero.broker.queries.rollouts import METHODS as ROLLOUTS
 from layerzero.broker.queries.rollouts import problems as rollout_problems
+from layerzero.broker.queries.steering import METHODS as STEERING
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.shadow import Comparison
@@ -300,6 +301,7 @@ def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
         "manifest_dirs": folders,
         "metrics": server.settings.metrics,
         "history": server.settings.history,
+        "record": "" if server.settings.record is None else str(server.settings.record.absolute()),
         "store": str(server.settings.store.absolute()),
     }
 
@@ -462,4 +464,5 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "keep_plan_choice": keep_plan_choice,
     **ROLLOUTS,
     **RESTARTS,
+    **STEERING,
 }

@@ -149,13 +149,13 @@ class Health:
             del self._breakers[place]
 
     def view(self, backend: str, op: str, device: str, now_s: float) -> HealthView:
+        """Changes nothing: whoever asks why a kernel is chosen must not change which one is."""
         breaker = self._breakers.get((backend, op, device))
         if breaker is None:
             return HEALTHY
-        self._cool(breaker, now_s)
         return HealthView(
             is_open=breaker.state is not _S.CLOSED,
-            may_probe=breaker.state is _S.HALF_OPEN and now_s >= breaker.retry_at_s,
+            may_probe=breaker.state is not _S.CLOSED and now_s >= breaker.retry_at_s,
             retry_at_s=breaker.retry_at_s,
             penalty=self._penalty(breaker, now_s),
             failures=breaker.failures,

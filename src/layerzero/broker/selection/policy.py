@@ -183,6 +183,9 @@ class Policy:
     memory_headroom_bytes: int | None = None  # free device memory that a kernel's workspace must leave
     weights: Weights = Weights()
     shadow_rate: float = 0.0  # share of calls that are repeated on the reference and compared
+    traces: Mapping[str, float] = field(
+        default_factory=dict
+    )  # share of calls to record, by globs of kernels, processes
     tune_budget: float = 0.0  # share of a worker's time that background tuning may take
     dispatch_table: Path | None = None
     kernel_sources: Mapping[str, str] = field(default_factory=dict)  # backend from outside -> its hash, or "refuse"
@@ -199,6 +202,11 @@ class Policy:
             raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)
         return policy
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What it was made of, as it was written."""
+        return tuple(one.layer for one in self._parsed)
+
     def isolation(self, backend: str, kernel_id: str = "") -> Isolation:
         """How this backend's kernels are kept apart from the caller's process, or this one of them."""
         return self.backend_isolation[self.isolation_key(backend, kernel_id)]
@@ -206,6 +214,12 @@ class Policy:
     def isolation_key(self, backend: str, kernel_id: str) -> str:
         """Where it says so: of this very kernel, of its backend, or of all, `*`."""
         return next((name for name in (kernel_id, backend) if name in self.backend_isolation), "*")
+
+    def traced(self, kernel_id: str, process: int) -> float:
+        """The share of a kernel's calls that this process is to record: the greatest of those that mean it."""
+        mine = f"process:{process}"
+        meant = (share for name, share in self.traces.items() if name == mine or any_matches(kernel_id, (name,)))
+        return max(meant, default=0.0)
 
     def policy_for_call(self, context: SelectionContext, pinned: str = "", rolled: Sequence[str] = ()) -> PolicyForCall:
         """The policy's ruling on one call, which judges many kernels. `pinned`: the backend that it names; `rolled`:
@@ -243,6 +257,7 @@ class Policy:
             rows[name] = str(value) if isinstance(value, Path) else value
         rows |= {f"kernel_sources.{name}": value for name, value in sorted(self.kernel_sources.items())}
         rows |= {f"backend_isolation.{name}": mode for name, mode in sorted(self.backend_isolation.items())}
+        rows |= {f"traces.{name}": share for name, share in sorted(self.traces.items())}
         rows |= {f"weights.{name}": value for name, value in asdict(self.weights).items()}
         return rows
 
@@ -294,6 +309,7 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
     isolation: dict[str, Isolation] = {"*": "lifted"}
     weights: dict[str, float] = {}
     sources: dict[str, str] = {}
+    traces: dict[str, float] = {}
     for rank, (layer, values) in enumerate((one.layer, one.values) for one in parsed):
         for pattern, kernel in (values.locks or {}).items():
             locks[pattern] = Lock(pattern, kernel, layer.origin_of(("locks", pattern)), rank)
@@ -310,7 +326,13 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
             value = getattr(values, key)
             if value is not None:
                 given[key], origins[key] = value, layer.origin_of((key,))
-        for key, into in (("backend_isolation", isolation), ("weights", weights), ("kernel_sources", sources)):
+        entries: dict[str, dict[str, Any]] = {
+            "backend_isolation": isolation,
+            "weights": weights,
+            "kernel_sources": sources,
+            "traces": traces,
+        }
+        for key, into in entries.items():
             for name, value in (getattr(values, key) or {}).items():
                 into[name] = value
                 origins[f"{key}.{name}"] = layer.origin_of((key, name))
@@ -321,6 +343,7 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
         backend_isolation=isolation,
         weights=Weights(**weights),
         kernel_sources=sources,
+        traces=traces,
         origins=origins,
         _parsed=parsed,
         _known=known,

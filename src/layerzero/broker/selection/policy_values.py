@@ -139,6 +139,7 @@ class Values(_Strict):
     memory_headroom_bytes: Annotated[int, BeforeValidator(_size), Field(ge=0, le=MAX_BYTES)] | None = None
     weights: Annotated[dict[Literal[WEIGHTS], Multiplier], BeforeValidator(_pairs)] | None = None  # type: ignore[valid-type]
     shadow_rate: Share | None = None
+    traces: Annotated[dict[Name, Share], BeforeValidator(_pairs), Field(max_length=MAX_PATTERNS)] | None = None
     tune_budget: Share | None = None
     dispatch_table: Annotated[Path, AfterValidator(_absolute)] | None = None
     kernel_sources: Annotated[dict[Name, KernelSource], BeforeValidator(_pairs)] | None = None
@@ -216,6 +217,9 @@ def _check(values: Values, known: Known | None) -> Iterator[Problem]:
         yield from _unknown(getattr(values, key), names, (key,), "backend")
     for key in ("allow_kernels", "avoid_kernels"):
         yield from _unknown(getattr(values, key), known.kernels, (key,), "kernel")
+    traced = [name for name in values.traces or () if not is_process(name)]
+    for name in traced:
+        yield from _unknown((name,), known.kernels, ("traces", name), "kernel")
     isolated = [name for name in values.backend_isolation or () if name != "*"]
     for name in isolated:
         yield from _unknown(
@@ -272,6 +276,12 @@ def _unknown(patterns: Iterable[str] | None, known: Iterable[str], place: Place,
         if not _matching(pattern, names):
             verb = "matches" if is_glob(pattern) else "is called"
             yield Problem(place, unknown_name(what, pattern, names, verb=verb))
+
+
+def is_process(name: str) -> bool:
+    """Whether a key of `traces` means all calls of one process, process:PID."""
+    kind, _, number = name.partition(":")
+    return kind == "process" and number.isascii() and number.isdigit()
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -121,6 +121,7 @@ def up(
     metrics: options.Metrics = None,
     metrics_token_file: options.MetricsTokenFile = None,
     history: options.History = False,
+    record: options.Record = None,
     as_json: Json = False,
 ) -> None:
     """Start a broker that stays until `lz down`."""
@@ -137,6 +138,8 @@ def up(
         settings["metrics_token_file"] = str(metrics_token_file.absolute())
     if history:
         settings["history"] = "1"
+    if record is not None:
+        settings["record"] = str(record.absolute())
     raise typer.Exit(broker.up(as_json=as_json, foreground=foreground, watchdog=watchdog, settings=settings))
 
 

@@ -71,6 +71,8 @@ def up(*, as_json: bool, foreground: bool, watchdog: bool, settings: Mapping[str
     was_started = ensure_it_stays(where)
     if not was_started and settings.get("metrics"):
         _refuse_other_metrics(where, settings["metrics"])
+    if not was_started and settings.get("record"):
+        _refuse_other_record(where, settings["record"])
     pid = start.broker_pid(where)
     if as_json:
         print_json({"started": was_started, "pid": pid, "socket": str(where.control), "log": str(where.log)})
@@ -88,6 +90,16 @@ def _refuse_other_metrics(where: Endpoints, wanted: str) -> None:
     if shown != wanted:
         text = f"the broker that runs shows its metrics {f'at {shown}' if shown else 'nowhere'}, not at {wanted}"
         raise LayerZeroError(text, repair=f"lz down, then lz up --metrics {wanted}")
+
+
+def _refuse_other_record(where: Endpoints, wanted: str) -> None:
+    """A record begins with its broker. Raises LayerZeroError."""
+    with connection(where) as session:
+        kept = session.ask("settings").get("record", "")
+    if kept != wanted:
+        has = f"writes its record to {kept}" if kept else "has no record"
+        text = f"the broker that runs {has}, and a record begins with its broker"
+        raise LayerZeroError(text, repair=f"lz down, then lz up --record {wanted}")
 
 
 def ensure_it_stays(where: Endpoints) -> bool:

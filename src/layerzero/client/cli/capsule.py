@@ -153,7 +153,9 @@ def _kept(folder: Path, name: str) -> str:
 
 
 def replay(
-    name: Annotated[str, typer.Argument(metavar="CAPSULE", help="A name of lz capsule list, a folder, or a .tar.gz.")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="[CAPSULE]", help="A name of lz capsule list, a folder, or a .tar.gz.")
+    ] = None,
     backend: Annotated[
         list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="On this one; may be repeated.")
     ] = None,
@@ -163,16 +165,30 @@ def replay(
     times: Annotated[int, typer.Option("--times", "-n", min=1, help="So often on each.")] = 1,
     timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")] = None,
     seed: Annotated[int, typer.Option(help="Of random arguments, where a capsule has no data.")] = 0,
+    log: Annotated[
+        Path | None, typer.Option("--log", metavar="FILE", help="In place of a capsule: a record of lz up --record.")
+    ] = None,
+    call: Annotated[
+        str | None, typer.Option("--call", metavar="CLIENT:SEQ", help="With --log: what became of this call.")
+    ] = None,
+    worker: Annotated[
+        str | None, typer.Option("--worker", metavar="BACKEND", help="With --log: what became of its workers.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a capsule's call again, by a broker of its own: on the backend that failed, on others, or on all.
+    """Make a capsule's call again, by a broker of its own: on the backend that failed, on others, or on all. Or tell
+    the broker's core again what was recorded (--log), and see whether it does the same.
 
-    Ends with 1 when a run gave no answer, or a wrong one."""
+    Ends with 1 when a run gave no answer, or a wrong one, or the core did something else."""
+    if log is not None:
+        raise typer.Exit(_replay_log(log, name, call, worker, as_json=as_json))
     from layerzero.client.capsules import form, store
     from layerzero.client.cli.output import FAILED, err, note, print_json
     from layerzero.client.tools.replay import is_far, replay
     from layerzero.ipc.errors import InvalidArgument
 
+    if name is None or call is not None or worker is not None:
+        raise InvalidArgument("name a capsule of lz capsule list, or a record: --log FILE, with --call or --worker")
     if env not in (None, "all"):
         raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
     with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
@@ -203,6 +219,15 @@ def replay(
         _show_outcomes(capsule, found, far)
     if far or not all(one.is_right for one in found):
         raise typer.Exit(FAILED)
+
+
+def _replay_log(log: Path, name: str | None, call: str | None, worker: str | None, *, as_json: bool) -> int:
+    from layerzero.client.cli.replay_log import replay_log
+    from layerzero.ipc.errors import InvalidArgument
+
+    if name is not None:
+        raise InvalidArgument("a capsule and --log are two things to replay: name one of them")
+    return replay_log(log, call=call, worker=worker, as_json=as_json)
 
 
 def _show_outcomes(capsule: Capsule, found: list[Outcome], far: set[str]) -> None:

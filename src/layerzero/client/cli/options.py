@@ -60,3 +60,7 @@ MetricsTokenFile = Annotated[
     Path | None, typer.Option("--metrics-token-file", help="Who reads metrics must show this token (lz keys secret).")
 ]
 History = Annotated[bool, typer.Option("--history", help="Keep what was seen each second, for lz top and lz report.")]
+Record = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="FILE", help="Write every event and action there, for lz replay --log FILE."),
+]

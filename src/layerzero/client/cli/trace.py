@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,74 @@ if TYPE_CHECKING:
     from layerzero.client.traces.calls import RecordedCall
 
 trace_app = typer.Typer(help="Show and use traces that programs have saved (lz.trace).", no_args_is_help=True)
+Share = Annotated[float, typer.Option("--share", min=0.0, max=1.0, help="So large a part of the calls.")]
+Pid = Annotated[int | None, typer.Option("--client", metavar="PID", min=1, help="All calls of this process, too.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="What a trace's save wrote.")]
+
+
+@trace_app.command()
+def on(
+    kernels: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KERNEL...]", help="Such as 'torch.*', '*.attention'; all if nothing is named."),
+    ] = None,
+    share: Share = 1.0,
+    client: Pid = None,
+    as_json: Json = False,
+) -> None:
+    """Have programs record their calls from now on, in place of what was asked for before."""
+    names = [*(kernels or ()), *([] if client is None else [f"process:{client}"])] or ["*"]
+    _ask(dict.fromkeys(names, share), as_json=as_json)
+
+
+@trace_app.command()
+def off(as_json: Json = False) -> None:
+    """Have them record no more than policy says. Each writes its file at its next call, or at its end."""
+    _ask({}, as_json=as_json)
+
+
+def _ask(traces: dict[str, float], *, as_json: bool) -> None:
+    import os
+
+    from layerzero.client.cli.broker import connection
+    from layerzero.client.cli.output import note, print_json
+    from layerzero.client.connection import start
+    from layerzero.client.traces.wanted import folder_of
+
+    with connection(start.endpoints()) as session:
+        holds = session.ask("tracing", traces=traces)["traces"]
+    folder = folder_of(os.environ)
+    if as_json:
+        print_json({"traces": holds, "folder": str(folder)})
+        return
+    said = ", ".join(f"{name} {100 * share:g} %" for name, share in holds.items())
+    note(f"recorded: {said}; files come to {folder}" if said else "no calls are recorded from the next one on")
+    note("lz trace list shows what there is")
+
+
+@trace_app.command("list")
+def list_all(as_json: Json = False) -> None:
+    """Print the traces that policy or `lz trace on` have had programs write, the newest first."""
+    import os
+    import time
+
+    from layerzero.client.cli.output import note, out, print_json
+    from layerzero.client.traces.wanted import SUFFIX, folder_of
+    from layerzero.ipc import kept_files
+
+    folder = folder_of(os.environ)
+    found = [path for path in reversed(kept_files.by_age(folder)) if path.suffix == SUFFIX]
+    rows: list[dict[str, Any]] = [
+        {"file": str(one), "bytes": kept_files.size(one), "unix_s": kept_files.age(one)} for one in found
+    ]
+    if as_json:
+        print_json({"folder": str(folder), "traces": rows})
+        return
+    for row in rows:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["unix_s"]))
+        out().print(f"{row['file']}  {row['bytes']:,} B  {when}", soft_wrap=True, highlight=False)
+    if not rows:
+        note(f"no traces in {folder}: lz trace on has programs write them")
 
 
 @trace_app.command()

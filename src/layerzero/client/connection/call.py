@@ -253,13 +253,25 @@ def describe_outs(request: Request) -> tuple[Array, ...]:
 
 
 def _are_apart(one: Array, other: Array) -> bool:
-    """Whether no element of one lies in the other: also of parts of one array that lie in turns, row by row."""
+    """Whether no element of one lies in the other: also of parts of one array that lie in turns, row by row, and of
+    parts that follow each other in one dimension, like the heads of queries and of keys."""
     if not one.nbytes or not other.nbytes or not overlap(one, other):
         return True
-    spec, step = one.spec, abs(one.address - other.address)
-    if other.spec != spec or step % spec.itemsize:
+    first, second = (array.spec for array in sorted((one, other), key=lambda array: array.address))
+    step, rest = divmod(abs(one.address - other.address), first.itemsize)
+    if (first.dtype, first.strides) != (second.dtype, second.strides) or rest:
         return False
-    return not overlaps(TensorSpec(spec.dtype, (2, *spec.shape), (step // spec.itemsize, *spec.strides)))
+    if first.shape == second.shape and not overlaps(TensorSpec(first.dtype, (2, *first.shape), (step, *first.strides))):
+        return True
+    unlike = [dim for dim in range(first.ndim) if first.shape[dim] != second.shape[dim]]
+    if len(unlike) != 1 or not first.strides[unlike[0]]:
+        return False
+    (dim,) = unlike
+    places, rest = divmod(step, first.strides[dim])
+    if rest or places < first.shape[dim]:
+        return False
+    whole = (*first.shape[:dim], places + second.shape[dim], *first.shape[dim + 1 :])
+    return not overlaps(TensorSpec(first.dtype, whole, first.strides))
 
 
 def describe_args(request: Request, *, takes_specs: bool = False) -> tuple[Array | None, ...]:
@@ -307,8 +319,20 @@ def parameter(op: str, name: str) -> str:
 _OF_INPUT = frozenset(
     {"add", "mul", "clamp", "where", "cast", "conv", "conv_transpose"}
     | {"max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool", "interpolate"}
-    | {"addmm", "gated_mlp", "linear", "softmax", "log_softmax", "gelu", "silu", *ACTIVATIONS}
+    | {
+        "addmm",
+        "gated_mlp",
+        "grouped_linear",
+        "moe_mlp",
+        "linear",
+        "softmax",
+        "log_softmax",
+        "gelu",
+        "silu",
+        *ACTIVATIONS,
+    }
     | {"layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"}
+    | {"cross_entropy"}
     | {"add_rms_norm", "group_norm", "instance_norm", "batch_norm"}
 )
 

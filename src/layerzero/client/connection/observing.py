@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from layerzero.client.connection.call import Request
+    from layerzero.client.connection.call import Request, Route
     from layerzero.client.planning.plans import Plan
     from layerzero.ipc.transport.messages import Decision
     from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -54,3 +54,6 @@ class Recorder(Protocol):
 
 
 recorder: Recorder | None = None
+on_traced: Callable[[Route, float], None] | None = None
+"""Hears which share of a route's calls policy wants recorded: of each that it does, and of others once it has."""
+has_traced = False

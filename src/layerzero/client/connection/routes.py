@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.client.arrays.recognition import Array
+from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
@@ -164,6 +165,8 @@ class Routes:
             decision = route.decisions[header.aux] = Told.of(messages.decode(body, messages.Decision))
             route.slot = decision.slot
             self._on_decision(route, decision)
+            if (decision.traced or observing.has_traced) and observing.on_traced is not None:
+                observing.on_traced(route, decision.traced)
 
     def note_lease(self, header: Header, body: bytes) -> None:
         """The broker says that a route's calls may go straight to the worker."""

@@ -13,9 +13,13 @@ from layerzero.client.connection.report import SelectionReport
 from layerzero.client.facade import (
     activation_ops,
     attention_ops,
+    cache_ops,
     elementwise_ops,
+    expert_ops,
+    loss_ops,
     norm_ops,
     ops,
+    position_ops,
     product_ops,
     quantized_ops,
     sampling_ops,
@@ -105,8 +109,8 @@ def function_of(op: str) -> Callable[..., Any]:
 
 
 _MODULES = (
-    *(ops, activation_ops, attention_ops, elementwise_ops, norm_ops, product_ops, quantized_ops, sampling_ops),
-    *(text_ops, vision_ops),
+    *(ops, activation_ops, attention_ops, cache_ops, elementwise_ops, expert_ops, loss_ops, norm_ops, product_ops),
+    *(quantized_ops, sampling_ops, text_ops, vision_ops, position_ops),
 )
 _HOMES = frozenset(module.__name__ for module in _MODULES)
 

@@ -1,4 +1,4 @@
-"""Attention for programs that need its gradients: the forward pass with what the backward pass wants, and that pass."""
+"""Attention with the log-sum-exp of its rows: what its backward pass wants, that pass, and the merge of parts."""
 
 from __future__ import annotations
 
@@ -77,6 +77,37 @@ def attention_backward(
     params = _params(is_causal, scale, enable_gqa, layout, causal_alignment)
     planner = attention_plans.plan_attention_backward
     return perform(Request("attention_backward", args, params, planner, None, backend, timeout_s))
+
+
+def merge_attention(
+    out0: ArrayT,
+    lse0: AnyArray,
+    out1: AnyArray,
+    lse1: AnyArray,
+    out2: AnyArray | None = None,
+    lse2: AnyArray | None = None,
+    out3: AnyArray | None = None,
+    lse3: AnyArray | None = None,
+    *,
+    layout: str = "BHSD",
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, Any]:
+    """Attention to all keys, of two to four results of attention to parts of them: (out, lse), of the kind of out0.
+
+    out0, out1, ...: (..., value_dim) of one shape and float dtype, for the same queries; lse0, lse1, ...: float32, the
+    log-sum-exp of their rows (natural logarithm), of the shape of an out without its last dimension, with
+    layout="BSHD" (batch, heads, sequence) for outs (batch, sequence, heads, value_dim), as attention_forward gives
+    them. What comes out is a part like them, so more are merged by merging again: merge_attention(*a, *b).
+
+    lse = log(sum_p exp(lse_p)), out = sum_p exp(lse_p - lse) out_p, in float32, in float64 for that. A part that sees
+    no key, of lse -inf, adds nothing, whatever its out holds; where all are such, out is 0 and lse -inf. A sink belongs
+    to one part alone. Source: FlashInfer's cascade attention (Ye et al. 2024), merge_state; flash-decoding (Dao et al.
+    2023).
+    """
+    args = (out0, lse0, out1, lse1, out2, lse2, out3, lse3)
+    planner = attention_plans.plan_merge_attention
+    return perform(Request("merge_attention", args, {"layout": layout}, planner, None, backend, timeout_s))
 
 
 def _params(

@@ -122,22 +122,25 @@ def paged_attention(
     seq_lens: AnyArray,
     *,
     scale: float | None = None,
+    kv_layout: str = "NHD",
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> ArrayT:
     """Softmax attention of one query for each sequence to the keys that a paged cache holds of it: a decoding step.
 
-    q: (sequences, heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), v_cache: the same with
-    value_dim; heads is a multiple of kv_heads. block_tables: int32 (sequences, max_blocks), seq_lens: int32
-    (sequences): key j below seq_lens[b] is in slot j % block_size of block block_tables[b, j // block_size]. Slots and
-    table entries that no key is in may hold anything. A sequence of length 0 gives 0. scale: default 1/sqrt(head_dim).
+    q: (sequences, heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), with kv_layout="HND" (blocks,
+    kv_heads, block_size, head_dim), v_cache: the same with value_dim; heads is a multiple of kv_heads. block_tables:
+    int32 (sequences, max_blocks), seq_lens: int32 (sequences): key j below seq_lens[b] is in slot j % block_size of
+    block block_tables[b, j // block_size]. Slots and table entries that no key is in may hold anything. A sequence of
+    length 0 gives 0. scale: default 1/sqrt(head_dim).
     The kernel reads tables and lengths, not the client: on the CPU bad ones are InvalidArgument, on a GPU whatever it
     does. Returns: (sequences, heads, value_dim). Source: Kwon et al. 2023, eq. 4.
     """
     args = (q, k_cache, v_cache, block_tables, seq_lens)
     planner = token_plans.plan_paged_attention
-    return perform(Request("paged_attention", args, {"scale": scale}, planner, out, backend, timeout_s))
+    params = {"scale": scale, "kv_layout": kv_layout}
+    return perform(Request("paged_attention", args, params, planner, out, backend, timeout_s))
 
 
 def append_kv(
@@ -147,14 +150,16 @@ def append_kv(
     v_cache: AnyArray,
     slots: AnyArray,
     *,
+    kv_layout: str = "NHD",
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> None:
     """Write keys and values of new tokens into a paged cache, which is changed in place.
 
-    key: (tokens, kv_heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), value and v_cache: the same
-    with value_dim; one dtype for all. slots: int32 or int64 (tokens): token t goes to slot slots[t] % block_size of
-    block slots[t] // block_size. Key j of sequence b as paged_attention finds it has the slot
+    key: (tokens, kv_heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), with kv_layout="HND" (blocks,
+    kv_heads, block_size, head_dim), value and v_cache: the same with value_dim; one dtype for all. slots: int32 or
+    int64 (tokens): token t goes to slot slots[t] % block_size of block slots[t] // block_size. Key j of sequence b as
+    paged_attention finds it has the slot
     block_tables[b, j // block_size] * block_size + j % block_size. A negative slot stores nothing, as padding needs it;
     of tokens with equal slots any may stay. One from blocks * block_size on is InvalidArgument on the CPU, before
     anything is written; on a GPU, where nobody waits for slots, it stores nothing.
@@ -163,7 +168,8 @@ def append_kv(
     Raises InvalidArgument for caches that cannot be written, such as JAX arrays. Returns None.
     """
     args = (key, value, k_cache, v_cache, slots)
-    return perform(Request("append_kv", args, {}, token_plans.plan_append_kv, None, backend, timeout_s))  # type: ignore[return-value]
+    params, planner = {"kv_layout": kv_layout}, token_plans.plan_append_kv
+    return perform(Request("append_kv", args, params, planner, None, backend, timeout_s))  # type: ignore[return-value]
 
 
 def rope(

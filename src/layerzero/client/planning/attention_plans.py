@@ -118,6 +118,46 @@ def plan_attention_backward(
     return Plan(op, (grad4, *inputs[:3], output4, lse3, inputs[3]), attrs, outputs, results)
 
 
+@remember
+def plan_merge_attention(
+    out0: TensorSpec,
+    lse0: TensorSpec,
+    out1: TensorSpec,
+    lse1: TensorSpec,
+    *more: TensorSpec | None,
+    layout: str = "BHSD",
+) -> Plan:
+    """Results of parts of the keys, merged."""
+    op = "merge_attention"
+    choice(op, "layout", layout, LAYOUTS)
+    names = ("out0", "lse0", "out1", "lse1", *(f"{name}{n}" for n in (2, 3) for name in ("out", "lse")))
+    args = (out0, lse0, out1, lse1, *more)
+    given = {name: spec for name, spec in zip(names, args, strict=False) if spec is not None}
+    if len(given) % 2 or tuple(given) != names[: len(given)]:
+        refuse(op, f"{', '.join(given)} are given", "parts one after the other, each with its lse", "pass both of each")
+    outs = {name: spec for name, spec in given.items() if name.startswith("out")}
+    same_float_dtype(op, **outs)
+    shape = out0.shape
+    dims = f"out0 has shape {list(shape)}"
+    if layout == "BSHD" and len(shape) != 4:
+        refuse(op, dims, "(batch, sequence, heads, value_dim) with layout='BSHD'", "unsqueeze it to 4 dimensions")
+    if len(shape) < 2:
+        refuse(op, dims, "2 dimensions or more, the last one value_dim", "unsqueeze it")
+    rows = (shape[0], shape[2], shape[1]) if layout == "BSHD" else shape[:-1]
+    for name, spec in given.items():
+        if name in outs:
+            if spec.shape != shape:
+                refuse(op, f"{name} has shape {list(spec.shape)} and out0 {list(shape)}", "equal shapes", "check both")
+        elif spec.dtype != "float32" or spec.shape != rows:
+            text = "pass what attention_forward returned beside it"
+            refuse(op, f"{name} is {spec}", f"float32{list(rows)}, one for each row of out{name[-1]}", text)
+    inputs = [spec.permute(0, 2, 1) if name not in outs and layout == "BSHD" else spec for name, spec in given.items()]
+    lse = fresh(op, "float32", rows)
+    results = (fresh(op, out0.dtype, shape), lse)
+    outputs = (results[0], lse.permute(0, 2, 1) if layout == "BSHD" else lse)
+    return Plan(op, (*inputs, *[None] * (len(names) - len(inputs))), {}, outputs, results)
+
+
 def _of_heads(
     op: str,
     inputs: Sequence[TensorSpec | None],
@@ -130,10 +170,19 @@ def _of_heads(
     q, k = inputs[:2]
     assert q is not None
     assert k is not None
-    batch, heads, seq_q, _ = q.shape
+    if slopes is not None and q.shape[2] != k.shape[2]:
+        attrs["causal_alignment"] = causal_alignment
+    return of_heads(op, q.dtype, q.shape[:2], sinks, slopes)
+
+
+def of_heads(
+    op: str, dtype: str, shape: tuple[int, ...], sinks: TensorSpec | None, slopes: TensorSpec | None
+) -> tuple[TensorSpec | None, TensorSpec | None]:
+    """Sinks and slopes as kernels take them, of q's dtype and of so many sequences and heads."""
+    batch, heads = shape
     if sinks is not None:
-        if sinks.dtype != q.dtype:
-            refuse(op, f"sinks is {sinks.dtype}", f"{q.dtype} like q", f"convert it to {q.dtype}")
+        if sinks.dtype != dtype:
+            refuse(op, f"sinks is {sinks.dtype}", f"{dtype} like q", f"convert it to {dtype}")
         if sinks.shape != (heads,):
             refuse(op, f"sinks has shape {list(sinks.shape)}", f"[{heads}], one for each head of q", "reshape it")
     if slopes is not None:
@@ -143,21 +192,33 @@ def _of_heads(
             text = f"[{heads}], or [1 or {batch}, {heads}], one for each head of q"
             refuse(op, f"alibi_slopes has shape {list(slopes.shape)}", text, "reshape it")
         slopes = slopes.unsqueeze(0) if slopes.ndim == 1 else slopes
-        if seq_q != k.shape[2]:
-            attrs["causal_alignment"] = causal_alignment
     return sinks, slopes
 
 
 def _windows(op: str, window_size: object, queries: int, keys: int, is_bottom_right: bool) -> tuple[int, int]:
     """How far a query sees to the left and to the right; -1 where that hides no key of any."""
+    left, right = checked_window(op, window_size)
+    first = keys - queries if is_bottom_right else 0  # the place of the first query
+    return -1 if left >= first + queries - 1 else left, -1 if right >= keys - 1 - first else right
+
+
+def checked_window(op: str, window_size: object) -> tuple[int, int]:
+    """As a kernel takes it. Raises InvalidArgument for what is none."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         refuse(op, f"window_size is {window_size!r}", "(left, right)", "pass two integers, -1 for no limit")
     for one in window_size:
         if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < -1:
             refuse(op, f"window_size is {window_size!r}", "integers from -1 on", "pass -1 for no limit")
     left, right = (min(int(one), MAX_WINDOW) for one in window_size)
-    first = keys - queries if is_bottom_right else 0  # the place of the first query
-    return -1 if left >= first + queries - 1 else left, -1 if right >= keys - 1 - first else right
+    return left, right
+
+
+def checked_softcap(op: str, softcap: float) -> float:
+    """0.0 for none. Raises InvalidArgument for what is none."""
+    cap = finite(op, "softcap", softcap, "0.0 for none")
+    if cap < 0.0:
+        refuse(op, f"softcap is {softcap!r}", "0.0 or more", "pass a positive number, or 0.0 for none")
+    return cap
 
 
 def _options(
@@ -208,9 +269,7 @@ def _forward(
     left, right = _windows(op, window_size, seq_q, seq_k, causal_alignment == "bottom_right")
     if right == 0:  # the causal rule by another name
         is_causal = True
-    cap = finite(op, "softcap", softcap, "0.0 for none")
-    if cap < 0.0:
-        refuse(op, f"softcap is {softcap!r}", "0.0 or more", "pass a positive number, or 0.0 for none")
+    cap = checked_softcap(op, softcap)
     mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
     has_places = is_causal or left >= 0 or right >= 0
     attrs: dict[str, Scalar] = {

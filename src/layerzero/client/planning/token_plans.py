@@ -14,7 +14,7 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember, same_shape
-from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS
+from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS, KV_LAYOUTS
 from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -30,9 +30,9 @@ def plan_attention_varlen(
     is_causal: bool = False,
     scale: float | None = None,
     causal_alignment: str = "top_left",
+    op: str = "attention_varlen",
 ) -> Plan:
-    """Attention of sequences of unequal lengths."""
-    op = "attention_varlen"
+    """Attention of sequences of unequal lengths. `op`: whose arguments these are."""
     is_causal = flag(op, "is_causal", is_causal)
     choice(op, "causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
     same_float_dtype(op, q=q, k=k, v=v)
@@ -42,7 +42,7 @@ def plan_attention_varlen(
                 op, f"{name} has shape {list(spec.shape)}", "(tokens, heads, head_dim)", "flatten batch and sequence"
             )
     for name, spec in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _indices(op, name, spec, 1)
+        check_indices(op, name, spec, 1)
         if not spec.numel:
             refuse(op, f"{name} is empty", "one more entry than there are sequences", "begin it with 0")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -54,7 +54,7 @@ def plan_attention_varlen(
         )
     if k.shape[0] != v.shape[0]:
         refuse(op, f"k has {k.shape[0]} tokens and v {v.shape[0]}", "equal numbers", "check what was packed")
-    _heads(op, ("q", q.shape[1:]), ("k", k.shape[1:]), ("v", v.shape[1:]))
+    check_heads(op, ("q", q.shape[1:]), ("k", k.shape[1:]), ("v", v.shape[1:]))
     result = fresh(op, q.dtype, (*q.shape[:2], v.shape[2]))
     attrs: dict[str, Scalar] = {
         "is_causal": is_causal,
@@ -73,20 +73,21 @@ def plan_paged_attention(
     seq_lens: TensorSpec,
     *,
     scale: float | None = None,
+    kv_layout: str = "NHD",
 ) -> Plan:
     """Attention of one query a sequence to the keys in a paged cache."""
     op = "paged_attention"
     same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(sequences, heads, head_dim)", "pass one query for each sequence")
-    _caches(op, k_cache, v_cache)
-    _indices(op, "block_tables", block_tables, 2)
-    _indices(op, "seq_lens", seq_lens, 1)
+    k_cache, v_cache = cache_views(op, k_cache, v_cache, kv_layout)
+    check_indices(op, "block_tables", block_tables, 2)
+    check_indices(op, "seq_lens", seq_lens, 1)
     counts = (q.shape[0], block_tables.shape[0], seq_lens.shape[0])
     if len(set(counts)) > 1:
         rows = listed(("q's first extent", "block_tables'", "seq_lens'"), counts)
         refuse(op, rows, "one row of each for a sequence", "check the batch")
-    _heads(op, ("q", q.shape[1:]), ("k_cache", k_cache.shape[2:]), ("v_cache", v_cache.shape[2:]))
+    check_heads(op, ("q", q.shape[1:]), ("k_cache", k_cache.shape[2:]), ("v_cache", v_cache.shape[2:]))
     result = fresh(op, q.dtype, (*q.shape[:2], v_cache.shape[3]))
     attrs: dict[str, Scalar] = {"scale": attention_scale(op, scale, q.shape[2])}
     return Plan(op, (q, k_cache, v_cache, block_tables, seq_lens), attrs, (result,), (result,))
@@ -94,7 +95,13 @@ def plan_paged_attention(
 
 @remember
 def plan_append_kv(
-    key: TensorSpec, value: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, slots: TensorSpec
+    key: TensorSpec,
+    value: TensorSpec,
+    k_cache: TensorSpec,
+    v_cache: TensorSpec,
+    slots: TensorSpec,
+    *,
+    kv_layout: str = "NHD",
 ) -> Plan:
     """Keys and values into a paged cache."""
     op = "append_kv"
@@ -104,7 +111,7 @@ def plan_append_kv(
             refuse(
                 op, f"{name} has shape {list(spec.shape)}", "(tokens, heads, head_dim)", "flatten batch and sequence"
             )
-    _caches(op, k_cache, v_cache)
+    k_cache, v_cache = cache_views(op, k_cache, v_cache, kv_layout)
     for name, rows, cache in (("key", key, k_cache), ("value", value, v_cache)):
         if rows.shape[1:] != cache.shape[2:]:
             refuse(
@@ -133,31 +140,30 @@ def plan_rope(x: TensorSpec, cos: TensorSpec, sin: TensorSpec, *, interleaved: b
     op = "rope"
     interleaved = flag(op, "interleaved", interleaved)
     same_float_dtype(op, x=x, cos=cos, sin=sin)
-    if x.ndim not in (3, 4):
-        allowed = "(sequence, heads, head_dim) or (batch, sequence, heads, head_dim)"
-        refuse(op, f"x has shape {list(x.shape)}", allowed, "move the heads behind the sequence: x.transpose(1, 2)")
-    if cos.shape != sin.shape:
-        refuse(op, f"cos has shape {list(cos.shape)} and sin {list(sin.shape)}", "equal shapes", "check both")
-    x4 = x if x.ndim == 4 else x.unsqueeze(0)
-    batch, sequence, _, head_dim = x4.shape
-    is_fit = cos.ndim == 2 or (cos.ndim == 3 and x.ndim == 4 and cos.shape[0] in (1, batch))
-    if not is_fit or cos.shape[-2] != sequence:
-        refuse(
-            op,
-            f"cos has shape {list(cos.shape)} and x {list(x.shape)}",
-            f"({sequence}, pairs){f' or (1 or {batch}, {sequence}, pairs)' if x.ndim == 4 else ''} for cos and sin",
-            "pass the rows of x's positions",
-        )
-    if not 2 <= 2 * cos.shape[-1] <= head_dim:
-        refuse(
-            op,
-            f"cos has {cos.shape[-1]} columns, one for each pair of elements, and x a head_dim of {head_dim}",
-            f"1 to {head_dim // 2} columns",
-            "where the columns are given twice, pass the first half: cos[..., : cos.shape[-1] // 2]",
-        )
-    tables = (cos, sin) if cos.ndim == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
+    x4, tables = _rotated(op, "x", x, cos, sin)
     output = TensorSpec.contiguous(x.dtype, x4.shape)
     return Plan(op, (x4, *tables), {"interleaved": interleaved}, (output,), (fresh(op, x.dtype, x.shape),))
+
+
+@remember
+def plan_rope_qk(q: TensorSpec, k: TensorSpec, cos: TensorSpec, sin: TensorSpec, *, interleaved: bool = False) -> Plan:
+    """Rotary position embedding of queries and keys, by the same tables."""
+    op = "rope_qk"
+    interleaved = flag(op, "interleaved", interleaved)
+    same_float_dtype(op, q=q, k=k, cos=cos, sin=sin)
+    q4, tables = _rotated(op, "q", q, cos, sin)
+    is_fit = k.ndim == q.ndim and (*k.shape[:-2], k.shape[-1]) == (*q.shape[:-2], q.shape[-1])
+    if not is_fit:
+        refuse(
+            op,
+            f"q has shape {list(q.shape)} and k {list(k.shape)}",
+            "shapes that differ in their heads alone, the second to last extent",
+            "check the layout; of other tokens call lz.rope on each",
+        )
+    k4 = k if k.ndim == 4 else k.unsqueeze(0)
+    outputs = tuple(TensorSpec.contiguous(q.dtype, spec.shape) for spec in (q4, k4))
+    results = tuple(fresh(op, q.dtype, spec.shape) for spec in (q, k))
+    return Plan(op, (q4, k4, *tables), {"interleaved": interleaved}, outputs, results)
 
 
 @remember
@@ -170,20 +176,60 @@ def plan_swiglu(gate: TensorSpec, up: TensorSpec) -> Plan:
     return same_shape(op, (gate, up), {})
 
 
-def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
+def _rotated(
+    op: str, name: str, x: TensorSpec, cos: TensorSpec, sin: TensorSpec
+) -> tuple[TensorSpec, tuple[TensorSpec, TensorSpec]]:
+    """x with a batch, and tables with one."""
+    if x.ndim not in (3, 4):
+        allowed = "(sequence, heads, head_dim) or (batch, sequence, heads, head_dim)"
+        refuse(
+            op,
+            f"{name} has shape {list(x.shape)}",
+            allowed,
+            f"move the heads behind the sequence: {name}.transpose(1, 2)",
+        )
+    if cos.shape != sin.shape:
+        refuse(op, f"cos has shape {list(cos.shape)} and sin {list(sin.shape)}", "equal shapes", "check both")
+    x4 = x if x.ndim == 4 else x.unsqueeze(0)
+    batch, sequence, _, head_dim = x4.shape
+    is_fit = cos.ndim == 2 or (cos.ndim == 3 and x.ndim == 4 and cos.shape[0] in (1, batch))
+    if not is_fit or cos.shape[-2] != sequence:
+        refuse(
+            op,
+            f"cos has shape {list(cos.shape)} and {name} {list(x.shape)}",
+            f"({sequence}, pairs){f' or (1 or {batch}, {sequence}, pairs)' if x.ndim == 4 else ''} for cos and sin",
+            f"pass the rows of {name}'s positions",
+        )
+    if not 2 <= 2 * cos.shape[-1] <= head_dim:
+        refuse(
+            op,
+            f"cos has {cos.shape[-1]} columns, one for each pair of elements, and {name} a head_dim of {head_dim}",
+            f"1 to {head_dim // 2} columns",
+            "where the columns are given twice, pass the first half: cos[..., : cos.shape[-1] // 2]",
+        )
+    return x4, (cos, sin) if cos.ndim == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
+
+
+def cache_views(op: str, k_cache: TensorSpec, v_cache: TensorSpec, kv_layout: str) -> tuple[TensorSpec, TensorSpec]:
+    """Of a paged cache in either layout, as kernels see it: (blocks, block_size, heads, extent)."""
+    choice(op, "kv_layout", kv_layout, KV_LAYOUTS)
+    order = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}[kv_layout]
+    names = "(blocks, block_size, heads, head_dim)" if kv_layout == "NHD" else "(blocks, heads, block_size, head_dim)"
     for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
         if spec.ndim != 4:
-            refuse(op, f"{name} has shape {list(spec.shape)}", "(blocks, block_size, heads, head_dim)", "reshape it")
-    if k_cache.shape[:2] != v_cache.shape[:2]:
+            refuse(op, f"{name} has shape {list(spec.shape)}", names, "reshape it")
+    k, v = k_cache.permute(*order), v_cache.permute(*order)
+    if k.shape[:2] != v.shape[:2]:
         refuse(
             op,
             f"k_cache has shape {list(k_cache.shape)} and v_cache {list(v_cache.shape)}",
-            "as many blocks of the same size",
-            "check the layout",
+            f"as many blocks of the same size, {names}",
+            "check kv_layout",
         )
+    return k, v
 
 
-def _heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:
+def check_heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:
     """Names, and (heads, head_dim), of queries, keys and values."""
     (q, (heads_q, dim_q)), (k, (heads_k, dim_k)), (v, (heads_v, _)) = tensors
     if dim_q != dim_k:
@@ -194,7 +240,7 @@ def _heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:
         refuse(op, f"{q} has {heads_q} heads and {k} {heads_k}", f"a multiple of {k}'s heads", "check the layout")
 
 
-def _indices(op: str, name: str, spec: TensorSpec, ndim: int) -> None:
+def check_indices(op: str, name: str, spec: TensorSpec, ndim: int) -> None:
     if spec.dtype != "int32":
         refuse(op, f"{name} is {spec.dtype}", "int32, which all libraries take", "convert it")
     if spec.ndim != ndim:

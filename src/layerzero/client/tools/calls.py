@@ -116,6 +116,11 @@ def _rope(tokens: int) -> Call:
     return Call("rope", {"x": _f32(tokens, 8, 64), "cos": _f32(tokens, 32), "sin": _f32(tokens, 32)})
 
 
+def _rope_qk(tokens: int) -> Call:
+    tables = {name: _f32(tokens, 32) for name in ("cos", "sin")}
+    return Call("rope_qk", {"q": _f32(tokens, 8, 64), "k": _f32(tokens, 2, 64), **tables})
+
+
 _FILTERED = {"temperature": 0.75, "top_k": 50, "top_p": 0.875, "min_p": 0.0625}
 
 # What an op is tuned with when nobody says: one token and a few hundred of a small transformer.
@@ -124,9 +129,26 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
     "attention_forward": tuple(replace(call, op="attention_forward") for call in _prefill_and_decode()[:1]),
     "attention_backward": (_backward(),),
+    "merge_attention": (
+        Call(
+            "merge_attention",
+            {
+                f"{name}{n}": _f32(*shape)
+                for n in (0, 1)
+                for name, shape in (("out", (1, 8, 256, 64)), ("lse", (1, 8, 256)))
+            },
+        ),
+    ),
     "attention_varlen": (
         Call(
             "attention_varlen",
+            {**{name: _f32(512, 8, 64) for name in "qkv"}, "cu_seqlens_q": _int32(5), "cu_seqlens_k": _int32(5)},
+            {"is_causal": True},
+        ),
+    ),
+    "attention_varlen_forward": (
+        Call(
+            "attention_varlen_forward",
             {**{name: _f32(512, 8, 64) for name in "qkv"}, "cu_seqlens_q": _int32(5), "cu_seqlens_k": _int32(5)},
             {"is_causal": True},
         ),
@@ -142,6 +164,19 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             },
         ),
     ),
+    "paged_attention_forward": (
+        Call(
+            "paged_attention_forward",
+            {
+                "q": _f32(256, 8, 64),
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                "block_tables": _int32(4, 32),
+                "seq_lens": _int32(4),
+                "cu_seqlens_q": _int32(5),
+            },
+            {"is_causal": True},
+        ),
+    ),
     "append_kv": (
         Call(
             "append_kv",
@@ -153,12 +188,28 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
         ),
     ),
     "rope": (_rope(1), _rope(256)),
+    "rope_qk": (_rope_qk(1), _rope_qk(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "addmm": (Call("addmm", {"input": _f32(512), "a": _f32(256, 512), "b": _f32(512, 512)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
     "gated_mlp": tuple(
         Call("gated_mlp", {"input": _f32(n, 512), "gate_up": _f32(2816, 512), "down": _f32(512, 1408)})
         for n in (1, 256)
+    ),
+    "grouped_linear": (
+        Call("grouped_linear", {"input": _f32(256, 512), "weight": _f32(8, 1024, 512), "offsets": _int32(8)}),
+    ),
+    "moe_route": (Call("moe_route", {"logits": _f32(256, 64)}, {"top_k": 8}),),
+    "moe_permute": (Call("moe_permute", {"x": _f32(256, 512), "ids": _int32(256, 2)}, {"num_experts": 8}),),
+    "moe_combine": (Call("moe_combine", {"rows": _f32(512, 512), "order": _int32(512), "weights": _f32(256, 2)}),),
+    "moe_mlp": (
+        Call(
+            "moe_mlp",
+            {
+                **{"input": _f32(64, 512), "gate_up": _f32(8, 1408, 512), "down": _f32(8, 512, 704)},
+                **{"ids": _int32(64, 2), "weights": _f32(64, 2)},
+            },
+        ),
     ),
     "conv": (
         Call("conv", {"input": _f32(1, 64, 32, 32), "weight": _f32(64, 64, 3, 3), "bias": _f32(64)}, {"padding": 1}),
@@ -179,6 +230,9 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             {"input": _f32(256, 512), "residual": _f32(256, 512), "weight": _f32(512)},
             {"normalized_shape": 512},
         ),
+    ),
+    "cross_entropy": (
+        Call("cross_entropy", {"input": _f32(256, 8192), "target": TensorSpec.contiguous("int64", (256,))}),
     ),
     "group_norm": (
         Call(

@@ -443,6 +443,7 @@ class Decision(Message):
     slot: int = 0  # on a GPU: where the worker has left its sign (MapGpu)
     # Versions that are to be compared in calls that either serves: lists of backend, version, share of such calls.
     shadowed: list[Any] = field(default_factory=list)
+    traced: float = 0.0  # share of this route's calls that policy wants recorded
 
 
 @named_record

@@ -16,6 +16,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     grouped_heads,
     indices,
     integer,
+    least_ndim,
     number,
     of_ndim,
     refuse,
@@ -25,18 +26,24 @@ from layerzero.ipc.vocabulary.shape_checks import (
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 LAYOUTS = ("BHSD", "BSHD")
+KV_LAYOUTS = ("NHD", "HND")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
 MAX_WINDOW = (1 << 31) - 1  # as far as the integers of libraries reach
 
 
 def _attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     q = required(inputs, 1)[0]
-    sinks, slopes = inputs[4:]
-    if sinks is not None and (sinks.dtype, sinks.shape) != (q.dtype, q.shape[1:2]):
-        refuse(op, f"sinks is {sinks}", f"{q.dtype}{list(q.shape[1:2])}, one for each head of q")
-    if slopes is not None and (slopes.dtype != "float32" or slopes.shape not in ((1, *q.shape[1:2]), q.shape[:2])):
-        refuse(op, f"alibi_slopes is {slopes}", f"float32, (1 or {q.shape[0]}, {q.shape[1]}), one for each head of q")
+    _of_heads(op, q, inputs[4:], q.shape[0] if q.shape else 0)
     return _plain_attention(op, inputs[:4], attrs)
+
+
+def _of_heads(op: str, q: TensorSpec, inputs: Inputs, sequences: int) -> None:
+    """Sinks and slopes; heads are the second dimension of q."""
+    (sinks, slopes), heads = inputs, q.shape[1:2]
+    if sinks is not None and (sinks.dtype, sinks.shape) != (q.dtype, heads):
+        refuse(op, f"sinks is {sinks}", f"{q.dtype}{list(heads)}, one for each head of q")
+    if slopes is not None and (slopes.dtype != "float32" or slopes.shape not in ((1, *heads), (sequences, *heads))):
+        refuse(op, f"alibi_slopes is {slopes}", f"float32, (1 or {sequences}, {q.shape[1]}), one for each head of q")
 
 
 def _options(op: str, attrs: Attrs) -> None:
@@ -88,6 +95,22 @@ def _attention_backward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, 
     return tuple((out[0], spec.shape) for spec in (q, k, v))
 
 
+def _merge_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    required(inputs, 4)
+    given = [spec for spec in inputs if spec is not None]
+    if len(given) % 2 or None in inputs[: len(given)]:
+        refuse(op, "a tensor is left out before another", "parts that are given, first, each with its lse")
+    outs, rows = given[::2], given[1::2]
+    first = outs[0]
+    dtype = float_dtype(op, outs, [f"out{n}" for n in range(len(outs))])
+    least_ndim(op, "out0", first, 2)
+    for n, (out, lse) in enumerate(zip(outs, rows, strict=True)):
+        equal(op, "shape", **{"out0": first.shape, f"out{n}": out.shape})
+        if (lse.dtype, lse.shape) != ("float32", first.shape[:-1]):
+            refuse(op, f"lse{n} is {lse}", f"float32{list(first.shape[:-1])}, one for each row of out{n}")
+    return ((dtype, first.shape), ("float32", first.shape[:-1]))
+
+
 def _attention_varlen(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     q, k, v, ends_q, ends_k = required(inputs, 5)
     dtype = float_dtype(op, (q, k, v), ("q", "k", "v"))
@@ -108,14 +131,48 @@ def _attention_varlen(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ..
     return ((dtype, (*q.shape[:2], v.shape[2])),)
 
 
+def _attention_varlen_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    (out,) = _attention_varlen(op, inputs[:5], attrs)
+    q, *_, ends_k = required(inputs, 5)
+    _of_heads(op, q, inputs[5:], ends_k.shape[0] - 1)
+    _options(op, attrs)
+    return out, ("float32", q.shape[:2])
+
+
 def _paged_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, *_, tables, lengths = required(inputs, 5)
+    of_ndim(op, "q", q, 3)
+    equal(op, "rows", q=q.shape[0], block_tables=(tables.shape or (0,))[0], seq_lens=(lengths.shape or (0,))[0])
+    return _to_pages(op, inputs, attrs)
+
+
+def _paged_attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q, *_, lengths = required(inputs, 5)
+    ends = inputs[5]
+    of_ndim(op, "q", q, 3)
+    (out,) = _to_pages(op, inputs[:5], attrs)
+    sequences = lengths.shape[0]
+    if ends is None:
+        equal(op, "rows", q=q.shape[0], seq_lens=sequences)
+    else:
+        indices(op, "cu_seqlens_q", ends, 1)
+        if ends.shape[0] != sequences + 1:
+            refuse(
+                op, f"cu_seqlens_q has {ends.shape[0]} entries", f"{sequences + 1}, one more than there are sequences"
+            )
+    _of_heads(op, q, inputs[6:], sequences)
+    flag(op, attrs, "is_causal")
+    _options(op, attrs)
+    return out, ("float32", q.shape[:2])
+
+
+def _to_pages(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     q, k_cache, v_cache, tables, lengths = required(inputs, 5)
     dtype = float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
-    of_ndim(op, "q", q, 3)
     _caches(op, k_cache, v_cache)
     indices(op, "block_tables", tables, 2)
     indices(op, "seq_lens", lengths, 1)
-    equal(op, "rows", q=q.shape[0], block_tables=tables.shape[0], seq_lens=lengths.shape[0])
+    equal(op, "rows", block_tables=tables.shape[0], seq_lens=lengths.shape[0])
     equal(op, "head_dim", q=q.shape[2], k_cache=k_cache.shape[3])
     grouped_heads(op, q.shape[1], k_cache.shape[2])
     number(op, attrs, "scale")
@@ -145,7 +202,10 @@ ATTENTION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
+    "attention_varlen_forward": _attention_varlen_forward,
     "paged_attention": _paged_attention,
+    "paged_attention_forward": _paged_attention_forward,
     "append_kv": _append_kv,
 }

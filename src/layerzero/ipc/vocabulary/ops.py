@@ -6,54 +6,14 @@ docs/ops.md has the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
+from layerzero.ipc.vocabulary.attention_ops import ATTENTION_FAMILY, OPTIONS
+from layerzero.ipc.vocabulary.attention_ops import MERGE_INPUTS as MERGE_INPUTS
+from layerzero.ipc.vocabulary.expert_ops import EXPERT_OPS
+from layerzero.ipc.vocabulary.op import Op as Op
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-
-
-@dataclass(frozen=True)
-class Op:
-    """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
-    `indices` hold integers or bools, whatever the dtype of the data: where to look, counts, seeds; those in `singles`
-    float32. `options` names the attributes that a call may lack; a kernel takes those that its descriptor names.
-
-    An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
-    OutputTooSmall when the buffers are too small.
-
-    An output that has the name of an input is that tensor of the caller's, with the same spec in the same memory. A
-    kernel writes parts of it and leaves the rest as it was; it reads and writes it through the output's block, which
-    alone is writable. Such an op must be idempotent: when a worker dies, another runs the call on what the first has
-    left there.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...] = ("out",)
-    optional: frozenset[str] = frozenset()
-    indices: frozenset[str] = frozenset()
-    singles: frozenset[str] = frozenset()
-    attrs: tuple[str, ...] = ()
-    options: frozenset[str] = frozenset()
-    sized_output: bool = False
-
-    @cached_property
-    def in_place(self) -> tuple[str, ...]:
-        """The outputs that are inputs as well."""
-        return tuple(name for name in self.outputs if name in self.inputs)
-
-    def has_attrs(self, names: Iterable[str]) -> bool:
-        """Whether a call may have just these attributes."""
-        given = set(names)
-        return set(self.attrs) - self.options <= given <= set(self.attrs)
-
-    @cached_property
-    def runs_on_gpus(self) -> bool:
-        """A call on a GPU has arrays to say where it runs, and results of known sizes."""
-        return bool(self.inputs) and not self.sized_output
-
 
 FUNCTION = "function"
 FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
@@ -95,79 +55,15 @@ TOKENIZER_ATTRS = (
     "normalizer_id",
 )
 
-_ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
-_ATTENTION_INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
-_ATTENTION_OPTIONS = ("window_left", "window_right", "softcap")
-
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        # q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) -> (B,Hq,Sq,Dv); Hq is a multiple of Hk.
-        # attn_mask (1|B, 1|Hq, 1|Sq, 1|Sk): bool (True = attend) or q's dtype (added). scale is a float.
-        # sinks (Hq), q's dtype: one more score of each row, whose value is 0. alibi_slopes float32 (1|B,Hq): minus the
-        # slope times the distance of query and key is added to scores. window_left, window_right: integers from 0 on,
-        # how many keys before and after its own place a query sees. softcap: a float above 0, c tanh(scores / c).
-        # `layout` says how the caller's memory is ordered; the views are BHSD either way.
-        Op(
-            "attention",
-            _ATTENTION_INPUTS,
-            optional=frozenset(_ATTENTION_INPUTS[3:]),
-            singles=frozenset({"alibi_slopes"}),
-            attrs=(*_ATTENTION_ATTRS, *_ATTENTION_OPTIONS),
-            options=frozenset(_ATTENTION_OPTIONS),
-        ),
-        # attention, and the log-sum-exp of each row of scaled and masked scores, natural, float32 (B,Hq,Sq), sinks
-        # among them; -inf where a row sees nothing.
-        Op(
-            "attention_forward",
-            _ATTENTION_INPUTS,
-            ("out", "lse"),
-            optional=frozenset(_ATTENTION_INPUTS[3:]),
-            singles=frozenset({"alibi_slopes"}),
-            attrs=(*_ATTENTION_ATTRS, *_ATTENTION_OPTIONS),
-            options=frozenset(_ATTENTION_OPTIONS),
-        ),
-        # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
-        # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them
-        # anew.
-        Op(
-            "attention_backward",
-            ("grad_out", "q", "k", "v", "output", "lse", "attn_mask"),
-            ("grad_q", "grad_k", "grad_v"),
-            optional=frozenset({"attn_mask"}),
-            singles=frozenset({"lse"}),
-            attrs=_ATTENTION_ATTRS,
-        ),
-        # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
-        # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
-        Op(
-            "attention_varlen",
-            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-            indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
-            attrs=("is_causal", "scale", "causal_alignment"),
-        ),
-        # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
-        # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
-        # int32 (B). Slots and table entries that no key is in may hold anything.
-        Op(
-            "paged_attention",
-            ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-            indices=frozenset({"block_tables", "seq_lens"}),
-            attrs=("scale",),
-        ),
-        # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
-        # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
-        # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same
-        # values go to the same slots.
-        Op(
-            "append_kv",
-            ("key", "value", "k_cache", "v_cache", "slots"),
-            ("k_cache", "v_cache"),
-            indices=frozenset({"slots"}),
-        ),
+        *ATTENTION_FAMILY,
         # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
         # elements i and i + R/2, or 2i and 2i + 1 when interleaved.
         Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
+        # rope of q (B,S,Hq,D) and of k (B,S,Hk,D), by the same tables
+        Op("rope_qk", ("q", "k", "cos", "sin"), ("q_out", "k_out"), attrs=("interleaved",)),
         # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
         Op("matmul", ("a", "b")),
         # x (1|M,1|N), a (M,K), b (K,N) -> (M,N): beta x + alpha a b, floats; with a beta of 0 nothing of x counts
@@ -177,6 +73,7 @@ OPS: dict[str, Op] = {
         # x (...,K), gate_up (2 I,K), down (N,I) -> (...,N): the rows of gate_up are I gates, then I others; floats.
         # activation: one of LINEAR_ACTIVATIONS
         Op("gated_mlp", ("x", "gate_up", "down"), attrs=("activation",)),
+        *EXPERT_OPS,
         # x (N,C,...) of 1 to 3 more dimensions, weight (M,C/groups,...), bias (M) -> (N,M,...), through the activation,
         # as linear has it. stride, padding, dilation: numbers for each dimension, as ipc/vocabulary/windows.py has them
         Op(
@@ -213,6 +110,16 @@ OPS: dict[str, Op] = {
         # dim >= 0; dtype: what x is converted to before, and the result's; "" for x's own
         Op("softmax", ("x",), attrs=("dim", "dtype")),
         Op("log_softmax", ("x",), attrs=("dim", "dtype")),
+        # x (N,C,...), target int32|int64 (N,...), weight (C) -> (N,...), or () where `reduction` is "sum", or "mean":
+        # that by the sum of the weights that count. An index that is ignore_index does not count; another one outside
+        # [0, C) is InvalidArgument.
+        Op(
+            "cross_entropy",
+            ("x", "target", "weight"),
+            optional=frozenset({"weight"}),
+            indices=frozenset({"target"}),
+            attrs=("ignore_index", "reduction", "label_smoothing"),
+        ),
         # normalized over the last `ndim` dimensions; weight and bias have their shape
         Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
         Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),
@@ -420,14 +327,17 @@ PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with 
 
 
 # Ops with several results that may be the caller's own arrays; those of others are always new.
-TAKE_OUTS = frozenset({"add_rms_norm"})
+TAKE_OUTS = frozenset({"add_rms_norm", "rope_qk"})
 # Ops on views (B,H,S,D) with a causal rule and a mask.
 ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
+# Ops on sequences one after the other that have a causal alignment, and on paged caches.
+VARLEN_OPS = frozenset({"attention_varlen", "attention_varlen_forward"})
+PAGED_OPS = frozenset({"paged_attention", "paged_attention_forward"})
 
 
 def aligns(given: Container[str], attrs: Mapping[str, Any]) -> bool:
     """Whether a call of attention depends on which key a query's own place is: by the causal rule, windows, slopes."""
-    return bool(attrs["is_causal"]) or any(n in attrs for n in _ATTENTION_OPTIONS[:2]) or "alibi_slopes" in given
+    return bool(attrs["is_causal"]) or any(n in attrs for n in OPTIONS[:2]) or "alibi_slopes" in given
 
 
 class Heads(NamedTuple):
@@ -441,8 +351,8 @@ class Heads(NamedTuple):
 
 def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
     """What the tensors of a call have as heads; None for ops that have none."""
-    if op == "rope":
-        x = given["x"]
+    if op in ("rope", "rope_qk"):
+        x = given["x" if op == "rope" else "q"]
         return Heads(x.shape[2], x.shape[2], x.shape[2], (("x", x.shape[3]), ("rotary", 2 * given["cos"].shape[2])))
     if op not in _HEADS:
         return None
@@ -454,6 +364,6 @@ def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
 
 # The dimension that counts heads, in queries and in keys and values; the names of these.
 _HEADS: dict[str, tuple[int, int, str, str, str]] = {
-    **dict.fromkeys((*sorted(ATTENTION_OPS), "attention_varlen"), (1, 1, "q", "k", "v")),
-    "paged_attention": (1, 2, "q", "k_cache", "v_cache"),
+    **dict.fromkeys(sorted(ATTENTION_OPS | VARLEN_OPS), (1, 1, "q", "k", "v")),
+    **dict.fromkeys(sorted(PAGED_OPS), (1, 2, "q", "k_cache", "v_cache")),
 }

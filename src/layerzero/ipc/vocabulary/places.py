@@ -14,6 +14,15 @@ def places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int]
         return 0, max(cache.shape[0] * cache.shape[1] - 1, 0)
     if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
         return 0, tokens.shape[0]
+    rows, weights = specs.get("input") or specs.get("x"), specs.get("down")
+    if name == "offsets" and rows is not None and rows.ndim:
+        return rows.shape[0] // max(_rows_of(specs, name), 1), rows.shape[0]
+    if name == "order":
+        return 0, max(_rows_of(specs, name) - 1, 0)
+    if name == "ids":
+        return 0, max(weights.shape[0] - 1, 0) if weights is not None and weights.ndim else 0
+    if name == "target" and rows is not None and rows.ndim:
+        return 0, max(rows.shape[min(rows.ndim - 1, 1)] - 1, 0)
     if name == "parents":
         return -1, -1
     data = specs.get({"token_ids": "logits", "draft_ids": "target_probs"}.get(name, ""))
@@ -25,3 +34,8 @@ def places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int]
         return 0, max(cache.shape[0] - 1, 0)
     length = cache.shape[1] * tables.shape[1]
     return length, length
+
+
+def _rows_of(specs: Mapping[str, TensorSpec | None], name: str) -> int:
+    spec = specs.get(name)
+    return spec.shape[0] if spec is not None and spec.ndim else 0

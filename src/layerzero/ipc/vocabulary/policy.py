@@ -24,6 +24,7 @@ PER_CALL = (
     "memory_headroom_bytes",
     "weights",
     "shadow_rate",
+    "traces",
 )
 """Keys that may travel with a call."""
 

@@ -78,16 +78,9 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """With options all else is one class: its cases have causal rules, masks and grouped heads beside them."""
     q, k, v, mask, sinks, slopes = inputs
     queries, keys = q.shape[2], k.shape[2]
-    options = {
-        "window": "window_left" in attrs or "window_right" in attrs,
-        "softcap": "softcap" in attrs,
-        "sinks": sinks is not None,
-        "alibi": slopes is not None,
-        "causal+mask": attrs["is_causal"] and mask is not None,
-    }
-    given = [name for name, is_given in options.items() if is_given]
-    if given:
-        return (given[0] if len(given) == 1 else "several"), _folded(max(queries, keys))
+    option = _option(sinks, slopes, attrs, mask)
+    if option:
+        return option, _folded(max(queries, keys))
     parts = []
     if attrs["is_causal"]:
         parts.append("causal" if queries == keys else f"causal_{attrs['causal_alignment']}")
@@ -98,8 +91,25 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(parts) or "plain", (queries, keys, q.shape[3], v.shape[3])
 
 
+def _option(sinks: Any, slopes: Any, attrs: Mapping[str, Any], mask: Any = None) -> str:
+    """Which option of attention a call asks for; "several", or "" for none."""
+    options = {
+        "window": "window_left" in attrs or "window_right" in attrs,
+        "softcap": "softcap" in attrs,
+        "sinks": sinks is not None,
+        "alibi": slopes is not None,
+        "causal+mask": attrs["is_causal"] and mask is not None,
+    }
+    given = [name for name, is_given in options.items() if is_given]
+    return given[0] if len(given) == 1 else "several" if given else ""
+
+
 def _attention_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return _attention((*inputs[1:4], inputs[6], None, None), attrs)
+
+
+def _merge_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    return ("pair" if inputs[4] is None else "several"), _folded(inputs[0].numel)
 
 
 def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
@@ -117,6 +127,19 @@ def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
 
 
+def _varlen_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """Among the cases of a class are grouped heads and others; so it is with those of a paged cache."""
+    q, k, _, _, _, sinks, slopes = inputs
+    variant = f"causal_{attrs['causal_alignment']}" if attrs["is_causal"] else "plain"
+    return _option(sinks, slopes, attrs) or variant, _folded(max(q.shape[0], k.shape[0]))
+
+
+def _paged_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    _, k_cache, _, tables, _, ends, sinks, slopes = inputs
+    variant = "decode" if ends is None else "causal" if attrs["is_causal"] else "plain"
+    return _option(sinks, slopes, attrs) or variant, _folded(k_cache.shape[1] * tables.shape[1])
+
+
 def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     key, value, k_cache, _, slots = inputs
     return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
@@ -131,6 +154,12 @@ def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     if cos.shape[0] > 1:
         parts.append("batched")
     return "+".join(parts), (rotated, x.shape[3])
+
+
+def _rope_qk(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """As of q; heads decide on nothing."""
+    q, _, *tables = inputs
+    return _rope((q, *tables), attrs)
 
 
 def _matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
@@ -159,6 +188,33 @@ def _linear(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 def _gated_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     x, gate_up, down = inputs
     return str(attrs["activation"]), (x.numel // max(x.shape[-1], 1), gate_up.shape[1], *down.shape)
+
+
+def _grouped_linear(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """How long groups are is data."""
+    x, weight, _offsets, bias = inputs
+    return "plain" if bias is None else "bias", (x.shape[0], *weight.shape[1:])
+
+
+def _route(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    logits, bias = inputs
+    parts = [attrs["scoring"], *([] if bias is None else ["bias"])]
+    return "+".join([*parts, *(["groups"] if attrs["top_groups"] < attrs["num_groups"] else [])]), (logits.shape[1],)
+
+
+def _permute(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    x, ids = inputs
+    return ids.dtype, (x.shape[1],)
+
+
+def _combine(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    rows, order, _weights = inputs
+    return order.dtype, (rows.shape[1],)
+
+
+def _moe_mlp(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, gate_up, down, *_ = inputs
+    return str(attrs["activation"]), (x.shape[0], gate_up.shape[2], *down.shape[1:])
 
 
 def _conv(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
@@ -204,6 +260,13 @@ def _add_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 def _norm_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     """As of the norm; the number of rows, which gradients of weights are sums over, decides on nothing."""
     return _norm(inputs[1:], attrs)
+
+
+def _cross_entropy(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """A weight and smoothing are one class; so are predictions of several dimensions."""
+    x, _, weight = inputs
+    has_options = weight is not None or attrs["label_smoothing"] > 0 or x.ndim > 2
+    return f"{attrs['reduction']}{'+options' if has_options else ''}", (x.shape[1],)
 
 
 def _group_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
@@ -323,14 +386,23 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_forward": _attention,
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
+    "attention_varlen_forward": _varlen_forward,
     "paged_attention": _paged_attention,
+    "paged_attention_forward": _paged_forward,
     "append_kv": _append_kv,
     "rope": _rope,
+    "rope_qk": _rope_qk,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
+    "grouped_linear": _grouped_linear,
+    "moe_route": _route,
+    "moe_permute": _permute,
+    "moe_combine": _combine,
+    "moe_mlp": _moe_mlp,
     **dict.fromkeys(("conv", "conv_transpose"), _conv),
     **dict.fromkeys(("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"), _pool),
     "interpolate": _interpolate,
@@ -339,6 +411,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "cross_entropy": _cross_entropy,
     "group_norm": _group_norm,
     "instance_norm": _group_norm,
     "batch_norm": _batch_norm,

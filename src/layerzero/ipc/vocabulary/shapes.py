@@ -15,6 +15,8 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.attention_shapes import ATTENTION
 from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
+from layerzero.ipc.vocabulary.expert_shapes import EXPERTS
+from layerzero.ipc.vocabulary.loss_shapes import LOSSES
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED
@@ -88,16 +90,35 @@ def overlaps(spec: TensorSpec) -> bool:
 
 def _rope(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     x, cos, sin = required(inputs, 3)
-    dtype = float_dtype(op, (x, cos, sin), ("x", "cos", "sin"))
+    float_dtype(op, (x, cos, sin), ("x", "cos", "sin"))
     of_ndim(op, "x", x, 4)
+    return _rotated(op, "x", x, cos, sin, attrs)
+
+
+def _rotated(op: str, name: str, x: TensorSpec, cos: TensorSpec, sin: TensorSpec, attrs: Attrs) -> tuple[Output, ...]:
     of_ndim(op, "cos", cos, 3)
     equal(op, "shape", cos=cos.shape, sin=sin.shape)
     if cos.shape[0] not in (1, x.shape[0]) or cos.shape[1] != x.shape[1]:
         refuse(op, f"cos has shape {list(cos.shape)}", f"(1 or {x.shape[0]}, {x.shape[1]}, pairs)")
     if not 2 <= 2 * cos.shape[2] <= x.shape[3]:
-        refuse(op, f"cos has {cos.shape[2]} columns and x a head_dim of {x.shape[3]}", "1 to half of it")
+        refuse(op, f"cos has {cos.shape[2]} columns and {name} a head_dim of {x.shape[3]}", "1 to half of it")
     flag(op, attrs, "interleaved")
-    return ((dtype, x.shape),)
+    return ((x.dtype, x.shape),)
+
+
+def _rope_qk(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    """As rope, twice; q and k differ in their heads alone."""
+    q, k, cos, sin = required(inputs, 4)
+    dtype = float_dtype(op, (q, k, cos, sin), ("q", "k", "cos", "sin"))
+    for name, spec in (("q", q), ("k", k)):
+        of_ndim(op, name, spec, 4)
+    (of_q,) = _rotated(op, "q", q, cos, sin, attrs)
+    equal(op, "batch, sequence and head_dim", q=_but_heads(q), k=_but_heads(k))
+    return of_q, (dtype, k.shape)
+
+
+def _but_heads(x: TensorSpec) -> tuple[int, ...]:
+    return (*x.shape[:2], x.shape[3])
 
 
 def _matmul(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
@@ -236,12 +257,15 @@ def _texts(op: str, inputs: Inputs, attrs: Attrs, dtypes: Sequence[str]) -> None
 _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     **ATTENTION,
     "rope": _rope,
+    "rope_qk": _rope_qk,
     "matmul": _matmul,
     "addmm": _addmm,
     "linear": _linear,
     "gated_mlp": _gated_mlp,
     "softmax": _softmax,
     "log_softmax": _softmax,
+    **EXPERTS,
+    **LOSSES,
     **NORMS,
     "gelu": _gelu,
     "silu": _silu,

@@ -50,6 +50,8 @@ SETTINGS = (
     "metrics",
     "metrics_token_file",
     "history",
+    "record",
+    "record_mib",
     "keys",
     "allow_uids",
     "failpoints",
@@ -66,6 +68,7 @@ PATHS = (
     "wheelhouse",
     "secret_file",
     "metrics_token_file",
+    "record",
     "keys",
 )
 """Those that name files or folders, several separated by ':'. A broker runs elsewhere than who starts it."""
@@ -105,6 +108,7 @@ OTHERS = (
     ),
     Variable("CAPSULE_DIR", "capsules in the store", "the folder that they are kept in", "client"),
     Variable("CAPSULE_MIB", "1024", "MiB that all capsules may take together", "client"),
+    Variable("TRACE_DIR", "traces in the store", "the folder of traces that policy or lz trace on ask for", "client"),
     Variable("DEBUG", "", "1: each call is waited for, checked and told on stderr (docs/debugging.md)", "client"),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import MERGE_INPUTS, OPS
 from layerzero.ipc.vocabulary.shape_class import LONG, REGISTER
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.number_generator import Numbers
@@ -141,7 +141,7 @@ def _head_dim(claims: Claims, wanted: int) -> int:
     return nearest if high is None else max(low, min(nearest, int(high) // step * step))
 
 
-def _head_dims(claims: Claims, wanted: Sequence[int]) -> list[int]:
+def head_dims(claims: Claims, wanted: Sequence[int]) -> list[int]:
     """Of queries and values."""
     dims = [_head_dim(claims, dim) for dim in wanted]
     return [dims[0], dims[0]] if claims.get("equal_head_dims") else dims
@@ -156,6 +156,33 @@ def _mask(numbers: Numbers, shape: Shape, kind: str) -> Values:
     if kind == "bool":
         return Values(shape, flat)
     return Values(shape, [bias if seen else -math.inf for seen, bias in zip(flat, numbers(*shape).flat, strict=True)])
+
+
+def _merge_attention(_: Claims) -> Iterator[Problem]:
+    """Among the rows: parts that see nothing, with infinities in them, rows that none sees, and one part far above."""
+    numbers = Numbers(37)
+    for count, shape in (
+        (2, (2, 3, 5, 8)),
+        (2, (3, 7)),
+        (2, (2, 40, 16)),
+        (3, (5, 2, 8)),
+        (4, (1, 2, 9, 24)),
+        (2, (0, 4)),
+    ):
+        rows = math.prod(shape[:-1])
+        inputs: list[Values | None] = []
+        for part in range(count):
+            out, lse = numbers(*shape), [value * 4 for value in numbers(rows).flat]
+            flat = list(out.flat)
+            for row in range(rows):
+                if row % 5 == 1 or (row % 5 == 2 and part == 0):
+                    lse[row] = -math.inf
+                    flat[row * shape[-1]] = math.inf
+                elif row % 5 == 3 and part == 1:
+                    lse[row] += 500.0
+            inputs += [Values(shape, flat), Values(shape[:-1], lse)]
+        inputs += [None] * (len(MERGE_INPUTS) - len(inputs))
+        yield Problem("merge_attention", f"{count} of {list(shape)}", {}, tuple(inputs), ("", "float32") * 4)
 
 
 def _attention_varlen(claims: Claims) -> Iterator[Problem]:
@@ -176,14 +203,14 @@ def _attention_varlen(claims: Claims) -> Iterator[Problem]:
                     "causal_alignment": variant if variant == "bottom_right" else "top_left",
                 }
                 title = f"{variant}, {name}{', grouped heads' if group > 1 else ''}"
-                yield _packed(numbers, title, attrs, (queries, keys), 2, group, _head_dims(claims, dims))
+                yield packed(numbers, title, attrs, (queries, keys), 2, group, head_dims(claims, dims))
     plain = {"is_causal": False, "scale": 0.25, "causal_alignment": "top_left"}
     dim = _head_dim(claims, 8)
     for counts in ((), ()), ((0, 0), (2, 1)), ((2, 1), (0, 0)):
-        yield _packed(numbers, f"queries {counts[0]}, keys {counts[1]}", plain, counts, 2, 1, (dim, dim))
+        yield packed(numbers, f"queries {counts[0]}, keys {counts[1]}", plain, counts, 2, 1, (dim, dim))
 
 
-def _packed(
+def packed(
     numbers: Numbers,
     name: str,
     attrs: dict[str, Any],
@@ -214,20 +241,20 @@ def _paged_attention(claims: Claims) -> Iterator[Problem]:
     for name, lengths, page, *dims in sizes:
         for group in (1, 2):
             title = f"{name}{', grouped heads' if group > 1 else ''}"
-            yield _paged(numbers, title, lengths, _page(claims, page), group, _head_dims(claims, dims))
+            yield paged(numbers, title, lengths, page_size(claims, page), group, head_dims(claims, dims))
     dim = _head_dim(claims, 8)
     for none in (), (0, 0):
-        yield _paged(numbers, f"lengths {none}", none, _page(claims, 4), 1, (dim, dim))
+        yield paged(numbers, f"lengths {none}", none, page_size(claims, 4), 1, (dim, dim))
 
 
-def _page(claims: Claims, wanted: int) -> int:
+def page_size(claims: Claims, wanted: int) -> int:
     """The size of a block nearest to `wanted`, from above, that a kernel takes."""
     step: int = claims.get("page_size_multiple", 1)
     high = claims.get("max_page_size")
     return -(-(wanted if high is None else min(wanted, high)) // step) * step
 
 
-def _paged(numbers: Numbers, name: str, lengths: Sequence[int], page: int, group: int, dims: Sequence[int]) -> Problem:
+def paged(numbers: Numbers, name: str, lengths: Sequence[int], page: int, group: int, dims: Sequence[int]) -> Problem:
     """Sequences whose blocks lie in turns, from the last one back. What no key is in, kernels must not look at: slots
     hold infinity, table entries -1."""
     heads, wide = 2, max((-(-length // page) for length in lengths), default=0)
@@ -296,12 +323,24 @@ def _rope(claims: Claims) -> Iterator[Problem]:
         yield Problem("rope", f"empty {[batch, sequence, heads]}", {"interleaved": False}, inputs)
 
 
+def _rope_qk(claims: Claims) -> Iterator[Problem]:
+    """Those of rope, with keys of fewer heads beside them."""
+    numbers = Numbers(15)
+    for rope in _rope(claims):
+        q, *tables = rope.inputs
+        assert q is not None
+        k = numbers(*q.shape[:2], min(q.shape[2], 1), q.shape[3])
+        yield Problem("rope_qk", rope.name, rope.attrs, (q, k, *tables))
+
+
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention": _attention("attention"),
     "attention_forward": _attention("attention_forward"),
     "attention_backward": _attention_backward,
+    "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,
     "rope": _rope,
+    "rope_qk": _rope_qk,
 }

@@ -107,7 +107,7 @@ def _packed(problem: Problem, dtype: str) -> tuple[bytes, ...]:
     numbers = problem.numbers(family(dtype))
     return tuple(
         b"" if values is None else pack(values.flat, kind or dtype)
-        for values, kind in zip(numbers, problem.kinds, strict=False)
+        for values, kind in zip(numbers, problem.kinds, strict=True)
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, aligns, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, PAGED_OPS, VARLEN_OPS, aligns, heads
 from layerzero.ipc.vocabulary.quantization import quantization
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify.values import Shape
@@ -47,9 +47,9 @@ def admits(
         return False
     if not _admits_heads(op, claims, given) or not _admits_quantization(op, claims, given, attrs):
         return False
-    if op == "attention_varlen":
-        return not attrs["is_causal"] or attrs["causal_alignment"] in claims.get("causal_alignments", ())
-    if op == "paged_attention":
+    if op in VARLEN_OPS:
+        return not aligns(given, attrs) or attrs["causal_alignment"] in claims.get("causal_alignments", ())
+    if op in PAGED_OPS:
         page = given["k_cache"].shape[1]
         return page % claims.get("page_size_multiple", 1) == 0 and page <= _limit(claims, "max_page_size")
     return op not in ATTENTION_OPS or _admits_attention(claims, given, attrs)

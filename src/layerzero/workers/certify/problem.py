@@ -17,16 +17,22 @@ from layerzero.workers.certify.values import Values
 
 @dataclass
 class Problem:
-    """`kinds` names the dtypes that do not follow the one under test; `families`: of an op that takes dtypes of
-    several, those that the problem is of."""
+    """`kinds` names the dtypes that do not follow the one under test, of the first inputs or of all; `families`: of an
+    op that takes dtypes of several, those that the problem is of."""
 
     op: str
     name: str
     attrs: dict[str, Any]
     inputs: tuple[Values | None, ...]
-    kinds: tuple[str, ...] = ("", "", "", "")
+    kinds: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     _solved: dict[str, tuple[Values, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        missing = len(self.inputs) - len(self.kinds)
+        if missing < 0:
+            raise ValueError(f"{self.op}, {self.name}: {len(self.kinds)} kinds of {len(self.inputs)} inputs")
+        self.kinds = (*self.kinds, *[""] * missing)
 
     def numbers(self, kind: str) -> list[Values | None]:
         """The inputs as numbers of a family of dtypes."""
@@ -34,7 +40,7 @@ class Problem:
             values
             if values is None or own or kind == "float"
             else Values(values.shape, partial(_in_kind, values, kind))
-            for values, own in zip(self.inputs, self.kinds, strict=False)
+            for values, own in zip(self.inputs, self.kinds, strict=True)
         ]
 
     def solutions(self, kind: str) -> tuple[Values, ...]:

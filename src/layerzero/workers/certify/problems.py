@@ -12,7 +12,10 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS
 from layerzero.workers.certify import (
     attention_problems,
+    cache_problems,
     elementwise_problems,
+    expert_problems,
+    loss_problems,
     norm_problems,
     quantized_problems,
     sampling_problems,
@@ -132,8 +135,11 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     **attention_problems.PROBLEMS,
+    **cache_problems.PROBLEMS,
+    **loss_problems.PROBLEMS,
     **norm_problems.PROBLEMS,
     **elementwise_problems.PROBLEMS,
+    **expert_problems.PROBLEMS,
     **vision_problems.PROBLEMS,
     **quantized_problems.PROBLEMS,
     **sampling_problems.PROBLEMS,

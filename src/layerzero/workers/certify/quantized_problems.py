@@ -148,6 +148,14 @@ def _weight_alone() -> Iterator[Problem]:
                 has_zeros=has_zeros, families=("float",), is_quantized=False,
             )  # fmt: skip
 
+    for n, is_fine in ((6, True), (16, True), (6, False)):  # groups of powers of 2, which libraries have kernels for
+        for has_zeros in (False, True):
+            both = numbers(3, 128), _stored(numbers, n, 128, "int4")
+            yield _linear(
+                "float by int4", both, (3, 128, n), 4, kind="int4", dtype="", is_fine=is_fine, has_zeros=has_zeros,
+                families=("float",), is_quantized=False,
+            )  # fmt: skip
+
 
 def _linear(
     name: str,

@@ -31,6 +31,12 @@ def given(inputs: Sequence[Values | None]) -> list[Values]:
     return [values for values in inputs if values is not None]
 
 
+def row_of(values: Values, number: int) -> Sequence[Any]:
+    """A row of the last dimension."""
+    width = values.shape[-1]
+    return values.flat[number * width : (number + 1) * width]
+
+
 def rows_of(flat: Sequence[Any], width: int, first: int, count: int) -> list[Sequence[Any]]:
     """So many rows of a width, from the number `first` on."""
     return [flat[(first + i) * width : (first + i + 1) * width] for i in range(count)]

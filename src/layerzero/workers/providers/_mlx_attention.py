@@ -77,3 +77,23 @@ class Attention:
 
 def attention(mx: Any, call: Call) -> Callable[..., Any]:
     return Attention(mx, call).compute
+
+
+def merge_attention(mx: Any, call: Call) -> Callable[..., Any]:
+    """Parts merged, in float32."""
+    dtype = getattr(mx, call.outputs[0].dtype)
+
+    def compute(*arrays: Any) -> Any:
+        given = [array for array in arrays if array is not None]
+        rows = mx.stack(given[1::2])
+        top = mx.max(rows, axis=0)
+        weights = mx.where(rows > -math.inf, mx.exp(rows - top), 0.0)
+        total = mx.sum(weights, axis=0)
+        shares = mx.expand_dims(weights / mx.maximum(total, 1.0), -1)  # it is 1 or more where there is a key
+        parts = [  # what has no weight may hold anything
+            mx.where(share > 0.0, out.astype(mx.float32) * share, 0.0)
+            for out, share in zip(given[::2], shares, strict=True)
+        ]
+        return mx.sum(mx.stack(parts), axis=0).astype(dtype), top + mx.log(total)
+
+    return compute

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from layerzero.ipc.vocabulary.ops import MERGE_INPUTS
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._onnx_graph import Graph, Shape
 
@@ -47,6 +48,36 @@ def backward(onnx: Any, numpy: Any, call: Call) -> Graph:
         made.add("ReduceSum", [f"{name}_of_each", made.constant("groups", [2], "int64")], name, keepdims=1)
         shapes[name] = made.inputs[name[-1]]
     return Graph(made.nodes, made.inputs, shapes)
+
+
+def merge(onnx: Any, numpy: Any, call: Call) -> Graph:
+    """out and lse of two to four parts. What has no weight may hold anything."""
+    names = [name for name, spec in zip(MERGE_INPUTS, call.inputs, strict=True) if spec is not None]
+    outs, sums = names[::2], names[1::2]
+    shape = call.outputs[0].shape
+    nodes: list[Any] = []
+
+    def after(kind: str, given: list[str], made: str) -> str:
+        nodes.append(onnx.helper.make_node(kind, given, [made]))
+        return made
+
+    for name, value in (("lowest", numpy.finfo(numpy.float32).min), ("one", 1.0), ("zero", 0.0)):
+        tensor = onnx.numpy_helper.from_array(numpy.array(value, numpy.float32))
+        nodes.append(onnx.helper.make_node("Constant", [], [name], value=tensor))
+    after("Max", [*sums, "lowest"], "top")  # from the lowest number on: -inf minus -inf is none
+    weights = [after("Exp", [after("Sub", [one, "top"], f"{one}_below")], f"{one}_weight") for one in sums]
+    after("Sum", weights, "total")
+    after("Add", ["top", after("Log", ["total"], "log_total")], "lse")
+    after("Max", ["total", "one"], "divisor")  # it is 1 or more where there is a key
+    parts = []
+    for out, weight in zip(outs, weights, strict=True):
+        seen = after("Greater", [weight, "zero"], f"{out}_seen")
+        kept = after("Where", [seen, out, "zero"], f"{out}_kept")
+        parts.append(after("Mul", [kept, after("Div", [weight, "divisor"], f"{out}_share")], f"{out}_part"))
+    after("Sum", parts, "out")
+    rows = (*shape[:-1], 1)
+    shapes = {name: rows if name in sums else shape for name in names}
+    return Graph(nodes, shapes, {"out": shape, "lse": rows})
 
 
 def constant_input(numpy: Any, name: str, shape: Shape, dtype: str, call: Call) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._onnx_graph import Graph, Shape
+from layerzero.workers.providers._onnx_graph import CONTRIB, Graph, Shape
 
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 
@@ -87,6 +87,46 @@ def scaled_linear(onnx: Any, numpy: Any, call: Call) -> Graph:
     for name in ("weight_scale", "weight_zero_point"):  # columns become rows, beside each of which rows of x are
         if name in shapes:
             shapes[name] = (1, given[name].shape[0])
+    return Graph(nodes.made, shapes, {"out": call.outputs[0].shape})
+
+
+def int4_linear(onnx: Any, numpy: Any, call: Call) -> Graph:
+    """x, as float32, by a weight of 4 bits: the runtime's own node where its blocks are those that it has, else its
+    numbers first. Zero points go to it as floats, which need not be packed."""
+    given, nodes = _given(call), _Nodes(onnx, numpy)
+    (n, half), (rows, groups) = given["weight"].shape, given["weight_scale"].shape
+    size, zero = 2 * half // groups, "weight_zero_point" if "weight_zero_point" in given else ""
+    shapes, wide = {name: spec.shape for name, spec in given.items()}, "x"
+    if "x_scale" in given:
+        lead, parts = given["x"].shape[:-1], given["x_scale"].shape[-1]
+        shapes["x"] = (*lead, parts, 2 * half // parts)
+        wide = nodes.cast("x", "float32")
+        for name, kind in (("x_zero_point", "Sub"), ("x_scale", "Mul")):
+            if name in given:
+                shapes[name] = (*shapes[name], 1)
+                wide = nodes.add(kind, wide, nodes.cast(name, "float32"))
+        wide = nodes.add("Reshape", wide, nodes.constant([*lead, 2 * half], "int64"))
+    if rows == n and size >= 16 and not size & (size - 1):
+        steps: Shape = (n * groups,)
+        shapes["weight"] = (n, groups, size // 2)
+        inputs = [wide, "weight", "weight_scale", *([nodes.cast(zero, "float32")] if zero else [])]
+        sizes: dict[str, Any] = {"K": 2 * half, "N": n, "bits": 4, "block_size": size}
+        found = nodes.add("MatMulNBits", *inputs, domain=CONTRIB, **sizes)
+    else:
+        steps = (rows, 1, groups, 1)
+        shapes["weight"] = (rows, n // rows, half)
+        last, four = nodes.constant([-1], "int64"), nodes.constant(4, "uint8")
+        low = nodes.add("BitwiseAnd", "weight", nodes.constant(15, "uint8"))
+        high = nodes.add("BitShift", "weight", four, direction="RIGHT")
+        pairs = nodes.add("Concat", *(nodes.add("Unsqueeze", one, last) for one in (low, high)), axis=-1)
+        blocks = nodes.constant([rows, n // rows, groups, size], "int64")
+        numbers = nodes.cast(nodes.add("Reshape", pairs, blocks), "float32")
+        points = nodes.cast(zero, "float32") if zero else nodes.constant(8, "float32")
+        numbers = nodes.add("Mul", nodes.add("Sub", numbers, points), "weight_scale")
+        numbers = nodes.add("Reshape", numbers, nodes.constant([n, 2 * half], "int64"))
+        found = nodes.add("MatMul", wide, nodes.add("Transpose", numbers, perm=[1, 0]))
+    shapes |= dict.fromkeys(("weight_scale", zero) if zero else ("weight_scale",), steps)
+    nodes.add(*(("Add", found, "bias") if "bias" in given else ("Identity", found)), result="out")
     return Graph(nodes.made, shapes, {"out": call.outputs[0].shape})
 
 

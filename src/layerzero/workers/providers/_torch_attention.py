@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._torch_ops import Run
+from layerzero.workers.providers._torch_ops import Builder, Run
 
 ROWS = 256  # queries at a time where each sees some of the keys
 CHUNK = 1 << 22  # scores or biases at a time
@@ -103,6 +103,30 @@ class FlashAttention:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         return False, mask.expand(*mask.shape[:2], queries, keys).contiguous()
+
+
+def merge(torch: Any) -> Builder:
+    """A Builder, of any device. Targets: out and lse."""
+
+    def build(views: Sequence[Any], call: Call) -> Run:
+        given = [view for view in views if view is not None]
+        outs, sums = given[::2], given[1::2]
+        wide = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
+
+        def run(targets: Any) -> None:
+            out, lse = targets
+            rows = torch.stack(sums).to(wide)
+            total = torch.logsumexp(rows, 0)
+            shares = (rows - total).exp_().masked_fill_(rows == -math.inf, 0.0).unsqueeze(-1)
+            made: Any = 0.0
+            for part, share in zip(outs, shares, strict=True):  # what has no weight may hold anything
+                made = made + (part.to(wide) * share).masked_fill_(share == 0.0, 0.0)
+            out.copy_(made)
+            lse.copy_(total)
+
+        return run
+
+    return build
 
 
 def has_options(call: Call) -> bool:

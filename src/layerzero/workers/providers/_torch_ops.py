@@ -94,6 +94,7 @@ class TorchOps:
         return {
             "attention_varlen": self.attention_varlen,
             "rope": self.rope,
+            "rope_qk": self.rope_qk,
             "matmul": self.matmul,
             "addmm": self.addmm,
             "linear": self.linear,
@@ -156,6 +157,16 @@ class TorchOps:
             out[..., places[0]] = a * c - b * s
             out[..., places[1]] = b * c + a * s
             out[..., rotated:] = x[..., rotated:]
+
+        return run
+
+    def rope_qk(self, views: Sequence[Any], call: Call) -> Run:
+        q, k, *tables = views
+        runs = [self.rope((x, *tables), call) for x in (q, k)]
+
+        def run(targets: Any) -> None:
+            for one, out in zip(runs, targets, strict=True):
+                one(out)
 
         return run
 
@@ -263,23 +274,23 @@ def as_bits(torch: Any, tensor: Any) -> Any:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-def checked_lengths(lengths: list[int], room: int) -> list[int]:
+def checked_lengths(lengths: list[int], room: int, op: str = "paged_attention") -> list[int]:
     """The lengths of sequences in a paged cache. Raises InvalidArgument for one that its row of the table lacks."""
     for b, length in enumerate(lengths):
         if not 0 <= length <= room:
             raise InvalidArgument(
-                f"paged_attention: seq_lens[{b}] is {length}; allowed: 0 to {room}, what its row of block_tables has "
+                f"{op}: seq_lens[{b}] is {length}; allowed: 0 to {room}, what its row of block_tables has "
                 "room for; pass longer tables",
                 seq_len=length,
             )
     return lengths
 
 
-def checked_ends(ends: list[int], tokens: int, name: str) -> list[int]:
+def checked_ends(ends: list[int], tokens: int, name: str, op: str = "attention_varlen") -> list[int]:
     """The ends of sequences. Raises InvalidArgument where they are none."""
     if ends[0] or ends[-1] != tokens or any(low > high for low, high in itertools.pairwise(ends)):
         raise InvalidArgument(
-            f"attention_varlen: {name} is {str(ends)[:200]}; allowed: from 0 up to {tokens}, the number of tokens, and "
+            f"{op}: {name} is {str(ends)[:200]}; allowed: from 0 up to {tokens}, the number of tokens, and "
             "never down; pass the sums of the sequences' lengths"
         )
     return ends

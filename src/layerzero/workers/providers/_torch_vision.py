@@ -32,11 +32,14 @@ class Vision:
     def conv(self, views: Sequence[Any], call: Call) -> Run:
         """What is padded before and after by different numbers is padded by a kernel of its own."""
         x, weight, bias = views
-        pads = windows.pads(call.attrs["padding"])
+        pads: Sequence[tuple[int, int]] = windows.pads(call.attrs["padding"])
+        stride: Sequence[int] = windows.known(call.attrs["stride"])
+        dilation = windows.known(call.attrs["dilation"])
+        if x.dtype is self.torch.bfloat16:
+            stride, pads = _without_idle_strides(call, stride, pads, dilation)
         is_even = all(before == after for before, after in pads)
         padding = [before if is_even else 0 for before, _ in pads]
         more = self._at_the_ends(pads)
-        stride, dilation = (windows.known(call.attrs[name]) for name in ("stride", "dilation"))
         convolve = (self.torch.conv1d, self.torch.conv2d, self.torch.conv3d)[len(pads) - 1]
 
         def run(out: Any) -> None:
@@ -191,3 +194,21 @@ class Vision:
     def _at_the_ends(self, pads: Sequence[tuple[int, int]]) -> list[int]:
         """As torch.nn.functional.pad has it: from the last dimension on."""
         return [number for pad in reversed(pads) for number in pad]
+
+
+def _without_idle_strides(
+    call: Call, stride: Sequence[int], pads: Sequence[tuple[int, int]], dilation: Sequence[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Strides and padding of the same convolution, where a dimension in which one element comes out has no stride, and
+    of the input what that element is made of. oneDNN 3.12 (torch 2.13) with AMX gives a row of one element in bfloat16
+    that is wrong, if the stride is more than 1."""
+    x, weight, _ = call.inputs
+    assert x is not None
+    assert weight is not None
+    strides, ends = list(stride), list(pads)
+    for dim, count in enumerate(call.outputs[0].shape[2:]):
+        if count == 1 and strides[dim] > 1:
+            reach = windows.reach(weight.shape[2 + dim], dilation[dim])
+            before = min(ends[dim][0], reach)
+            strides[dim], ends[dim] = 1, (before, reach - before - x.shape[2 + dim])
+    return strides, ends

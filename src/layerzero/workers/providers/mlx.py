@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.providers import _mlx_activations, _mlx_attention, _mlx_elementwise, _mlx_quantized
+from layerzero.workers.providers import (
+    _mlx_activations,
+    _mlx_attention,
+    _mlx_elementwise,
+    _mlx_experts,
+    _mlx_losses,
+    _mlx_quantized,
+    _mlx_rotary,
+)
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
 from layerzero.workers.providers._mlx_vision import Vision
@@ -27,6 +35,7 @@ def load() -> Loaded:
     library = _Mlx(mx)
     builders: dict[str, Callable[..., Callable[..., Any]]] = {
         "attention": partial(_mlx_attention.attention, mx),
+        "merge_attention": partial(_mlx_attention.merge_attention, mx),
         "layer_norm": library.layer_norm,
         "matmul": library.matmul,
         "addmm": library.addmm,
@@ -39,7 +48,10 @@ def load() -> Loaded:
         **Vision(mx).builders(),
         **_mlx_activations.builders(mx),
         **_mlx_elementwise.builders(mx),
+        **_mlx_experts.builders(mx),
+        **_mlx_losses.builders(mx),
         **_mlx_quantized.builders(mx),
+        **_mlx_rotary.builders(mx),
     }
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

@@ -17,6 +17,7 @@ from layerzero.workers.providers import (
     _onnx_graph,
     _onnx_norms,
     _onnx_quantized,
+    _onnx_rotary,
     _onnx_vision,
 )
 
@@ -52,6 +53,7 @@ def load() -> Loaded:
     graphs = {
         "attention_forward": _onnx_attention.forward,
         "attention_backward": _onnx_attention.backward,
+        "merge_attention": _onnx_attention.merge,
         "add_rms_norm": _onnx_norms.add_rms_norm,
         "group_norm": _onnx_norms.group_norm,
         "instance_norm": _onnx_norms.group_norm,
@@ -60,12 +62,15 @@ def load() -> Loaded:
         **_onnx_vision.GRAPHS,
         "int_matmul": _onnx_quantized.int_matmul,
         "scaled_linear": _onnx_quantized.scaled_linear,
+        "scaled_linear.int4": _onnx_quantized.int4_linear,
         "quantize": _onnx_quantized.quantize,
         "dequantize": _onnx_quantized.dequantize,
+        **dict.fromkeys(("rope", "rope_qk"), _onnx_rotary.graph),
     }
 
     def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        return library.bind_graph(call, graphs[call.op](onnx, numpy, call), inputs, outputs)
+        build = graphs[call.kernel_id.removeprefix("onnxruntime.")]
+        return library.bind_graph(call, build(onnx, numpy, call), inputs, outputs)
 
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
     binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(graphs, bind_graph)}

@@ -8,9 +8,11 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
-from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options
+from layerzero.workers.providers import _torch_activations, _torch_elementwise, _torch_paged
+from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
+from layerzero.workers.providers._torch_experts import Experts
+from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
 from layerzero.workers.providers._torch_quantized import Quantized
@@ -91,14 +93,18 @@ def load() -> Loaded:
         "attention": attention,
         "attention_forward": flash.forward,
         "attention_backward": flash.backward,
+        "merge_attention": merge(torch),
         "paged_attention": paged_attention,
         "append_kv": append_kv,
+        **_torch_paged.builders(torch, flash.attend),
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
+        **Experts(torch).builders(),
         **Quantized(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **Vision(torch).builders(),
+        **Losses(torch).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),
     }

@@ -12,11 +12,12 @@ from typing import Any
 
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
-from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_attention import Composed
+from layerzero.workers.providers import _torch_activations, _torch_elementwise, _torch_paged
+from layerzero.workers.providers._torch_attention import Composed, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
+from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
 from layerzero.workers.providers._torch_quantized import Quantized
@@ -35,6 +36,7 @@ def load() -> Loaded:
     builders = {
         **TorchOps(torch, attention.unfused).builders(),
         "attention_varlen.flash": gpu.attention_varlen(attention.flash_varlen),
+        "merge_attention": merge(torch),
         "paged_attention": attention.paged,
         "append_kv": lambda views, call: append_kv(torch, views),
         "attention.flash": attention.flash,
@@ -44,12 +46,14 @@ def load() -> Loaded:
         "attention.math": attention.math,
         "attention.composed": lambda views, call: Composed(torch, None, views, call).attention,
         "attention_forward.composed": lambda views, call: Composed(torch, None, views, call).forward,
+        **_torch_paged.builders(torch, None),
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
         **Quantized(torch, is_gpu=True).builders(),
         **Sampling(torch, is_gpu=True).builders(),
         **Vision(torch).builders(),
+        **Losses(torch).builders(),
         **_torch_activations.builders(torch),
         **_torch_elementwise.builders(torch),
     }

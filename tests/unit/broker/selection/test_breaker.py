@@ -83,6 +83,16 @@ def test_after_the_back_off_one_probe_may_go() -> None:
     assert (view.is_open, view.may_probe, view.retry_at_s) == (False, False, 0.0)
 
 
+def test_who_only_looks_changes_nothing() -> None:
+    """Else `lz explain` would keep the answer that closes a breaker from being news to those who rank."""
+    looked, other = tripped(), tripped()
+    assert looked.view(*PLACE, 2.0).may_probe
+    for health in (looked, other):
+        before = health.epoch
+        health.succeeded(*PLACE, 2.0)
+        assert health.epoch - before == 2  # half open, and closed
+
+
 def test_a_probe_that_never_ends_is_given_up() -> None:
     """Its client may have left; nobody would ever report."""
     health = tripped()

@@ -399,3 +399,15 @@ def test_an_overlay_has_a_size() -> None:
         policy().with_overlay(overlay_of(*names))
     with pytest.raises(InvalidArgument, match=r"allowed: 49,152"):
         policy().with_overlay({"layers": [{"origin": "x" * 50_000, "values": {}}]})
+
+
+def test_traces_mean_kernels_and_processes() -> None:
+    """The greatest share of those that mean a call; a later layer changes the entries that it names."""
+    first = Layer("a file", {"traces": {"torch.*": 0.1, "*.silu": 0.5, "process:7": 1.0}})
+    policy = Policy.of(first, Layer("lz trace on", {"traces": {"*.silu": 0}}))
+    assert (policy.traced("torch.silu", 1), policy.traced("mlx.silu", 1), policy.traced("mlx.gelu", 7)) == (0.1, 0, 1)
+    assert policy.describe()["traces.*.silu"] == {"value": 0.0, "origin": "lz trace on"}
+    known = Known(("torch",), {"torch.silu": "silu"}, ("silu",))
+    for wrong in ({"torch.sillu": 1}, {"process:": 1}, {"torch.*": 1.5}, {"process:x": 1}):
+        with pytest.raises(ConfigError):
+            Policy.of(Layer("a file", {"traces": wrong}), known=known)

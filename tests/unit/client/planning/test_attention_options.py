@@ -1,4 +1,5 @@
-"""Windows, soft cap, sinks and slopes of attention: how a call of them reaches a kernel, and which are refused."""
+"""Windows, soft cap, sinks and slopes of attention, and merges of its parts: how a call of them reaches a kernel, and
+which are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.client.planning.attention_plans import plan_attention, plan_attention_forward
+from layerzero.client.planning.attention_plans import plan_attention, plan_attention_forward, plan_merge_attention
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -82,3 +83,35 @@ def test_what_makes_no_sense_is_named(options: dict[str, Any], says: str) -> Non
     q = dense(2, 4, 3, 8)
     with pytest.raises(InvalidArgument, match=f"attention: {says}"):
         plan_attention(q, q, q, **options)
+
+
+def test_rows_of_merged_parts_follow_their_outs() -> None:
+    """Kernels see a number for each row; users what attention_forward has in either layout."""
+    out, lse = dense(2, 5, 3, 8), dense(2, 3, 5)
+    plan = plan_merge_attention(out, lse, out, lse, layout="BSHD")
+    assert [spec and spec.shape for spec in plan.inputs] == [(2, 5, 3, 8), (2, 5, 3)] * 2 + [None] * 4
+    assert [spec.shape for spec in plan.outputs] == [(2, 5, 3, 8), (2, 5, 3)]
+    assert plan.results == (out, lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"lse1": dense(3, 5, dtype="float64")},
+            r"lse1 is float64\[3, 5\]; allowed: float32\[3, 5\], one for each row",
+        ),
+        ({"lse0": dense(5, 3)}, r"lse0 is float32\[5, 3\]; allowed: float32\[3, 5\]"),
+        ({"out1": dense(3, 5, 9)}, r"out1 has shape \[3, 5, 9\] and out0 \[3, 5, 8\]; allowed: equal shapes"),
+        ({"out1": dense(3, 5, 8, dtype="float16")}, "out0 is float32, out1 is float16; allowed: one dtype for all"),
+        ({"out2": dense(3, 5, 8)}, "out0, lse0, out1, lse1, out2 are given; allowed: parts one after the other"),
+        ({"out3": dense(3, 5, 8), "lse3": dense(3, 5)}, "lse3 are given; allowed: parts one after the other"),
+        ({"layout": "BSHD"}, r"out0 has shape \[3, 5, 8\]; allowed: \(batch, sequence, heads, value_dim\)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(change: dict[str, Any], says: str) -> None:
+    parts: dict[str, Any] = {f"{name}{n}": None for n in range(4) for name in ("out", "lse")}
+    parts |= {"out0": dense(3, 5, 8), "lse0": dense(3, 5), "out1": dense(3, 5, 8), "lse1": dense(3, 5), **change}
+    layout = parts.pop("layout", "BHSD")
+    with pytest.raises(InvalidArgument, match=f"merge_attention: .*{says}"):
+        plan_merge_attention(*parts.values(), layout=layout)

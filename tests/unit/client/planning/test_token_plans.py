@@ -1,13 +1,14 @@
-"""client/planning/token_plans.py: canonical forms, and what makes no sense is refused by name."""
+"""client/planning/token_plans.py and cache_plans.py: canonical forms, and what makes no sense is refused by name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from layerzero.client.planning import token_plans
+from layerzero.client.planning import cache_plans, token_plans
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
@@ -30,9 +31,11 @@ def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
 VARLEN = (t(9, 4, 8), t(7, 2, 8), t(7, 2, 6), i32(3), i32(3))
 PAGED = (t(3, 4, 8), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(3, 2), i32(3))
 ROPE = (t(2, 5, 4, 8), t(5, 4), t(5, 4))
+ROPE_QK = (t(2, 5, 4, 8), t(2, 5, 1, 8), t(5, 4), t(5, 4))
 APPEND = (t(9, 2, 8), t(9, 2, 6), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(9))
 SWIGLU = (t(2, 3), t(2, 3))
 CALLS = {"attention_varlen": VARLEN, "paged_attention": PAGED, "append_kv": APPEND, "rope": ROPE, "swiglu": SWIGLU}
+CALLS["rope_qk"] = ROPE_QK
 RESULTS = {"attention_varlen": (9, 4, 6), "paged_attention": (3, 4, 6), "rope": (2, 5, 4, 8), "swiglu": (2, 3)}
 
 
@@ -55,6 +58,84 @@ def test_what_is_written_in_place_is_an_output_and_no_result() -> None:
         plan_out(plan, t(5, 16, 2, 8))
 
 
+@pytest.mark.parametrize("op", ["paged_attention", "append_kv"])
+def test_a_cache_in_the_other_layout_is_a_view(op: str) -> None:
+    """Kernels see one layout; what is written in place lies where the caller's is."""
+    args = [
+        spec if n not in ((1, 2) if op[0] == "p" else (2, 3)) else t(5, 2, 16, 8) for n, spec in enumerate(CALLS[op])
+    ]
+    if op == "append_kv":
+        args[1] = t(9, 2, 8)
+    view = TensorSpec("float32", (5, 16, 2, 8), (256, 8, 128, 1))
+    plan = planned(op, *args, kv_layout="HND")
+    assert [spec for spec in plan.inputs if spec and spec.ndim == 4] == [view, view]
+    assert op[0] == "p" or (plan.outputs, plan.results) == ((view, view), ())
+    with pytest.raises(InvalidArgument, match="kv_layout is 'NHWC'; allowed: 'NHD' or 'HND'"):
+        planned(op, *args, kv_layout="NHWC")
+
+
+FORWARD = {
+    "attention_varlen_forward": (*VARLEN, None, None),
+    "paged_attention_forward": (t(9, 4, 8), *PAGED[1:], i32(4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "sent"),
+    [
+        ("attention_varlen_forward", {"is_causal": True}, {"is_causal": True}),
+        ("attention_varlen_forward", {"window_size": (8, 0)}, {"is_causal": True}),
+        ("attention_varlen_forward", {"window_size": (7, -1)}, {"window_left": 7}),
+        ("attention_varlen_forward", {"window_size": (-1, 99), "softcap": 2}, {"softcap": 2.0}),
+        (
+            "paged_attention_forward",
+            {"window_size": (30, 3), "is_causal": True},
+            {"window_left": 30, "is_causal": True},
+        ),
+        ("paged_attention_forward", {"window_size": (31, 3)}, {"window_right": 3}),
+    ],
+)
+def test_options_that_hide_nothing_are_not_sent(op: str, options: dict[str, Any], sent: dict[str, Any]) -> None:
+    """Of no sequence more is known than what all of them, or a row of the table, have room for."""
+    plan = getattr(cache_plans, f"plan_{op}")(*FORWARD[op], **options)
+    assert len(plan.inputs) == len(OPS[op].inputs)
+    assert plan.results == (t(9, 4, 6), t(9, 4))
+    plain = {"is_causal": False, "scale": 1 / math.sqrt(8)}
+    if op == "attention_varlen_forward":
+        plain["causal_alignment"] = "top_left"
+    assert plan.attrs == plain | sent
+
+
+def test_one_query_of_a_sequence_is_at_its_last_key() -> None:
+    """The causal rule and what lies right of it hide nothing: one route serves all of them."""
+    plan = cache_plans.plan_paged_attention_forward(*PAGED, is_causal=True, window_size=(4, 9), alibi_slopes=t(4))
+    assert plan.attrs == {"is_causal": False, "scale": 1 / math.sqrt(8), "window_left": 4}
+    assert plan.inputs[5:] == (None, None, t(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "options", "says"),
+    [
+        ("attention_varlen_forward", {4: i32(4)}, {}, "cu_seqlens_q has 3 entries and cu_seqlens_k 4"),
+        ("attention_varlen_forward", {5: t(3)}, {}, r"sinks has shape \[3\]; allowed: \[4\]"),
+        ("attention_varlen_forward", {6: t(3, 4)}, {}, r"allowed: \[4\], or \[1 or 2, 4\]"),
+        ("attention_varlen_forward", {}, {"window_size": (1,)}, "allowed: \\(left, right\\)"),
+        ("paged_attention_forward", {0: t(9, 32)}, {}, r"q has shape \[9, 32\]; allowed: \(tokens, heads, head_dim\)"),
+        ("paged_attention_forward", {3: i32(2, 2)}, {}, "block_tables' first extent is 2, seq_lens' is 3"),
+        ("paged_attention_forward", {5: i32(3)}, {}, "cu_seqlens_q has 3 entries; allowed: 4, one more than"),
+        ("paged_attention_forward", {5: None}, {}, "q has 9 tokens and seq_lens 3 entries; allowed: one query"),
+        ("paged_attention_forward", {}, {"softcap": -1}, "softcap is -1; allowed: 0.0 or more"),
+        ("paged_attention_forward", {1: t(5, 16, 16)}, {"kv_layout": "HND"}, "blocks, heads, block_size, head_dim"),
+    ],
+)
+def test_what_makes_no_sense_of_sequences_is_refused(
+    op: str, changes: dict[int, Any], options: dict[str, Any], says: str
+) -> None:
+    args = [changes.get(number, spec) for number, spec in enumerate(FORWARD[op])]
+    with pytest.raises(InvalidArgument, match=f"{op}: .*{says}"):
+        getattr(cache_plans, f"plan_{op}")(*args, **options)
+
+
 def test_rope_without_a_batch_gets_one() -> None:
     """Kernels see four dimensions, and a table of one batch."""
     plan = planned("rope", t(5, 4, 8), t(5, 4), t(5, 4), interleaved=True)
@@ -63,6 +144,15 @@ def test_rope_without_a_batch_gets_one() -> None:
     assert plan.attrs == {"interleaved": True}
     strided = TensorSpec("float32", (5, 4, 8), (64, 8, 1))
     assert plan_out(plan, strided).outputs[0].strides[1:] == (64, 8, 1)
+
+
+def test_rope_of_queries_and_keys_has_both_results() -> None:
+    """Keys have heads of their own, and without a batch both get one."""
+    plan = planned("rope_qk", *ROPE_QK)
+    assert plan.results == (t(2, 5, 4, 8), t(2, 5, 1, 8))
+    plan = planned("rope_qk", t(5, 4, 8), t(5, 2, 8), t(5, 3), t(5, 3), interleaved=True)
+    assert plan.inputs == (t(1, 5, 4, 8), t(1, 5, 2, 8), t(1, 5, 3), t(1, 5, 3))
+    assert (plan.outputs, plan.results) == ((t(1, 5, 4, 8), t(1, 5, 2, 8)), (t(5, 4, 8), t(5, 2, 8)))
 
 
 def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> None:
@@ -116,6 +206,15 @@ def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> 
         ("rope", {1: t(4), 2: t(4)}, {}, r"cos has shape \[4\]"),
         ("rope", {1: t(5, 4, dtype="float64"), 2: t(5, 4, dtype="float64")}, {}, "cos is float64"),
         ("rope", {}, {"interleaved": None}, "interleaved is None"),
+        (
+            "rope_qk",
+            {1: t(2, 5, 1, 6)},
+            {},
+            r"q has shape \[2, 5, 4, 8\] and k \[2, 5, 1, 6\]; allowed: shapes that differ",
+        ),
+        ("rope_qk", {1: t(5, 1, 8)}, {}, r"k \[5, 1, 8\].*call lz.rope on each"),
+        ("rope_qk", {2: t(4, 4), 3: t(4, 4)}, {}, "pass the rows of q's positions"),
+        ("rope_qk", {1: t(2, 5, 1, 8, dtype="float16")}, {}, "k is float16, .*allowed: one dtype"),
         ("append_kv", {0: t(9, 2)}, {}, r"key has shape \[9, 2\]; allowed: \(tokens, heads, head_dim\)"),
         ("append_kv", {1: t(9, 2, 8)}, {}, r"value has \(heads, head_dim\) \[2, 8\] and v_cache \[2, 6\]"),
         ("append_kv", {0: t(8, 2, 8)}, {}, "key's first extent is 8, value's is 9, slots' is 9"),

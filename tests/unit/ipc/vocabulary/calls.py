@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, MERGE_INPUTS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
@@ -39,6 +39,18 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {**ATTENTION, "layout": "BHSD"},
         ("float16 2 6 5 7", "float16 2 3 11 7", "float16 2 3 11 13"),
     ),
+    "merge_attention": (
+        {
+            **{
+                f"{name}{n}": one
+                for n in (0, 1)
+                for name, one in (("out", "float16 2 6 5 7"), ("lse", "float32 2 6 5"))
+            },
+            **dict.fromkeys(MERGE_INPUTS[4:]),
+        },
+        {},
+        ("float16 2 6 5 7", "float32 2 6 5"),
+    ),
     "attention_varlen": (
         {
             "q": "float32 5 6 7",
@@ -61,6 +73,33 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"scale": 0.5},
         ("float32 2 6 13",),
     ),
+    "attention_varlen_forward": (
+        {
+            "q": "float32 5 6 7",
+            "k": "float32 11 3 7",
+            "v": "float32 11 3 13",
+            "cu_seqlens_q": "int32 4",
+            "cu_seqlens_k": "int32 4",
+            "sinks": None,
+            "alibi_slopes": None,
+        },
+        ATTENTION,
+        ("float32 5 6 13", "float32 5 6"),
+    ),
+    "paged_attention_forward": (
+        {
+            "q": "float32 5 6 7",
+            "k_cache": "float32 10 4 3 7",
+            "v_cache": "float32 10 4 3 13",
+            "block_tables": "int32 2 9",
+            "seq_lens": "int32 2",
+            "cu_seqlens_q": "int32 3",
+            "sinks": None,
+            "alibi_slopes": None,
+        },
+        {"scale": 0.5, "is_causal": True},
+        ("float32 5 6 13", "float32 5 6"),
+    ),
     "append_kv": (
         {
             "key": "int8 5 3 7",
@@ -77,6 +116,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"interleaved": False},
         ("float32 2 5 3 9",),
     ),
+    "rope_qk": (
+        {"q": "float32 2 5 3 9", "k": "float32 2 5 1 9", "cos": "float32 1 5 4", "sin": "float32 1 5 4"},
+        {"interleaved": False},
+        ("float32 2 5 3 9", "float32 2 5 1 9"),
+    ),
     "matmul": ({"a": "int32 4 1 2 3", "b": "int32 5 3 7"}, {}, ("int32 4 5 2 7",)),
     "addmm": (
         {"x": "float32 1 7", "a": "float32 2 3", "b": "float32 3 7"},
@@ -92,6 +136,33 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"x": "float32 4 2 3", "gate_up": "float32 14 3", "down": "float32 5 7"},
         {"activation": "silu"},
         ("float32 4 2 5",),
+    ),
+    "grouped_linear": (
+        {"x": "float32 4 3", "weight": "float32 6 5 3", "offsets": "int32 6", "bias": "float32 6 5"},
+        {},
+        ("float32 4 5",),
+    ),
+    "moe_route": (
+        {"logits": "bfloat16 4 12", "correction_bias": "float32 12"},
+        {
+            **{"top_k": 4, "scoring": "sigmoid", "normalize": True, "num_groups": 6, "top_groups": 2},
+            **{"group_score": "top2", "scale": 2.5},
+        },
+        ("float32 4 4", "int64 4 4"),
+    ),
+    "moe_permute": (
+        {"x": "float32 4 3", "ids": "int64 4 2"},
+        {"num_experts": 7},
+        ("float32 8 3", "int64 8", "int32 7"),
+    ),
+    "moe_combine": ({"rows": "float32 8 3", "order": "int32 8", "weights": "float32 4 2"}, {}, ("float32 4 3",)),
+    "moe_mlp": (
+        {
+            **{"x": "float32 4 3", "gate_up": "float32 6 14 3", "down": "float32 6 5 7"},
+            **{"ids": "int32 4 2", "weights": "float32 4 2"},
+        },
+        {"activation": "silu"},
+        ("float32 4 5",),
     ),
     "conv": (
         {"x": "float32 2 6 5 7", "weight": "float32 4 3 2 3", "bias": "float32 4"},
@@ -131,6 +202,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("float32 2 6 7 10",),
     ),
     "softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
+    "cross_entropy": (
+        {"x": "float32 2 5 3", "target": "int64 2 3", "weight": "float32 5"},
+        {"ignore_index": -100, "reduction": "none", "label_smoothing": 0.0},
+        ("float32 2 3",),
+    ),
     "log_softmax": ({"x": "float32 2 3"}, {"dim": 1, "dtype": ""}, ("float32 2 3",)),
     "add_rms_norm": (
         {"x": "float32 2 3 5", "residual": "float32 2 3 5", "weight": "float32 5"},

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests import expert_calls
 from tests import reference as numpy_reference
 from tests.example_counts import examples
 from tests.gpu import vision_calls
@@ -29,9 +30,12 @@ from layerzero.ipc.vocabulary.ops import (
     FILTERS,
     GATED,
     LINEAR_ACTIVATIONS,
+    MERGE_INPUTS,
     OPS,
+    PAGED_OPS,
     PENALTIES,
     TAKE_OUTS,
+    VARLEN_OPS,
 )
 from layerzero.ipc.vocabulary.quantized_shapes import WEIGHTS_OF
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
@@ -67,7 +71,8 @@ WIDEST: dict[str, Any] = {
     "index_dtypes": ["int32", "int64", "bool"],
     "supports_empty": True,
     "optional_args": [
-        *("weight", "bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]),
+        *("weight", "bias", "correction_bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]),
+        *MERGE_INPUTS[4:],
         *("zero_point", "a_zero_point", "b_zero_point", "x_zero_point", "weight_zero_point", "x_scale"),
     ],
     "supported_quant_dtypes": ["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"],
@@ -140,6 +145,22 @@ def placed(draw: st.DrawFn, dtype: str, shape: Sequence[int], is_dense: bool) ->
 
 
 @st.composite
+def options(
+    draw: st.DrawFn, dtype: str, heads: int, kernel: KernelCapability
+) -> tuple[list[TensorSpec | None], dict[str, Any]]:
+    """Sinks and slopes, and attributes, of what the kernel takes alone: most calls would be refused, and that refusals
+    are is tested elsewhere."""
+    tensors = functools.partial(placed, is_dense=kernel.requires_contiguous)
+    known = [kind for kind in ("window_left", "window_right", "softcap") if kind in (kernel.optional_attrs or ())]
+    asked = [kind for kind in known if draw(st.sampled_from([0, 0, 1]))]
+    beside = [
+        draw(st.none() | tensors(*one)) if name in kernel.optional_args else None
+        for name, *one in (("sinks", dtype, (heads,)), ("alibi_slopes", "float32", (1, heads)))
+    ]
+    return beside, {kind: 2.0 if kind == "softcap" else 3 for kind in asked}
+
+
+@st.composite
 def calls(
     draw: st.DrawFn, op: str, dtype: str, kernel: KernelCapability
 ) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
@@ -174,37 +195,47 @@ def calls(
         attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
         out = draw(place(dtype, (b, hk * group, sq, dv)))
         if op != "attention_backward":
-            # Of what the kernel takes alone: most calls would be refused, and that refusals are is tested elsewhere.
-            known = [
-                kind for kind in ("window_left", "window_right", "softcap") if kind in (kernel.optional_attrs or ())
-            ]
-            asked = [kind for kind in known if draw(st.sampled_from([0, 0, 1]))]
-            attrs |= {kind: 2.0 if kind == "softcap" else 3 for kind in asked}
-            sinks, slopes = (
-                draw(st.none() | tensors(*one)) if name in kernel.optional_args else None
-                for name, *one in (("sinks", dtype, shapes[0][1:2]), ("alibi_slopes", "float32", (1, shapes[0][1])))
-            )
-            return [*inputs, mask, sinks, slopes], out, attrs
+            beside, more = draw(options(dtype, shapes[0][1], kernel))
+            return [*inputs, mask, *beside], out, {**attrs, **more}
         output, lse = draw(place(dtype, out.shape)), draw(tensors("float32", out.shape[:3]))
         return [out, *inputs, output, lse, mask], out, attrs
-    if op == "attention_varlen":
+    if op == "merge_attention":
+        shape, parts = [*draw(lead), draw(extent), draw(extent)], draw(st.integers(2, 4))
+        pairs = [(draw(tensors(dtype, shape)), draw(tensors("float32", shape[:-1]))) for _ in range(parts)]
+        inputs = [spec for pair in pairs for spec in pair]
+        return [*inputs, *[None] * (8 - len(inputs))], draw(tensors(dtype, shape)), {}
+    if op in VARLEN_OPS:
         hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
         (tq, tk), (d, dv) = (draw(extent), draw(extent)), dims()
         is_causal = draw(st.booleans())
-        alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal else "top_left"
         ends = draw(st.integers(1, 5))
         inputs = [draw(tensors(dtype, shape)) for shape in ((tq, hk * group, d), (tk, hk, d), (tk, hk, dv))]
         inputs += [draw(tensors("int32", (ends,))) for _ in "qk"]
-        attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment}
+        attrs = {"is_causal": is_causal, "scale": 1.0}
+        if op.endswith("_forward"):
+            beside, more = draw(options(dtype, hk * group, kernel))
+            inputs, attrs = [*inputs, *beside], {**attrs, **more}
+        has_places = is_causal or inputs[6:] not in ([], [None]) or "window_left" in attrs or "window_right" in attrs
+        attrs["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"])) if has_places else "top_left"
         return inputs, draw(tensors(dtype, (tq, hk * group, dv))), attrs
-    if op == "paged_attention":
+    if op in PAGED_OPS:
         b, hk, group, blocks, wide = (draw(st.integers(1, 3)) for _ in range(5))
         page, (d, dv) = multiple(kernel.page_size_multiple), dims()
+        tokens = b
+        if op.endswith("_forward") and draw(st.booleans()):
+            tokens = draw(extent)
         inputs = [
-            draw(tensors(dtype, shape)) for shape in ((b, hk * group, d), (blocks, page, hk, d), (blocks, page, hk, dv))
+            draw(tensors(dtype, shape))
+            for shape in ((tokens, hk * group, d), (blocks, page, hk, d), (blocks, page, hk, dv))
         ]
         inputs += [draw(tensors("int32", shape)) for shape in ((b, wide), (b,))]
-        return inputs, draw(tensors(dtype, (b, hk * group, dv))), {"scale": 1.0}
+        attrs = {"scale": 1.0}
+        if op.endswith("_forward"):
+            beside, more = draw(options(dtype, hk * group, kernel))
+            ends_q = draw(tensors("int32", (b + 1,))) if tokens != b or draw(st.booleans()) else None
+            inputs = [*inputs, ends_q, *beside]
+            attrs = {**attrs, "is_causal": ends_q is not None and draw(st.booleans()), **more}
+        return inputs, draw(tensors(dtype, (tokens, hk * group, dv))), attrs
     if op == "append_kv":
         tokens, page, d, dv = (draw(extent) for _ in range(4))
         blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -212,12 +243,14 @@ def calls(
         inputs = [draw(tensors(dtype, shape)) for shape in shapes]
         assert inputs[2] is not None
         return [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))], inputs[2], {}
-    if op == "rope":
+    if op in ("rope", "rope_qk"):
         b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
         rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))
         table = (draw(st.sampled_from([1, b])), s, rotated // 2)
         x = draw(tensors(dtype, (b, s, h, max(d, 2))))
         inputs = [x, *(draw(tensors(dtype, table)) for _ in ("cos", "sin"))]
+        if op == "rope_qk":
+            inputs.insert(1, draw(tensors(dtype, x.shape)))
         return inputs, draw(tensors(dtype, x.shape)), {"interleaved": draw(st.booleans())}
     if op == "matmul":
         m, k, n = (draw(extent) for _ in range(3))
@@ -245,11 +278,24 @@ def calls(
         rows, k, hidden, n = [*draw(lead), draw(extent)], draw(extent), draw(extent), draw(extent)
         inputs = [draw(tensors(dtype, shape)) for shape in ((*rows, k), (2 * hidden, k), (n, hidden))]
         return inputs, draw(tensors(dtype, (*rows, n))), {"activation": draw(st.sampled_from(LINEAR_ACTIVATIONS))}
+    if op in expert_calls.OPS:
+        given, attrs = expert_calls.random_call(op, Random(draw(st.integers(0, 1 << 32))))
+        inputs = [one and draw(tensors(one[0] or dtype, one[1])) for one in given]
+        made = outputs_of(op, inputs, attrs)
+        return inputs, draw(tensors(*made[0])), attrs
     if op in vision_calls.OPS:
         shapes, attrs = vision_calls.random_call(op, Random(draw(st.integers(0, 1 << 32))))
         inputs = [shape and draw(tensors(dtype, shape)) for shape in shapes]
         ((_, made),) = outputs_of(op, inputs, attrs)
         return inputs, draw(tensors(dtype, made)), attrs
+    if op == "cross_entropy":
+        n, classes, rest = draw(st.integers(1, 3)), draw(extent), draw(st.lists(st.integers(1, 3), max_size=2))
+        weight = draw(tensors(dtype, (classes,))) if draw(st.booleans()) else None
+        target = draw(tensors(draw(st.sampled_from(["int32", "int64"])), (n, *rest)))
+        reduction = draw(st.sampled_from(["none", "mean", "sum"]))
+        attrs = {"ignore_index": 1, "reduction": reduction, "label_smoothing": draw(st.sampled_from([0.0, 0.5]))}
+        out = draw(tensors(dtype, (n, *rest) if reduction == "none" else ()))
+        return [draw(tensors(dtype, (n, classes, *rest))), target, weight], out, attrs
     if op == "embedding":
         ids, d = [*draw(lead), draw(extent)], draw(extent)
         index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))

@@ -1,0 +1,126 @@
+"""Plans of attention with its options and the log-sum-exp of its rows, of sequences one after the other and of paged
+caches. As client/planning/plans.py, whose rules hold here too."""
+
+from __future__ import annotations
+
+from layerzero.client.planning.attention_plans import checked_softcap, checked_window, of_heads
+from layerzero.client.planning.checks import attention_scale, flag, fresh, listed, refuse, same_float_dtype
+from layerzero.client.planning.plans import Plan, Scalar, remember
+from layerzero.client.planning.token_plans import cache_views, check_heads, check_indices, plan_attention_varlen
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+@remember
+def plan_attention_varlen_forward(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    cu_seqlens_q: TensorSpec,
+    cu_seqlens_k: TensorSpec,
+    sinks: TensorSpec | None = None,
+    alibi_slopes: TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Plan:
+    """Attention of sequences of unequal lengths, and the log-sum-exp of its rows."""
+    op = "attention_varlen_forward"
+    plain = plan_attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, causal_alignment=causal_alignment, op=op
+    )
+    longest = max(q.shape[0], k.shape[0])
+    attrs, beside = _options(op, plain, q, cu_seqlens_q.numel - 1, sinks, alibi_slopes, window_size, softcap, longest)
+    # Without a rule about places both alignments say the same: one route serves them.
+    has_places = attrs["is_causal"] or alibi_slopes is not None or not {"window_left", "window_right"}.isdisjoint(attrs)
+    attrs["causal_alignment"] = causal_alignment if has_places else "top_left"
+    return _with_sums(op, (*plain.inputs, *beside), attrs, plain)
+
+
+@remember
+def plan_paged_attention_forward(
+    q: TensorSpec,
+    k_cache: TensorSpec,
+    v_cache: TensorSpec,
+    block_tables: TensorSpec,
+    seq_lens: TensorSpec,
+    cu_seqlens_q: TensorSpec | None = None,
+    sinks: TensorSpec | None = None,
+    alibi_slopes: TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    kv_layout: str = "NHD",
+) -> Plan:
+    """Attention of the last tokens of sequences to the keys in a paged cache, and the log-sum-exp of its rows."""
+    op = "paged_attention_forward"
+    is_causal = flag(op, "is_causal", is_causal)
+    same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
+    if q.ndim != 3:
+        refuse(op, f"q has shape {list(q.shape)}", "(tokens, heads, head_dim)", "pass queries one after the other")
+    k_cache, v_cache = cache_views(op, k_cache, v_cache, kv_layout)
+    check_indices(op, "block_tables", block_tables, 2)
+    check_indices(op, "seq_lens", seq_lens, 1)
+    sequences = seq_lens.numel
+    if block_tables.shape[0] != sequences:
+        rows = listed(("block_tables' first extent", "seq_lens'"), (block_tables.shape[0], sequences))
+        refuse(op, rows, "one row of each for a sequence", "check the batch")
+    if cu_seqlens_q is not None:
+        check_indices(op, "cu_seqlens_q", cu_seqlens_q, 1)
+        if cu_seqlens_q.numel != sequences + 1:
+            text = f"{sequences + 1}, one more than there are sequences"
+            refuse(op, f"cu_seqlens_q has {cu_seqlens_q.numel} entries", text, "begin it with 0")
+    elif q.shape[0] != sequences:
+        text = "one query for each sequence without cu_seqlens_q"
+        refuse(op, f"q has {q.shape[0]} tokens and seq_lens {sequences} entries", text, "pass cu_seqlens_q")
+    check_heads(op, ("q", q.shape[1:]), ("k_cache", k_cache.shape[2:]), ("v_cache", v_cache.shape[2:]))
+    inputs = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
+    # A query alone is at the last key: it sees all of them, by the causal rule, too.
+    attrs: dict[str, Scalar] = {
+        "is_causal": is_causal and cu_seqlens_q is not None,
+        "scale": attention_scale(op, scale, q.shape[2]),
+    }
+    result = fresh(op, q.dtype, (*q.shape[:2], v_cache.shape[3]))
+    plain = Plan(op, inputs, attrs, (result,), (result,))
+    room = k_cache.shape[1] * block_tables.shape[1]
+    attrs, beside = _options(op, plain, q, sequences, sinks, alibi_slopes, window_size, softcap, room)
+    if cu_seqlens_q is None:
+        attrs["is_causal"] = False
+        attrs.pop("window_right", None)
+    return _with_sums(op, (*inputs, *beside), attrs, plain)
+
+
+def _options(
+    op: str,
+    plain: Plan,
+    q: TensorSpec,
+    sequences: int,
+    sinks: TensorSpec | None,
+    slopes: TensorSpec | None,
+    window_size: tuple[int, int],
+    softcap: float,
+    longest: int,
+) -> tuple[dict[str, Scalar], tuple[TensorSpec | None, TensorSpec | None]]:
+    """The attributes with those of options, and sinks and slopes. No sequence has more than `longest` tokens."""
+    attrs = dict(plain.attrs)
+    left, right = checked_window(op, window_size)
+    if right == 0:  # the causal rule by another name
+        attrs["is_causal"] = True
+    if 0 <= left < longest - 1:
+        attrs["window_left"] = left
+    if 0 < right < q.shape[0] + longest - 1 and not attrs["is_causal"]:
+        attrs["window_right"] = right
+    cap = checked_softcap(op, softcap)
+    if cap:
+        attrs["softcap"] = cap
+    return attrs, of_heads(op, q.dtype, (sequences, q.shape[1]), sinks, slopes)
+
+
+def _with_sums(op: str, inputs: tuple[TensorSpec | None, ...], attrs: dict[str, Scalar], plain: Plan) -> Plan:
+    (out,) = plain.results
+    results = (out, fresh(op, "float32", out.shape[:2]))
+    return Plan(op, inputs, attrs, results, results)

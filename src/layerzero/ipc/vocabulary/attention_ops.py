@@ -1,0 +1,112 @@
+"""Attention, and caches of keys and values, as ipc/vocabulary/ops.py has all ops."""
+
+from __future__ import annotations
+
+from layerzero.ipc.vocabulary.op import Op
+
+_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
+_INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
+_OF_HEADS = _INPUTS[4:]
+OPTIONS = ("window_left", "window_right", "softcap")
+MERGE_INPUTS = tuple(f"{name}{n}" for n in range(4) for name in ("out", "lse"))
+
+ATTENTION_FAMILY = (
+    # q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) -> (B,Hq,Sq,Dv); Hq is a multiple of Hk.
+    # attn_mask (1|B, 1|Hq, 1|Sq, 1|Sk): bool (True = attend) or q's dtype (added). scale is a float.
+    # sinks (Hq), q's dtype: one more score of each row, whose value is 0. alibi_slopes float32 (1|B,Hq): minus the
+    # slope times the distance of query and key is added to scores. window_left, window_right: integers from 0 on,
+    # how many keys before and after its own place a query sees. softcap: a float above 0, c tanh(scores / c).
+    # `layout` says how the caller's memory is ordered; the views are BHSD either way.
+    Op(
+        "attention",
+        _INPUTS,
+        optional=frozenset(_INPUTS[3:]),
+        singles=frozenset({"alibi_slopes"}),
+        attrs=(*_ATTRS, *OPTIONS),
+        options=frozenset(OPTIONS),
+    ),
+    # attention, and the log-sum-exp of each row of scaled and masked scores, natural, float32 (B,Hq,Sq), sinks
+    # among them; -inf where a row sees nothing.
+    Op(
+        "attention_forward",
+        _INPUTS,
+        ("out", "lse"),
+        optional=frozenset(_INPUTS[3:]),
+        singles=frozenset({"alibi_slopes"}),
+        attrs=(*_ATTRS, *OPTIONS),
+        options=frozenset(OPTIONS),
+    ),
+    # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
+    # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them
+    # anew.
+    Op(
+        "attention_backward",
+        ("grad_out", "q", "k", "v", "output", "lse", "attn_mask"),
+        ("grad_q", "grad_k", "grad_v"),
+        optional=frozenset({"attn_mask"}),
+        singles=frozenset({"lse"}),
+        attrs=_ATTRS,
+    ),
+    # Results of attention to parts of the keys, out (...,Dv), and the log-sum-exp of their rows, lse float32 (...)
+    # -> those of attention to all of them. A part whose lse is -inf adds nothing, whatever its out holds. Parts
+    # that are given come first.
+    Op(
+        "merge_attention",
+        MERGE_INPUTS,
+        ("out", "lse"),
+        optional=frozenset(MERGE_INPUTS[4:]),
+        singles=frozenset(MERGE_INPUTS[1::2]),
+    ),
+    # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
+    # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
+    Op(
+        "attention_varlen",
+        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+        indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
+        attrs=("is_causal", "scale", "causal_alignment"),
+    ),
+    # As attention_forward, of sequences one after the other: tensors as attention_varlen has them, sinks and slopes
+    # as attention, slopes (1|N,Hq) -> out (Tq,Hq,Dv), lse float32 (Tq,Hq).
+    Op(
+        "attention_varlen_forward",
+        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *_OF_HEADS),
+        ("out", "lse"),
+        optional=frozenset(_OF_HEADS),
+        indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
+        singles=frozenset({"alibi_slopes"}),
+        attrs=("is_causal", "scale", "causal_alignment", *OPTIONS),
+        options=frozenset(OPTIONS),
+    ),
+    # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
+    # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
+    # int32 (B). Slots and table entries that no key is in may hold anything.
+    Op(
+        "paged_attention",
+        ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+        indices=frozenset({"block_tables", "seq_lens"}),
+        attrs=("scale",),
+    ),
+    # As attention_forward, of queries to a paged cache: q (T,Hq,D), sequence b having the queries cu_seqlens_q[b]
+    # to cu_seqlens_q[b+1], without cu_seqlens_q one each; caches, tables and lengths as paged_attention has them.
+    # The place of a sequence's last query is its last key -> out (T,Hq,Dv), lse float32 (T,Hq).
+    Op(
+        "paged_attention_forward",
+        ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", *_OF_HEADS),
+        ("out", "lse"),
+        optional=frozenset({"cu_seqlens_q", *_OF_HEADS}),
+        indices=frozenset({"block_tables", "seq_lens", "cu_seqlens_q"}),
+        singles=frozenset({"alibi_slopes"}),
+        attrs=("is_causal", "scale", *OPTIONS),
+        options=frozenset(OPTIONS),
+    ),
+    # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
+    # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
+    # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same
+    # values go to the same slots.
+    Op(
+        "append_kv",
+        ("key", "value", "k_cache", "v_cache", "slots"),
+        ("k_cache", "v_cache"),
+        indices=frozenset({"slots"}),
+    ),
+)

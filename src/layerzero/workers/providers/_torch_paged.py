@@ -1,0 +1,82 @@
+"""Attention within sequences, packed or in a paged cache, with its options and the log-sum-exp of its rows, by torch,
+on every device: one sequence after the other. Reads where they begin on the host: on a GPU it waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.workers.provider import Call
+from layerzero.workers.providers._torch_attention import Composed
+from layerzero.workers.providers._torch_ops import Builder, Run, checked_ends, checked_lengths
+
+Attend = Callable[..., tuple[Any, Any]]
+
+
+def builders(torch: Any, attend: Attend | None) -> Mapping[str, Builder]:
+    """By name of the op. `attend` as Composed has it."""
+
+    def one(call: Call, number: int, tensors: Sequence[Any], beside: Sequence[Any], targets: Sequence[Any]) -> None:
+        """A sequence, all tensors (tokens, heads, extent), and lse (tokens, heads). `beside`: sinks and slopes."""
+        sinks, slopes = beside
+        if slopes is not None and len(slopes) > 1:
+            slopes = slopes[number : number + 1]
+        views = [tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors]
+        out, lse = targets
+        made = out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0)
+        Composed(torch, attend, (*views, None, sinks, slopes), call).forward(made)
+
+    def varlen(views: Sequence[Any], call: Call) -> Run:
+        q, k, v, ends_q, ends_k, *beside = views
+
+        def run(targets: Any) -> None:
+            starts_q, starts_k = (
+                checked_ends(given.tolist(), len(tokens), name, call.op)
+                for given, tokens, name in ((ends_q, q, "cu_seqlens_q"), (ends_k, k, "cu_seqlens_k"))
+            )
+            for n in range(len(starts_q) - 1):
+                rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+                one(call, n, (q[rows], k[keys], v[keys]), beside, [target[rows] for target in targets])
+
+        return run
+
+    def paged(views: Sequence[Any], call: Call) -> Run:
+        q, *caches, tables, lengths, ends, sinks, slopes = views
+        placed = replace(call, attrs={**call.attrs, "causal_alignment": "bottom_right"})
+
+        def run(targets: Any) -> None:
+            counts = lengths.tolist()
+            starts = list(range(len(counts) + 1))
+            if ends is not None:
+                starts = checked_ends(ends.tolist(), len(q), "cu_seqlens_q", call.op)
+            for b, k, v in gathered(torch, caches, tables, counts, call, starts):
+                rows = slice(*starts[b : b + 2])
+                one(placed, b, (q[rows], k, v), (sinks, slopes), [target[rows] for target in targets])
+
+        return run
+
+    return {"attention_varlen_forward": varlen, "paged_attention_forward": paged}
+
+
+def gathered(
+    torch: Any, caches: Sequence[Any], tables: Any, counts: Sequence[int], call: Call, starts: Sequence[int]
+) -> Iterator[tuple[int, Any, Any]]:
+    """Of each sequence: its number, its keys and its values, (tokens, heads, extent), without blocks that lie before
+    the window of its first query: places are counted from the last key."""
+    (blocks, page), left = caches[0].shape[:2], call.attrs.get("window_left")
+    for b, length in enumerate(checked_lengths(list(counts), page * tables.shape[1], call.op)):
+        first = 0
+        if left is not None:
+            first = max(length - (starts[b + 1] - starts[b]) - left, 0) // max(page, 1)
+        used = tables[b, first : max(-(-length // page), first) if length else first].clone()
+        bad = [block for block in used.tolist() if not 0 <= block < blocks]
+        if bad:
+            raise InvalidArgument(
+                f"{call.op}: block {bad[0]} of sequence {b} is outside [0, {blocks}), the blocks of k_cache; check "
+                "block_tables",
+                block=bad[0],
+            )
+        k, v = (cache.index_select(0, used).flatten(0, 1)[: max(length - first * page, 0)] for cache in caches)
+        yield b, k, v

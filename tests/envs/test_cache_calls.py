@@ -1,0 +1,114 @@
+"""Paged caches through the public API, by the backends of an ordinary installation: what a decoder does with them, step
+by step, gives what one call of attention over all its tokens gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests import reference
+
+import layerzero as lz
+
+pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(1200)]
+BLOCKS, PAGE, HEADS, KV_HEADS, DIM = 24, 8, 4, 2, 16
+LENGTHS = np.array([37, 5, 21], np.int32)  # of the sequences, all their tokens
+TABLES = np.random.default_rng(7).permutation(BLOCKS)[: 3 * 5].reshape(3, 5).astype(np.int32)
+
+
+def numbers(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def tokens(parts: list[Any], starts: Any, stops: Any) -> Any:
+    """Some of the tokens of each sequence, one sequence after the other."""
+    return np.concatenate([part[a:b] for part, a, b in zip(parts, starts, stops, strict=True)])
+
+
+def ends(counts: Any) -> Any:
+    return np.cumsum([0, *counts]).astype(np.int32)
+
+
+def slots(starts: Any, stops: Any) -> Any:
+    places = [(b, j) for b in range(3) for j in range(starts[b], stops[b])]
+    return np.array([TABLES[b, j // PAGE] * PAGE + j % PAGE for b, j in places], np.int64)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("options", [{}, {"window_size": (9, -1), "softcap": 2.0}], ids=["plain", "window and cap"])
+def test_chunks_of_a_prompt_give_what_the_whole_gives(kv_layout: str, options: dict[str, Any]) -> None:
+    """Prefill in chunks, each appended to a cache that holds what came before; then by parts, merged: the prefix in the
+    cache, which is not causal, and the chunk itself."""
+    q, k, v = (
+        [numbers(10 * n + b, length, h, DIM) for b, length in enumerate(LENGTHS)] for n, h in enumerate((4, 2, 2))
+    )
+    shape = (BLOCKS, PAGE, KV_HEADS, DIM) if kv_layout == "NHD" else (BLOCKS, KV_HEADS, PAGE, DIM)
+    caches = [lz.empty(shape) for _ in "kv"]
+    for cache in caches:
+        cache[...] = np.nan
+    whole = [
+        reference.attention_forward(
+            *(one.swapaxes(0, 1)[None] for one in (q[b], k[b], v[b])),
+            is_causal=True,
+            scale=DIM**-0.5,
+            causal_alignment="bottom_right",
+            **({"window_left": 9, "softcap": 2.0} if options else {}),
+        )
+        for b in range(3)
+    ]
+    wanted = [(out[0].swapaxes(0, 1), lse[0].T) for out, lse in whole]
+    before = np.zeros(3, np.int32)
+    for chunk in (16, 1, 20):
+        after = np.minimum(before + chunk, LENGTHS).astype(np.int32)
+        rows, counts = tokens(q, before, after), after - before
+        new = tokens(k, before, after), tokens(v, before, after)
+        prefix = None
+        if not options:  # a part of the keys has no window of its own
+            prefix = lz.paged_attention_forward(rows, *caches, TABLES, before, ends(counts), kv_layout=kv_layout)
+        lz.append_kv(*new, *caches, slots(before, after), kv_layout=kv_layout)
+        found = lz.paged_attention_forward(
+            rows, *caches, TABLES, after, ends(counts), is_causal=True, kv_layout=kv_layout, **options
+        )
+        report = lz.last_report()
+        assert report is not None
+        assert not {copy.arg for copy in report.copies} & {"k_cache", "v_cache"}
+        made = [found]
+        if prefix is not None:
+            own = lz.attention_varlen_forward(rows, *new, ends(counts), ends(counts), is_causal=True)
+            made.append(lz.merge_attention(*prefix, *own))
+        for out, lse in made:
+            for number, one in enumerate((out, lse)):
+                expected = tokens([pair[number] for pair in wanted], before, after)
+                assert reference.error(np.asarray(one, np.float64), expected) <= 1e-5
+        before = after
+
+
+def test_a_query_each_is_paged_attention() -> None:
+    """A step of decoding, by either op and in either layout."""
+    q, caches = numbers(1, 3, HEADS, DIM), [numbers(n, BLOCKS, PAGE, KV_HEADS, DIM) for n in (2, 3)]
+    wanted = reference.paged_attention(q, *caches, TABLES, LENGTHS, scale=0.25)
+    turned = [np.ascontiguousarray(cache.swapaxes(1, 2)) for cache in caches]
+    for layout, (k, v) in (("NHD", caches), ("HND", turned)):
+        out, _ = lz.paged_attention_forward(q, k, v, TABLES, LENGTHS, is_causal=True, scale=0.25, kv_layout=layout)
+        plain = lz.paged_attention(q, k, v, TABLES, LENGTHS, scale=0.25, kv_layout=layout)
+        assert max(reference.error(np.asarray(one, np.float64), wanted) for one in (out, plain)) <= 1e-5
+
+
+def test_merged_parts_are_the_whole_on_every_backend() -> None:
+    """Split keys, in either layout; a part that sees nothing of a row changes nothing."""
+    for layout, axis in (("BHSD", 2), ("BSHD", 1)):
+        shape = {"BHSD": (2, 3, 7, 16), "BSHD": (2, 7, 3, 16)}[layout]
+        q, k, v = (numbers(n, *shape) for n in range(3))
+        mask = np.random.default_rng(4).random((2, 1, 7, 7)) < 0.5
+        mask[0, :, 2, :4] = mask[1, :, 5] = False
+        parts = []
+        for keys in (slice(0, 4), slice(4, 5), slice(5, 7)):
+            some = (slice(None),) * axis + (keys,)
+            parts += lz.attention_forward(q, k[some], v[some], mask[..., keys], layout=layout)
+        wanted = lz.attention_forward(q, k, v, mask, layout=layout)
+        for backend in ("torch", "mlx", *(["onnxruntime"] if layout == "BHSD" else [])):  # which takes dense rows alone
+            found = lz.merge_attention(*parts, layout=layout, backend=backend)
+            for one, expected in zip(found, wanted, strict=True):
+                assert one.shape == expected.shape
+                assert reference.error(np.asarray(one, np.float64), np.asarray(expected, np.float64)) <= 1e-5

@@ -1,0 +1,102 @@
+"""Weights of 4 bits in the layouts of GPTQ and AWQ, packed here as AutoGPTQ and AutoAWQ pack them, against the numbers
+that they were packed from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests import reference
+
+import layerzero as lz
+
+pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(600)]
+BACKENDS = ["torch", "mlx", "onnxruntime"]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+rng = np.random.default_rng(5)
+
+
+def layer(layout: str, k: int, n: int, groups: int, *, has_order: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """Numbers of a layer in float64, (n, k), and the tensors that a library stores of it."""
+    low = layout == "gptq"  # whose zero points are from 1 on: it stores them less 1
+    codes, zeros = rng.integers(0, 16, (k, n)), rng.integers(low, 16, (groups, n))
+    scales = (rng.random((groups, n)) / 8).astype(np.float16)
+    of = np.arange(k) // (k // groups)
+    if has_order:
+        of = rng.permutation(of)
+    numbers = scales.astype(np.float64)[of] * (codes - zeros[of])
+    qzeros, qweight = np.zeros((groups, n // 8), np.uint32), np.zeros((k // 8, n), np.uint32)
+    if layout == "awq":  # AutoAWQ, WQLinear_GEMM.from_linear
+        qweight = np.zeros((k, n // 8), np.uint32)
+        for column in range(n // 8):
+            for place, which in enumerate(AWQ_ORDER):
+                qweight[:, column] |= codes[:, 8 * column + which].astype(np.uint32) << np.uint32(4 * place)
+                qzeros[:, column] |= zeros[:, 8 * column + which].astype(np.uint32) << np.uint32(4 * place)
+        return numbers.T, (qweight.view(np.int32), scales, qzeros.view(np.int32))
+    for row in range(k):  # AutoGPTQ, QuantLinear.pack
+        qweight[row // 8] |= codes[row].astype(np.uint32) << np.uint32(4 * (row % 8))
+    for column in range(n):
+        qzeros[:, column // 8] |= (zeros[:, column] - low).astype(np.uint32) << np.uint32(4 * (column % 8))
+    return numbers.T, (qweight.view(np.int32), scales, qzeros.view(np.int32), of.astype(np.int32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+def test_a_layer_is_what_it_was_packed_from(layout: str, backend: str) -> None:
+    """Of several shapes, also with inputs that do not lie by group (act-order), and with a bias."""
+    for k, n, groups, has_order in ((64, 16, 2, False), (128, 8, 1, False), (96, 24, 8, layout != "awq")):
+        numbers, stored = layer(layout, k, n, groups, has_order=has_order)
+        packed = lz.pack_weight(*stored, layout=layout)
+        assert (packed.out_features, packed.in_features, packed.group_size) == (n, k, k // groups)
+        assert (packed.order is not None) == has_order
+        x, bias = rng.standard_normal((2, 3, k)).astype(np.float32), rng.standard_normal(n).astype(np.float32)
+        found = lz.packed_linear(x, packed, bias, backend=backend)
+        assert reference.error(found, x.astype(np.float64) @ numbers.T + bias) <= 1e-5
+        half = lz.packed_linear(x.astype(np.float16), packed, backend="torch")
+        assert half.dtype == np.float16
+        assert reference.error(half, x.astype(np.float16).astype(np.float64) @ numbers.T) <= 2e-3
+
+
+def test_a_weight_is_kept_once_by_its_id_and_checked() -> None:
+    _, stored = layer("awq", 64, 16, 2)
+    one, other = (lz.pack_weight(*stored, layout="awq") for _ in range(2))
+    assert one is other is lz.packed_weight(one.id)
+    plain = lz.pack_weight(one.weight, one.scale, one.zero_point, layout="int4")
+    assert plain is one
+    changed = lz.pack_weight(stored[0] + 1, *stored[1:], layout="awq")
+    assert changed.id != one.id
+    one.weight[0, 0] ^= 1
+    with pytest.raises(lz.InvalidArgument, match=f"packed weight {one.id[:12]} has changed: .*; pack it again"):
+        lz.packed_weight(one.id)
+    one.weight[0, 0] ^= 1
+    one.check()
+    identity = one.id
+    del one, other, plain
+    with pytest.raises(lz.InvalidArgument, match="is kept here; pack it with lz"):
+        lz.packed_weight(identity)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "says"),
+    [
+        ("marlin", {}, "layout is 'marlin'; allowed: 'gptq' or"),
+        ("gptq", {0: np.zeros((8, 16), np.int64)}, "qweight is int64; allowed: int32"),
+        ("gptq", {1: np.ones((2, 16), np.int32)}, "scales is int32; allowed: floats"),
+        ("gptq", {1: np.ones((2, 15), np.float16)}, r"scales has shape \[2, 15\]; allowed: \(groups of 64 in"),
+        ("gptq", {2: np.zeros((2, 3), np.int32)}, r"qzeros has shape \[2, 3\]; allowed: \[2, 2\]"),
+        ("gptq", {3: np.zeros(64, np.int32)}, "g_idx has groups of unequal sizes; allowed: 32 of each of 2"),
+        ("gptq", {3: np.full(64, 7)}, "g_idx has groups of unequal sizes"),
+        ("gptq", {0: np.zeros(8, np.int32)}, r"qweight has shape \[8\]; allowed: two dimensions"),
+        ("awq", {}, "g_idx is given for layout 'awq'; allowed: None"),
+        ("int4", {}, "g_idx is given for layout 'int4'"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(layout: str, change: dict[int, Any], says: str) -> None:
+    stored = list(layer("gptq", 64, 16, 2)[1])
+    for place, tensor in change.items():
+        stored[place] = tensor
+    if layout == "awq":
+        stored[0] = np.zeros((64, 2), np.int32)
+    with pytest.raises(lz.InvalidArgument, match=says):
+        lz.pack_weight(*stored, layout=layout)
