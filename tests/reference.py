@@ -328,6 +328,27 @@ def _of_sequence(
     return out[0].swapaxes(0, 1), lse[0].T
 
 
+def gather_kv(k_cache: Array, v_cache: Array, slots: Array) -> tuple[Array, Array]:
+    """A row for each slot, 0 for a negative one."""
+    page = max(k_cache.shape[1], 1)
+    made = [np.zeros((len(slots), *cache.shape[2:]), cache.dtype) for cache in (k_cache, v_cache)]
+    for n, slot in enumerate(slots.tolist()):
+        for rows, cache in zip(made, (k_cache, v_cache), strict=True):
+            if slot >= 0:
+                rows[n] = cache[slot // page, slot % page]
+    return made[0], made[1]
+
+
+def copy_kv_blocks(k_cache: Array, v_cache: Array, sources: Array, targets: Array) -> tuple[Array, Array]:
+    """The caches after it."""
+    made = k_cache.copy(), v_cache.copy()
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        for copy, cache in zip(made, (k_cache, v_cache), strict=True):
+            if min(source, target) >= 0:
+                copy[target] = cache[source]
+    return made
+
+
 def rope(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> F64:
     """Pairs as complex numbers, times cos + i sin."""
     out = x.astype(np.float64)
@@ -452,13 +473,20 @@ def add_rms_norm(x: Array, residual: Array, weight: Array | None = None, *, ndim
 
 @np.errstate(invalid="ignore")
 def group_norm(
-    x: Array, weight: Array | None = None, bias: Array | None = None, *, num_groups: int = 0, eps: float
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    num_groups: int = 0,
+    eps: float,
+    activation: str = "",
 ) -> F64:
     """Without groups one for each channel."""
     if not x.size:
         return x.astype(np.float64)
     grouped = x.reshape(x.shape[0], num_groups or x.shape[1], -1)
-    return _of_channels(layer_norm(grouped, ndim=1, eps=eps).reshape(x.shape), weight, bias)
+    made = _of_channels(layer_norm(grouped, ndim=1, eps=eps).reshape(x.shape), weight, bias)
+    return np.asarray(_activated(made, activation))
 
 
 @np.errstate(invalid="ignore")
@@ -752,6 +780,8 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention_backward": attention_backward,
     "attention_varlen": attention_varlen,
     "merge_attention": merge_attention,
+    "gather_kv": gather_kv,
+    "copy_kv_blocks": copy_kv_blocks,
     "attention_varlen_forward": attention_varlen_forward,
     "paged_attention_forward": paged_attention_forward,
     "paged_attention": paged_attention,

@@ -157,6 +157,16 @@ def _paged_forward(rng: Random) -> Plan:
     )
 
 
+def _moved(rng: Random, op: str) -> Plan:
+    _, _, k_cache, v_cache, slots = _append(rng).inputs
+    assert k_cache is not None
+    assert v_cache is not None
+    assert slots is not None
+    if op == "gather_kv":
+        return cache_plans.plan_gather_kv(k_cache, v_cache, slots)
+    return cache_plans.plan_copy_kv_blocks(k_cache, v_cache, slots, slots)
+
+
 def _beside(rng: Random, q: TensorSpec | None, sequences: int) -> list[TensorSpec | None]:
     assert q is not None
     sinks = TensorSpec.contiguous(q.dtype, q.shape[1:2]) if rng.random() < 0.5 else None
@@ -306,7 +316,8 @@ def _channels(rng: Random, op: str) -> Plan:
     per_channel = TensorSpec.contiguous(dtype, (groups * each,))
     weight, bias = (rng.choice((None, per_channel)) for _ in range(2))
     if op == "group_norm":
-        return norm_plans.plan_group_norm(x, weight, bias, num_groups=groups)
+        activation = rng.choice((None, None, *LINEAR_ACTIVATIONS))
+        return norm_plans.plan_group_norm(x, weight, bias, num_groups=groups, activation=activation)
     if op == "instance_norm":
         return norm_plans.plan_instance_norm(x, weight, bias)
     return norm_plans.plan_batch_norm(x, per_channel, per_channel, weight, bias)
@@ -479,6 +490,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "paged_attention": _paged,
     "paged_attention_forward": _paged_forward,
     "append_kv": _append,
+    **{op: partial(_moved, op=op) for op in ("gather_kv", "copy_kv_blocks")},
     "rope": _rope,
     "rope_qk": _rope_qk,
     "matmul": _matmul,

@@ -179,3 +179,32 @@ def _asked(
     sinks = rng.standard_normal(heads) if more.pop("sinks", False) else None
     slopes = rng.random((sequences, heads)).astype(np.float32) if more.pop("slopes", False) and sequences else None
     return (sinks, slopes), {"is_causal": False, "scale": 0.25, **more}, placed
+
+
+def gather_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for dtype in ("int32", "int64"):
+        for name, (caches, placed) in _caches(rng).items():
+            room = caches[0].shape[0] * caches[0].shape[1]
+            slots = np.array([room - 1, 0, -1, 3, 3, -(2**31), 1] if room else [-1], dtype)
+            yield Case(f"{name} {dtype}", (*caches, slots), {}, placed)
+    yield Case("no tokens", (*caches, np.array([], "int64")))
+
+
+def copy_block_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Numbers that make as much sense turned around, as the second run has them."""
+    for dtype in ("int32", "int64"):
+        for name, (caches, placed) in _caches(rng).items():
+            pairs = [(0, 1), (3, 2), (-1, 3), (4, -1), (4, 4)] if len(caches[0]) else [(-1, -1)]
+            yield Case(f"{name} {dtype}", (*caches, *np.array(pairs, dtype).T.copy()), {}, placed)
+    yield Case("nothing", (*caches, *np.zeros((2, 0), "int64")))
+
+
+def _caches(rng: np.random.Generator) -> dict[str, tuple[list[Any], tuple[str, ...]]]:
+    """A paged cache as it may lie."""
+    made: dict[str, tuple[list[Any], tuple[str, ...]]] = {
+        layout: ([normal(rng, 5, 4, 2, dim) for dim in (8, 6)], (layout, layout))
+        for layout in ("contiguous", "transposed", "gaps", "rows", "heads")
+    }
+    made["odd extents"] = [normal(rng, 5, 3, 3, dim) for dim in (13, 1)], ()
+    made["no block"] = [normal(rng, 0, 3, 2, dim) for dim in (4, 4)], ()
+    return made

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from tests import reference
 from tests.envs import elementwise_cases, expert_cases, quantized_cases, vision_cases
-from tests.envs.attention_cases import merge_cases, option_cases, paged_forward_cases, varlen_forward_cases
+from tests.envs.attention_cases import (
+    copy_block_cases,
+    gather_cases,
+    merge_cases,
+    option_cases,
+    paged_forward_cases,
+    varlen_forward_cases,
+)
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
@@ -556,6 +563,11 @@ def channel_norm_cases(rng: np.random.Generator, op: str) -> Iterator[Case]:
     for shape, groups in shapes:
         for given in ("", "w", "b", "wb"):
             yield case(f"{shape} in {groups}, {given or 'alone'}", normal(rng, *shape), groups, given)
+    for activation in LINEAR_ACTIVATIONS if op == "group_norm" else ():
+        for shape, mean in (((2, 4, 5), 0.0), ((1, 6, 300), 0.0), ((2, 4, 16), 100.0)):
+            name = f"{shape} around {mean}, {activation}"
+            plain = case(name, np.round(normal(rng, *shape) * 8) / 2 + mean, 2, "wb" if shape[0] > 1 else "")
+            yield Case(name, plain.tensors, {**plain.attrs, "activation": activation})
     yield case("no variance", np.ones((2, 4, 3)), 2)
     yield case("eps 1", normal(rng, 2, 4, 3), 2, eps=1.0)
     yield case("eps 0", normal(rng, 2, 4, 8), 2, eps=0.0)
@@ -647,6 +659,8 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "paged_attention": paged_cases,
     "paged_attention_forward": paged_forward_cases,
     "append_kv": append_cases,
+    "gather_kv": gather_cases,
+    "copy_kv_blocks": copy_block_cases,
     "cross_entropy": cross_entropy_cases,
     "rope": rope_cases,
     "rope_qk": rope_qk_cases,

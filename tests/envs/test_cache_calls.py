@@ -112,3 +112,20 @@ def test_merged_parts_are_the_whole_on_every_backend() -> None:
             for one, expected in zip(found, wanted, strict=True):
                 assert one.shape == expected.shape
                 assert reference.error(np.asarray(one, np.float64), np.asarray(expected, np.float64)) <= 1e-5
+
+
+def test_a_quantized_cache_gives_back_what_quantize_made_of_its_tokens() -> None:
+    """Scales of each head; a block is copied before one of two sequences that share it writes to it."""
+    caches = [lz.empty((BLOCKS, PAGE, KV_HEADS, DIM), np.int8) for _ in "kv"]
+    rows, scales = [numbers(n, 12, KV_HEADS, DIM) for n in (1, 2)], np.array([[[0.03], [0.01]]], np.float32)
+    stored = [lz.quantize(one, scales, dtype="int8") for one in rows]
+    places = np.arange(PAGE, PAGE + 12)
+    lz.append_kv(*stored, *caches, places)
+    lz.copy_kv_blocks(*caches, np.array([1, -1], np.int32), np.array([5, 0], np.int32))
+    lz.append_kv(*(one[:1] for one in stored), *caches, np.array([2 * PAGE - 1]))
+    found = lz.gather_kv(*caches, np.where(places < 2 * PAGE, places + 4 * PAGE, places))
+    for raw, one, row in zip(found, stored, rows, strict=True):
+        assert np.array_equal(raw, one)
+        back = lz.dequantize(raw, scales)
+        exact = reference.dequantize(reference.quantize(row, scales, dtype="int8"), scales, dtype="float32")
+        assert reference.error(np.asarray(back, np.float64), exact) <= 1e-6

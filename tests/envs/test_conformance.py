@@ -211,6 +211,33 @@ def test_append_kv_names_the_slot_outside_the_cache_and_writes_nothing(harnesses
     assert "slot 12 is outside [0, 12), the 3 blocks of 4" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("pairs", "says"),
+    [
+        ([(0, 3)], "block 3 is outside [0, 3), the blocks of the caches; check targets"),
+        ([(7, 1), (0, -1)], "block 7 is outside [0, 3), the blocks of the caches; check sources"),
+        ([(0, 1), (1, 2)], "block 1 is the target of one pair and the source of another"),
+    ],
+)
+def test_copied_blocks_that_do_not_fit_are_named_and_nothing_is_written(
+    harnesses: Harnesses, pairs: list[tuple[int, int]], says: str
+) -> None:
+    """A call whose sources it changes itself could not be run again after a worker's death."""
+    cache, places = TensorSpec.contiguous("float32", (3, 2, 1, 2)), TensorSpec.contiguous("int64", (len(pairs),))
+    data = [
+        bytes(range(48)),
+        bytes(range(48)),
+        *(np.array(one, np.int64).tobytes() for one in zip(*pairs, strict=True)),
+    ]
+    specs: list[TensorSpec | None] = [cache, cache, places, places]
+    answer, written = harnesses["torch"].run(
+        "torch.copy_kv_blocks", "copy_kv_blocks", specs, [cache, cache], {}, [data]
+    )
+    assert answer["error"]["code"] == "INVALID_ARGUMENT"
+    assert says in answer["error"]["message"]
+    assert all(bytes(one) == data[0] for one in written)
+
+
 def test_provider_has_the_kernels_of_its_descriptor(harnesses: Harnesses) -> None:
     """A kernel without a descriptor would never be chosen, a descriptor without its kernel fails every call."""
     claimed: dict[str, list[str]] = {}

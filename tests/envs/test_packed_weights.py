@@ -44,8 +44,13 @@ def layer(layout: str, k: int, n: int, groups: int, *, has_order: bool = False) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
 def test_a_layer_is_what_it_was_packed_from(layout: str, backend: str) -> None:
-    """Of several shapes, also with inputs that do not lie by group (act-order), and with a bias."""
-    for k, n, groups, has_order in ((64, 16, 2, False), (128, 8, 1, False), (96, 24, 8, layout != "awq")):
+    """Of several shapes, long rows among them, also with inputs that do not lie by group (act-order), and a bias."""
+    for k, n, groups, has_order in (
+        (640, 16, 5, False),
+        (64, 16, 2, False),
+        (128, 8, 1, False),
+        (96, 24, 8, layout != "awq"),
+    ):
         numbers, stored = layer(layout, k, n, groups, has_order=has_order)
         packed = lz.pack_weight(*stored, layout=layout)
         assert (packed.out_features, packed.in_features, packed.group_size) == (n, k, k // groups)

@@ -58,6 +58,7 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ((t(2, 4, 3, 2), 4, None, t(4, seed=2)), {}),
             ((t(3, 4), 2, t(4, seed=1)), {}),
             ((t(0, 4, 3), 2), {}),
+            ((t(2, 4, 3), 2, t(4, seed=1), t(4, seed=2), 1e-4, "silu"), {}),
         ],
         "instance_norm": [
             ((t(2, 4, 3), t(4, seed=1), t(4, seed=2), 1e-4), {}),
@@ -263,6 +264,13 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
             )
         ],
+        "gather_kv": [
+            ((t(2, 4, 2, 8), t(2, 4, 2, 6, seed=1), torch.tensor([5, -1, 2])), {}),
+            ((t(2, 2, 4, 8), t(2, 2, 4, 6, seed=1), torch.tensor([5, -1, 2])), {"kv_layout": "HND"}),
+        ],
+        "copy_kv_blocks": [
+            ((t(3, 4, 2, 8), t(3, 4, 2, 6, seed=1), torch.tensor([0, -1]), torch.tensor([2, 1])), {}),
+        ],
         "append_kv": [
             (
                 (
@@ -355,11 +363,13 @@ def _group_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    activation: str | None = None,
 ) -> torch.Tensor:
     """torch's; of a bias without a weight its backward pass fails (2.13)."""
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)
-    return F.group_norm(x, groups, weight, bias, eps)
+    made = F.group_norm(x, groups, weight, bias, eps)
+    return F.silu(made) if activation == "silu" else made
 
 
 def _batch_norm(

@@ -90,6 +90,12 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         for index in ("int64", "int32"):
             slots = of(64, dtype=index)
             yield "64 tokens", (key, key, cache, cache, slots), (cache, cache), {}, _WELL
+    elif op in ("gather_kv", "copy_kv_blocks"):
+        cache, places = of(256, 16, 8, 128), of(64, dtype="int64")
+        if op == "gather_kv":
+            yield "64 tokens", (cache, cache, places), (of(64, 8, 128),) * 2, {}, _WELL
+        else:
+            yield "64 blocks", (cache, cache, places, places), (cache, cache), {}, _WELL
     elif op == "rope":
         x, cos = of(1, 512, 32, 128), of(1, 512, 64)
         for interleaved in (False, True):

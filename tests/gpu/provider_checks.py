@@ -49,7 +49,8 @@ INDICES = {  # the dtypes of tensors that have their own
         **dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "int32"),
         "alibi_slopes": "float32",
     },
-    "append_kv": {"slots": "int64"},
+    **{op: {"slots": "int64"} for op in ("append_kv", "gather_kv")},
+    "copy_kv_blocks": {"sources": "int64", "targets": "int64"},
     **{name: {"scale": "float32"} for name in ("quantize", "dequantize")},
     "scaled_linear": {"weight_scale": "float32", "x_scale": "float32"},
     "attention_backward": {"lse": "float32"},
@@ -237,6 +238,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             key, value = rows
             caches = (numbers(blocks, page, heads, tensor.shape[2]) for tensor in (key, value))
             inputs = [key, value, *caches, Values((len(slots),), slots)]
+        elif op in ("gather_kv", "copy_kv_blocks"):
+            heads, page, blocks = (rng.choice(FEWER[:10]) for _ in range(3))
+            caches = (numbers(blocks, page, heads, rng.choice(FEWER)) for _ in "kv")
+            moved = rng.sample(range(-2, blocks), blocks)
+            places = [moved[: blocks // 2], moved[blocks // 2 :][: blocks // 2]]
+            if op == "gather_kv":
+                places = [[rng.randrange(-2, blocks * page) for _ in range(5)]]
+            inputs = [*caches, *(Values((len(one),), one) for one in places)]
         elif op in ("rope", "rope_qk"):
             batch, sequence, heads, dim = rng.choice((1, 2)), rng.choice(FEWER), rng.choice((1, 3)), rng.choice(dims)
             pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])

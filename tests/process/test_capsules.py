@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import tarfile
@@ -191,6 +192,21 @@ def kept(new: Sites, capsules: Path) -> tuple[Site, form.Capsule]:
     return site, only(capsules)
 
 
+def test_a_call_is_made_smaller_as_long_as_it_fails(new: Sites, capsules: Path) -> None:
+    """The number that kills is what is left; gaps between rows, which the whole has, stay."""
+    site = new()
+    site.connect()
+    x = deadly(SEGV, 3, 6)[:, :4]
+    crash(x)
+    name = only(capsules).name
+    found = data(lz(site, "replay", name, "--shrink", "--json"))
+    assert (found["from"], found["why"], found["shapes"]) == (name, "signal 11", {"x": [1, 1]})
+    assert found["tries"] < 20
+    small = form.read(capsules / found["capsule"])
+    assert (small.arguments[0].spec.shape, small.facts["shrunk_from"]) == ((1, 1), name)
+    assert np.frombuffer(form.memory(capsules / small.name, small)[0], np.float32)[0] == fault(SEGV, "alpha")
+
+
 def test_replay_makes_the_call_again_on_every_backend(kept: tuple[Site, form.Capsule]) -> None:
     """The one that died dies each time, the others give the same numbers; exit code 1 says so. Nothing is left."""
     site, capsule = kept
@@ -323,3 +339,21 @@ def test_arguments_are_as_the_caller_gave_them(new: Sites, capsules: Path) -> No
                               form.memory(capsules / kept.name, kept), 0), None, None)  # fmt: skip
     np.testing.assert_array_equal(again.args[0], vector)
     np.testing.assert_array_equal(again.args[1], matrix)
+
+
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+def test_gdb_shows_where_a_worker_dies_or_hangs(new: Sites, capsules: Path, tmp_path: Path) -> None:
+    """The stacks are of the worker, at its signal; a core dump is its user's alone."""
+    site = new()
+    site.connect()
+    crash(deadly(SEGV, 3, 5))
+    name = only(capsules).name
+    core = tmp_path / "core"
+    done = lz(site, "replay", name, "--under", "coredump", "--core", str(core))
+    if "gdb cannot look" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == FAILED, done.stderr
+    assert "SIGSEGV" in done.stdout
+    assert "string_at" in done.stdout or "memcpy" in done.stdout or "PyBytes" in done.stdout
+    assert core.read_bytes()[:4] == b"\x7fELF"
+    assert stat.S_IMODE(core.stat().st_mode) == 0o600

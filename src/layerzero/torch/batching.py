@@ -88,12 +88,13 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    activation: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, int]:
     """Each channel of each sample is one of a larger call."""
     dims = (*dims, None, None, None)
     x, params = _as_channels(info, (dims[0], dims[2], dims[3]), input, weight, bias)
-    result = ops.group_norm(x, num_groups * info.batch_size, *params, eps, **options)
+    result = ops.group_norm(x, num_groups * info.batch_size, *params, eps, activation, **options)
     return result.unflatten(1, (info.batch_size, -1)), 1
 
 

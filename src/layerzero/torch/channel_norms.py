@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.torch.gradients import Call, Gradients
+from layerzero.torch.gradients import Call, Gradients, through
 
 
 def instance_norm(
@@ -25,6 +25,10 @@ def group_norm_gradients(grad: Tensor, call: Call) -> Gradients:
     x, weight = call["input"], call["weight"]
     shape = call.shape["input"]
     groups = call["num_groups"] or shape[1]
+    if call["activation"] is not None:  # what that is applied to is computed anew: nobody has kept it
+        parameters = (None if one is None else _wide(one) for one in (weight, call["bias"]))
+        made = torch.group_norm(_wide(x), groups, *parameters, call["eps"])
+        grad = through(call["activation"], _wide(grad), made).to(grad.dtype)
     g, over = _wide(grad), _all_but_channels(grad)
     found: Gradients = {}
     if "bias" in call.needs:

@@ -55,6 +55,7 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    activation: str | None = None,
     **_: Any,
 ) -> Tensor:
     """As `input`."""
@@ -327,6 +328,18 @@ def paged_attention_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: 
 def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: Any) -> None:
     """Nothing: the caches are changed."""
     _same("append_kv", key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+
+
+def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, *, kv_layout: str = "NHD", **_: Any) -> Any:
+    """(tokens, heads, extent) of each cache."""
+    _same("gather_kv", k_cache=k_cache, v_cache=v_cache)
+    heads = 2 if kv_layout == "NHD" else 1
+    return tuple(cache.new_empty((slots.shape[0], cache.shape[heads], cache.shape[3])) for cache in (k_cache, v_cache))
+
+
+def copy_kv_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, **_: Any) -> None:
+    """Nothing: the caches are changed."""
+    _same("copy_kv_blocks", k_cache=k_cache, v_cache=v_cache)
 
 
 def like_logits(op: str) -> Callable[..., Tensor]:

@@ -121,6 +121,18 @@ TABLE: dict[str, OpEntry] = {
             mutates=True,
         ),
         OpEntry(
+            "gather_kv",
+            'Tensor k_cache, Tensor v_cache, Tensor slots, *, str kv_layout="NHD"',
+            fakes.gather_kv,
+            results=2,
+        ),
+        OpEntry(
+            "copy_kv_blocks",
+            'Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor targets, *, str kv_layout="NHD"',
+            fakes.copy_kv_blocks,
+            mutates=True,
+        ),
+        OpEntry(
             "rope",
             "Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False",
             fakes.rope,
@@ -260,10 +272,15 @@ TABLE: dict[str, OpEntry] = {
         ),
         OpEntry(
             "group_norm",
-            "Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            "Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+            "str? activation=None",
             fakes.group_norm,
             channel_norms.group_norm_gradients,
-            {"input": frozenset({"input", "weight"}), "weight": frozenset({"input"})},
+            {
+                "input": frozenset({"input", "weight", "activation"}),
+                "weight": frozenset({"input", "activation"}),
+                "bias": frozenset({"activation"}),
+            },
             autocasting.single,
             batching.group_norm,
         ),

@@ -86,6 +86,8 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,), (5,))),
             *(None, None),
         ),
+        "gather_kv": (*[dense(32, 256, 16, 64)] * 2, TensorSpec.contiguous("int64", (4,))),
+        "copy_kv_blocks": (*[dense(32, 256, 16, 64)] * 2, *[TensorSpec.contiguous("int64", (4,))] * 2),
         "append_kv": (
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             TensorSpec.contiguous("int64", (4,)),

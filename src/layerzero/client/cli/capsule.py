@@ -165,6 +165,18 @@ def replay(
     times: Annotated[int, typer.Option("--times", "-n", min=1, help="So often on each.")] = 1,
     timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")] = None,
     seed: Annotated[int, typer.Option(help="Of random arguments, where a capsule has no data.")] = 0,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Find a smaller call that fails in the same way, and keep its capsule.")
+    ] = False,
+    under: Annotated[
+        str | None,
+        typer.Option(
+            "--under", metavar="TOOL", help="gdb: the stacks where its worker dies or hangs; coredump: its memory, too."
+        ),
+    ] = None,
+    core: Annotated[
+        Path | None, typer.Option("--core", metavar="FILE", help="Of --under coredump; default: core.NAME here.")
+    ] = None,
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="In place of a capsule: a record of lz up --record.")
     ] = None,
@@ -189,6 +201,8 @@ def replay(
 
     if name is None or call is not None or worker is not None:
         raise InvalidArgument("name a capsule of lz capsule list, or a record: --log FILE, with --call or --worker")
+    if under not in (None, "gdb", "coredump"):
+        raise InvalidArgument(f"--under {under!r:.40}; allowed: gdb, coredump")
     if env not in (None, "all"):
         raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
     with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
@@ -201,6 +215,18 @@ def replay(
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
     wanted = None if env == "all" else list(dict.fromkeys(backend or [capsule.failed.backend]))
+    if shrink:
+        if env == "all" or (wanted is not None and len(wanted) > 1):
+            raise InvalidArgument(
+                "--shrink looks at one backend: name it with --backend, or none for the one that failed"
+            )
+        _shrink(capsule, data, (wanted or [capsule.failed.backend])[0], times, timeout_s, seed, as_json=as_json)
+        return
+    if under in ("gdb", "coredump"):
+        one = (wanted or [capsule.failed.backend])[0]
+        file = (core or Path(f"core.{capsule.name}")).absolute() if under == "coredump" else None
+        _under_gdb(capsule, data, one, file, timeout_s, seed, as_json=as_json)
+        return
     with err().status(f"{capsule.op} ...") as status:
         found = replay(
             capsule,
@@ -219,6 +245,75 @@ def replay(
         _show_outcomes(capsule, found, far)
     if far or not all(one.is_right for one in found):
         raise typer.Exit(FAILED)
+
+
+def _under_gdb(
+    capsule: Capsule,
+    data: list[bytes],
+    backend: str,
+    core: Path | None,
+    timeout_s: float | None,
+    seed: int,
+    *,
+    as_json: bool,
+) -> None:
+    from rich.text import Text
+
+    from layerzero.client.cli.output import FAILED, err, note, out, print_json
+    from layerzero.client.tools.debugger import under_gdb
+    from layerzero.ipc.errors import InvalidArgument
+
+    if core is not None and (core.exists() or any(one.isspace() for one in str(core))):
+        raise InvalidArgument(f"{core} is there already, or has a space in it; name another file: --core FILE")
+    with err().status(f"{capsule.op} on {backend}, and gdb at its worker ..."):
+        what, said = under_gdb(capsule, data, backend, core=core, timeout_s=timeout_s, seed=seed)
+    if as_json:
+        print_json({"capsule": capsule.name, "backend": backend, "ended": what, "gdb": said})
+    else:
+        out().print(Text(said), soft_wrap=True)
+        note(f"{capsule.op} on {backend}: {what}")
+        if core is not None and core.exists():
+            note(f"{core}: {core.stat().st_size:,} bytes, with all of the worker's memory; gdb PYTHON {core} reads it")
+    if what != "ok":
+        raise typer.Exit(FAILED)
+
+
+def _shrink(
+    capsule: Capsule,
+    data: list[bytes],
+    backend: str,
+    times: int,
+    timeout_s: float | None,
+    seed: int,
+    *,
+    as_json: bool,
+) -> None:
+    from rich.text import Text
+
+    from layerzero.client.cli.output import err, note, out, print_json
+    from layerzero.client.tools.replay import lay_out, own_broker
+    from layerzero.client.tools.shrink import save, shrink
+
+    with err().status(f"{capsule.op} ...") as status, own_broker() as session:
+        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed)
+        found = shrink(
+            session,
+            capsule,
+            arguments,
+            backend,
+            times=times,
+            timeout_s=timeout_s,
+            tried=lambda shapes: status.update(f"{capsule.op} of {shapes} ..."),
+        )
+        folder = _folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = save(folder, capsule, found)
+    if as_json:
+        shapes = {its: list(one.shape) for its, one in found.arguments.items()}
+        print_json({"capsule": name, "from": capsule.name, "why": found.what, "tries": found.tries, "shapes": shapes})
+        return
+    out().print(Text(f"{capsule.op}({found.label}) on {backend} fails, too: {found.what}"), soft_wrap=True)
+    note(f"found with {found.tries} calls; lz replay {name} makes it again")
 
 
 def _replay_log(log: Path, name: str | None, call: str | None, worker: str | None, *, as_json: bool) -> int:

@@ -1,5 +1,5 @@
 """Attention of sequences that lie one after the other, or in a paged cache, with its options and the log-sum-exp of its
-rows."""
+rows; rows and blocks of such caches."""
 
 from __future__ import annotations
 
@@ -84,3 +84,46 @@ def paged_attention_forward(
     args = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
     planner = cache_plans.plan_paged_attention_forward
     return perform(Request("paged_attention_forward", args, params, planner, None, backend, timeout_s))
+
+
+def gather_kv(
+    k_cache: ArrayT,
+    v_cache: AnyArray,
+    slots: AnyArray,
+    *,
+    kv_layout: str = "NHD",
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, Any]:
+    """The keys and values of tokens, out of a paged cache: (key, value), new. The reverse of append_kv.
+
+    k_cache, v_cache, slots and kv_layout as append_kv; key: (tokens, kv_heads, head_dim), value: the same with
+    value_dim, of the caches' dtype, any that append_kv takes. A negative slot gives 0; one from blocks * block_size on
+    is InvalidArgument on the CPU, and gives 0 on a GPU. Source: docs/ops.md.
+    """
+    params, planner = {"kv_layout": kv_layout}, cache_plans.plan_gather_kv
+    return perform(Request("gather_kv", (k_cache, v_cache, slots), params, planner, None, backend, timeout_s))
+
+
+def copy_kv_blocks(
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    sources: AnyArray,
+    targets: AnyArray,
+    *,
+    kv_layout: str = "NHD",
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Copy blocks of a paged cache into other blocks of it, in place: block sources[n] into block targets[n].
+
+    k_cache, v_cache and kv_layout as append_kv, of one dtype, any that it takes. sources, targets: int32 or int64 (n),
+    one dtype for both. A pair with a negative number copies nothing; of equal targets any source may be there after.
+    No target may be the source of another pair: a call that is run again, after a worker's death, must find its
+    sources. That, and a number from the number of blocks on, is InvalidArgument on the CPU, before anything is written;
+    on a GPU, where nobody waits for the numbers, the first is up to the caller and the second copies nothing.
+    Returns None. Source: vLLM's copy_blocks, which beam search and shared prefixes need before they write.
+    """
+    args, params = (k_cache, v_cache, sources, targets), {"kv_layout": kv_layout}
+    planner = cache_plans.plan_copy_kv_blocks
+    return perform(Request("copy_kv_blocks", args, params, planner, None, backend, timeout_s))  # type: ignore[return-value]

@@ -46,6 +46,7 @@ def group_norm(
     weight: AnyArray | None = None,
     bias: AnyArray | None = None,
     eps: float = 1e-5,
+    activation: str | None = None,
     *,
     out: ArrayT | None = None,
     backend: str | None = None,
@@ -55,10 +56,11 @@ def group_norm(
 
     input: (batch, channels, ...), any float dtype. num_groups: a divisor of channels; a group is of channels that
     follow each other, with all that belongs to them. weight, bias: (channels), of the dtype of input. var is the biased
-    variance. Half precision is computed in float32. Returns an array like input. Raises InvalidArgument.
+    variance. activation: of that, "relu", "gelu" (by erf), "gelu_tanh" or "silu"; None for none. Half precision is
+    computed in float32. Returns an array like input. Raises InvalidArgument.
     Source: Wu and He 2018, eq. 1 to 7; torch.nn.functional.group_norm.
     """
-    params = {"num_groups": num_groups, "eps": eps}
+    params = {"num_groups": num_groups, "eps": eps, "activation": activation}
     planner = norm_plans.plan_group_norm
     return perform(Request("group_norm", (input, weight, bias), params, planner, out, backend, timeout_s))
 

@@ -1,12 +1,13 @@
 """Plans of attention with its options and the log-sum-exp of its rows, of sequences one after the other and of paged
-caches. As client/planning/plans.py, whose rules hold here too."""
+caches, and of what moves rows and blocks of these. As client/planning/plans.py, whose rules hold here too."""
 
 from __future__ import annotations
 
 from layerzero.client.planning.attention_plans import checked_softcap, checked_window, of_heads
-from layerzero.client.planning.checks import attention_scale, flag, fresh, listed, refuse, same_float_dtype
-from layerzero.client.planning.plans import Plan, Scalar, remember
+from layerzero.client.planning.checks import attention_scale, flag, fresh, listed, refuse, same_dtype, same_float_dtype
+from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember
 from layerzero.client.planning.token_plans import cache_views, check_heads, check_indices, plan_attention_varlen
+from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -92,6 +93,47 @@ def plan_paged_attention_forward(
         attrs["is_causal"] = False
         attrs.pop("window_right", None)
     return _with_sums(op, (*inputs, *beside), attrs, plain)
+
+
+@remember
+def plan_gather_kv(k_cache: TensorSpec, v_cache: TensorSpec, slots: TensorSpec, *, kv_layout: str = "NHD") -> Plan:
+    """Keys and values out of a paged cache."""
+    op = "gather_kv"
+    k, v = _caches(op, k_cache, v_cache, kv_layout)
+    _places(op, "slots", slots)
+    results = tuple(fresh(op, k.dtype, (*slots.shape, *cache.shape[2:])) for cache in (k, v))
+    return Plan(op, (k, v, slots), {}, results, results)
+
+
+@remember
+def plan_copy_kv_blocks(
+    k_cache: TensorSpec, v_cache: TensorSpec, sources: TensorSpec, targets: TensorSpec, *, kv_layout: str = "NHD"
+) -> Plan:
+    """Blocks of a paged cache into other ones."""
+    op = "copy_kv_blocks"
+    k, v = _caches(op, k_cache, v_cache, kv_layout)
+    for name, spec in (("sources", sources), ("targets", targets)):
+        _places(op, name, spec)
+    if (sources.dtype, sources.shape) != (targets.dtype, targets.shape):
+        refuse(
+            op, f"sources is {sources} and targets {targets}", "one dtype and length", "pass a target for each source"
+        )
+    for name, spec in (("k_cache", k), ("v_cache", v)):
+        refuse_overlapping(op, name, spec)
+    return Plan(op, (k, v, sources, targets), {}, (k, v), ())
+
+
+def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec, kv_layout: str) -> tuple[TensorSpec, TensorSpec]:
+    same_dtype(op, k_cache=k_cache, v_cache=v_cache)
+    k, v = cache_views(op, k_cache, v_cache, kv_layout)
+    if k.shape[2] != v.shape[2]:
+        refuse(op, f"k_cache has {k.shape[2]} heads and v_cache {v.shape[2]}", "equal numbers", "check both")
+    return k, v
+
+
+def _places(op: str, name: str, spec: TensorSpec) -> None:
+    if spec.dtype not in INDEX_DTYPES or spec.ndim != 1:
+        refuse(op, f"{name} is {spec}", f"1 dimension of {' or '.join(INDEX_DTYPES)}", "convert or flatten it")
 
 
 def _options(

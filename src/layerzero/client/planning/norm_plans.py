@@ -7,6 +7,7 @@ from numbers import Integral
 
 from layerzero.client.planning.checks import (
     Shape,
+    choice,
     epsilon,
     extents,
     flag,
@@ -17,6 +18,7 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.client.planning.plans import RMS_EPS, Plan, Scalar, remember, same_shape
+from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -55,8 +57,9 @@ def plan_group_norm(
     *,
     num_groups: int,
     eps: float = 1e-5,
+    activation: str | None = None,
 ) -> Plan:
-    """torch.nn.functional.group_norm."""
+    """torch.nn.functional.group_norm, and the activation of that."""
     op = "group_norm"
     same_float_dtype(op, x=x, weight=weight, bias=bias)
     channels = _channels(op, x, 2, weight=weight, bias=bias)
@@ -66,7 +69,11 @@ def plan_group_norm(
         )
     if num_groups > max(channels, 1):
         refuse(op, f"num_groups is {num_groups} and x has no channels", "1", "pass 1")
-    return same_shape(op, (x, weight, bias), {"num_groups": int(num_groups), "eps": epsilon(op, eps)})
+    attrs: dict[str, Scalar] = {"num_groups": int(num_groups), "eps": epsilon(op, eps)}
+    if activation is not None:
+        choice(op, "activation", activation, LINEAR_ACTIVATIONS)
+        attrs["activation"] = activation
+    return same_shape(op, (x, weight, bias), attrs)
 
 
 @remember

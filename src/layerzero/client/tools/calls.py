@@ -187,6 +187,18 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             },
         ),
     ),
+    "gather_kv": (
+        Call("gather_kv", {**{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")}, "slots": _int32(512)}),
+    ),
+    "copy_kv_blocks": (
+        Call(
+            "copy_kv_blocks",
+            {
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                **{name: _int32(32) for name in ("sources", "targets")},
+            },
+        ),
+    ),
     "rope": (_rope(1), _rope(256)),
     "rope_qk": (_rope_qk(1), _rope_qk(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),

@@ -209,10 +209,12 @@ def results_of(value: Any, request: Request) -> list[Any]:
 def why_of(exc: LayerZeroError) -> tuple[str, str]:
     """In a word, and the detail."""
     report: Any = getattr(exc, "report", None)
+    if isinstance(exc, DeadlineExceeded):  # the broker ended its worker
+        return exc.code, exc.message
     ends = [a for a in (report.attempts if report is not None else ()) if a.outcome is not None]
     if ends and ends[-1].exit_signal is not None:
         return f"signal {ends[-1].exit_signal}", ends[-1].detail
-    if ends and ends[-1].exit_code is not None and not isinstance(exc, DeadlineExceeded):
+    if ends and ends[-1].exit_code is not None:
         return f"exit {ends[-1].exit_code}", ends[-1].detail
     return exc.code, exc.message
 

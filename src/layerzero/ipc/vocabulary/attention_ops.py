@@ -109,4 +109,21 @@ ATTENTION_FAMILY = (
         ("k_cache", "v_cache"),
         indices=frozenset({"slots"}),
     ),
+    # The reverse: key (T,Hk,D) and value (T,Hk,Dv) are what is in these slots, 0 for a negative one; for one from N*P
+    # on InvalidArgument on the CPU and 0 on a GPU.
+    Op(
+        "gather_kv",
+        ("k_cache", "v_cache", "slots"),
+        ("key", "value"),
+        indices=frozenset({"slots"}),
+    ),
+    # Block sources[n] of both caches into block targets[n], int32|int64 (N) of one dtype. A pair with a negative number
+    # copies nothing. One from the number of blocks on, and a target that is another pair's source, are InvalidArgument
+    # on the CPU; on a GPU the first copies nothing. Equal targets: one of their sources. Idempotent: no source changes.
+    Op(
+        "copy_kv_blocks",
+        ("k_cache", "v_cache", "sources", "targets"),
+        ("k_cache", "v_cache"),
+        indices=frozenset({"sources", "targets"}),
+    ),
 )

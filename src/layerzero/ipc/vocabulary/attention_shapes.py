@@ -198,6 +198,24 @@ def _append_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     return ((dtype, k_cache.shape), (dtype, v_cache.shape))
 
 
+def _gather_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    k_cache, v_cache, slots = required(inputs, 3)
+    dtype = same_dtype(op, (k_cache, v_cache), ("k_cache", "v_cache"))
+    _caches(op, k_cache, v_cache)
+    indices(op, "slots", slots, 1, INDEX_DTYPES)
+    return (dtype, (*slots.shape, *k_cache.shape[2:])), (dtype, (*slots.shape, *v_cache.shape[2:]))
+
+
+def _copy_kv_blocks(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    k_cache, v_cache, sources, targets = required(inputs, 4)
+    dtype = same_dtype(op, (k_cache, v_cache), ("k_cache", "v_cache"))
+    _caches(op, k_cache, v_cache)
+    indices(op, "sources", sources, 1, INDEX_DTYPES)
+    indices(op, "targets", targets, 1, (sources.dtype,))
+    equal(op, "entries", sources=sources.shape[0], targets=targets.shape[0])
+    return (dtype, k_cache.shape), (dtype, v_cache.shape)
+
+
 ATTENTION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
@@ -208,4 +226,6 @@ ATTENTION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "paged_attention": _paged_attention,
     "paged_attention_forward": _paged_attention_forward,
     "append_kv": _append_kv,
+    "gather_kv": _gather_kv,
+    "copy_kv_blocks": _copy_kv_blocks,
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS, OPS
 from layerzero.ipc.vocabulary.shape_checks import (
     Attrs,
     Inputs,
     Output,
+    choice,
     equal,
     float_dtype,
     integer,
@@ -66,6 +67,8 @@ def _group_norm(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     made, channels = _channels(op, inputs, attrs, 2)
     if channels % integer(op, attrs, "num_groups", 1, max(channels, 1)):
         refuse(op, f"num_groups is {attrs['num_groups']}", f"a divisor of {channels}, the channels of x")
+    if "activation" in attrs:
+        choice(op, attrs, "activation", LINEAR_ACTIVATIONS)
     return made
 
 

@@ -132,12 +132,13 @@ OPS: dict[str, Op] = {
             attrs=("ndim", "eps"),
         ),
         # x (N,C,...), C a multiple of num_groups: normalized over the channels of a group and all that follows them, of
-        # each n by itself. weight and bias (C).
+        # each n by itself. weight and bias (C). activation: one of LINEAR_ACTIVATIONS, of the result.
         Op(
             "group_norm",
             ("x", "weight", "bias"),
             optional=frozenset({"weight", "bias"}),
-            attrs=("num_groups", "eps"),
+            attrs=("num_groups", "eps", "activation"),
+            options=frozenset({"activation"}),
         ),
         # group_norm with a group for each channel; x has at least 3 dimensions
         Op("instance_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("eps",)),

@@ -145,6 +145,12 @@ def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
 
 
+def _of_cache(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """What copies rows or blocks of a cache."""
+    k_cache, v_cache, places = inputs[:3]
+    return places.dtype, _folded(max(places.shape[0], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3]))
+
+
 def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     x, cos, _ = inputs
     rotated = 2 * cos.shape[2]
@@ -270,9 +276,11 @@ def _cross_entropy(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _group_norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    """instance_norm has no groups: there each channel is one."""
+    """instance_norm has no groups: there each channel is one. With an activation all else is one class."""
     x, channels = inputs[0], inputs[0].shape[1]
     groups = attrs.get("num_groups", channels)
+    if "activation" in attrs:
+        return attrs["activation"], (x.numel // (x.shape[0] * groups),)
     variant = "one_group" if groups == 1 else "channels" if groups == channels else "groups"
     parts = ["plain" if "num_groups" not in attrs else variant, *_given(inputs)]
     return "+".join(parts), (x.numel // (x.shape[0] * groups),)
@@ -392,6 +400,8 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "paged_attention": _paged_attention,
     "paged_attention_forward": _paged_forward,
     "append_kv": _append_kv,
+    "gather_kv": _of_cache,
+    "copy_kv_blocks": _of_cache,
     "rope": _rope,
     "rope_qk": _rope_qk,
     "matmul": _matmul,

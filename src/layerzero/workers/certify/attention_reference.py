@@ -232,6 +232,30 @@ def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values
     return made[0], made[1]
 
 
+def gather_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
+    """The rows of the caches that are in these slots, 0 for a negative one."""
+    *caches, slots = given(inputs)
+    made = []
+    for cache in caches:
+        wide = math.prod(cache.shape[2:])
+        flat = [x for slot in slots.flat for x in (cache.flat[slot * wide :][:wide] if slot >= 0 else [0] * wide)]
+        made.append(Values((*slots.shape, *cache.shape[2:]), flat))
+    return made[0], made[1]
+
+
+def copy_kv_blocks(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
+    """The caches with blocks in the places of others."""
+    *caches, sources, targets = given(inputs)
+    made = []
+    for cache in caches:
+        flat, wide = list(cache.flat), math.prod(cache.shape[1:])
+        for source, target in zip(sources.flat, targets.flat, strict=True):
+            if min(source, target) >= 0:
+                flat[target * wide : (target + 1) * wide] = cache.flat[source * wide : (source + 1) * wide]
+        made.append(Values(cache.shape, flat))
+    return made[0], made[1]
+
+
 def _attended(query: Sequence[float], k: Values, v: Values, rows: Sequence[int], scale: float) -> list[float]:
     """The attention of one query to some rows of k and v; 0 where there are none."""
     if not rows:
@@ -255,4 +279,6 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "paged_attention": paged_attention,
     "paged_attention_forward": paged_attention_forward,
     "append_kv": append_kv,
+    "gather_kv": gather_kv,
+    "copy_kv_blocks": copy_kv_blocks,
 }

@@ -1,4 +1,5 @@
-"""The problems of attention within sequences, packed or in a paged cache, with options and the log-sum-exp of rows."""
+"""The problems of attention within sequences, packed or in a paged cache, with options and the log-sum-exp of rows, and
+of what moves rows and blocks of such a cache."""
 
 from __future__ import annotations
 
@@ -79,7 +80,25 @@ def _paged(claims: Claims) -> Iterator[Problem]:
     yield Problem("paged_attention_forward", made.name, attrs, inputs, (*made.kinds, "int32", "", "float32"))
 
 
+def _moves(op: str) -> Callable[[Claims], Iterator[Problem]]:
+    """Of rows, or of blocks: which places, and where to."""
+
+    def problems(_: Claims) -> Iterator[Problem]:
+        numbers = Numbers(40)
+        shapes = (("small", 6, 4, 8), ("long", 4, 272, 8), ("no block", 0, 4, 8))
+        for dtype, (title, blocks, page, dim) in itertools.product(("int32", "int64"), shapes):
+            slots = (page * 2 + 1, 0, -1, page * blocks - 1, 1) if blocks else (-1, -1)
+            given = ([slots] if op == "gather_kv" else [(0, 2, -1, 3), (1, -1, 0, 3)]) if blocks else [(-1, -1)]
+            given = given if op == "gather_kv" or blocks else [(-1, -1), (-1, -1)]
+            caches = [numbers(blocks, page, 2, extent) for extent in (dim, dim + 8)]
+            places = [Values((len(one),), list(one)) for one in given]
+            yield Problem(op, f"{title}, {dtype}", {}, (*caches, *places), ("", "", *[dtype] * len(places)))
+
+    return problems
+
+
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention_varlen_forward": _varlen,
     "paged_attention_forward": _paged,
+    **{op: _moves(op) for op in ("gather_kv", "copy_kv_blocks")},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS
 from layerzero.workers.certify.claims import Claims, fit
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
@@ -41,11 +42,21 @@ _GROUPED: list[tuple[Shape, int]] = [
 ]
 
 
+def _activated_group_norm(_: Claims) -> Iterator[Problem]:
+    """Each activation on groups of few, whole registers, others and many elements."""
+    numbers = Numbers(51)
+    for activation in LINEAR_ACTIVATIONS:
+        for shape in ((2, 4, 3), (2, 4, 16), (2, 6, 11), (1, 4, 150)):
+            attrs = {"num_groups": 2, "eps": 1e-5, "activation": activation}
+            inputs = (numbers(*shape), numbers(shape[1]), numbers(shape[1]))
+            yield Problem("group_norm", f"{list(shape)}, {activation}", attrs, inputs)
+
+
 def _group_norm(op: str) -> Callable[[Claims], Iterator[Problem]]:
     """Also of instance_norm, which has a group for each channel and at least 3 dimensions."""
     is_instance = op == "instance_norm"
 
-    def problems(_: Claims) -> Iterator[Problem]:
+    def problems(claims: Claims) -> Iterator[Problem]:
         numbers = Numbers(len(op))
         for present in _subsets(("weight", "bias")):
 
@@ -60,6 +71,8 @@ def _group_norm(op: str) -> Callable[[Claims], Iterator[Problem]]:
             yield problem("eps of 0.5", numbers(2, 4, 3), 4, 0.5)
             far = Values((2, 4, 5), [round(v) / 2 + 96 for v in numbers(2, 4, 5).flat])
             yield problem("large mean", far, 4 if is_instance else 2, 1e-5)
+        if "activation" in (claims.get("optional_attrs") or ()):
+            yield from _activated_group_norm(claims)
             yield problem("no samples", numbers(0, 4, 3), 4, 1e-5)
             yield problem("no elements", numbers(2, 4, 0), 4, 1e-5)
 

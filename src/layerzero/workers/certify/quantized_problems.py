@@ -104,9 +104,11 @@ def _scaled_linear(claims: Claims) -> Iterator[Problem]:
 _SIZES = ((3, 8, 5), (16, 32, 16), (17, 40, 6), (2, 320, 4))
 
 
-def _ways(is_whole: bool) -> Iterator[tuple[tuple[int, int, int], int, bool]]:
-    """Extents, groups of a row, and whether there are zero points, which come with groups as well."""
-    for extents in _SIZES:
+def _ways(is_whole: bool, *, is_pair: bool = False) -> Iterator[tuple[tuple[int, int, int], int, bool]]:
+    """Extents, groups of a row, and whether there are zero points, which come with groups as well. A long row of pairs
+    has twice as many numbers."""
+    for m, k, n in _SIZES:
+        extents = (m, 2 * k if is_pair and k == 320 else k, n)
         yield extents, 1, False
         yield extents, 4, False
         if is_whole:
@@ -123,7 +125,9 @@ def _both_quantized() -> Iterator[Problem]:
     pairs += [("float4_e2m1fn_x2", ""), ("int", "int4"), ("uint", "int4")]
     for family, kind in pairs:
         halves = 2 if family == "float4_e2m1fn_x2" else 1
-        for number, ((m, k, n), groups, has_zeros) in enumerate(_ways(family in ("int", "uint"))):
+        for number, ((m, k, n), groups, has_zeros) in enumerate(
+            _ways(family in ("int", "uint"), is_pair=halves == 2 or kind == "int4")
+        ):
             both = numbers(m, k // halves), _stored(numbers, n, k // halves, kind)
             for dtype in ("float32", _RESULTS[1 + number // 2 % 2]):
                 yield _linear(
@@ -141,7 +145,9 @@ def _weight_alone() -> Iterator[Problem]:
     """Of x in floats, whose dtype is that of the result."""
     numbers = Numbers(31)
     for kind in ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "int4"):
-        for number, ((m, k, n), groups, has_zeros) in enumerate(_ways(kind in ("int8", "uint8", "int4"))):
+        for number, ((m, k, n), groups, has_zeros) in enumerate(
+            _ways(kind in ("int8", "uint8", "int4"), is_pair=kind in ("float4_e2m1fn_x2", "int4"))
+        ):
             both = numbers(m, k), _stored(numbers, n, k // 2 if kind == "float4_e2m1fn_x2" else k, kind)
             yield _linear(
                 f"float by {kind}", both, (m, k, n), groups, kind=kind, dtype="", is_fine=bool(number // 2 % 2),

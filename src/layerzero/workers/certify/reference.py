@@ -97,7 +97,7 @@ def linear(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def _activated(made: Values, attrs: Attrs) -> Values:
     """Through the activation, if there is one."""
-    if not attrs["activation"]:
+    if not attrs.get("activation"):
         return made
     op, _, approximate = attrs["activation"].partition("_")
     return _one(OPS[op]([made], {"approximate": approximate or "none"}))
@@ -244,6 +244,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "log_softmax": log_softmax,
     "cross_entropy": loss_reference.cross_entropy,
     **norm_reference.OPS,
+    "group_norm": lambda inputs, attrs: _activated(norm_reference.group_norm(inputs, attrs), attrs),
     **sampling_reference.OPS,
     "gelu": gelu,
     "silu": silu,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.workers.provider import Call
+from layerzero.workers.providers._mlx_activations import activated
 
 
 class ChannelNorms:
@@ -20,13 +21,14 @@ class ChannelNorms:
     def group_norm(self, call: Call) -> Callable[..., Any]:
         """Of instance_norm each channel is a group."""
         mx, eps, groups = self.mx, call.attrs["eps"], call.attrs.get("num_groups")
+        activation = call.attrs.get("activation", "")
 
         def compute(x: Any, weight: Any, bias: Any) -> Any:
             grouped = x.astype(mx.float32).reshape(x.shape[0], groups or x.shape[1], -1)
             # Its own mean has few digits of a deviation where it is large; a second one finds the rest.
             centred = grouped - mx.mean(grouped, axis=-1, keepdims=True)
             normalized = mx.fast.layer_norm(centred, None, None, eps).reshape(x.shape)
-            return self._of_channels(normalized, weight, bias).astype(x.dtype)
+            return activated(mx, activation, self._of_channels(normalized, weight, bias)).astype(x.dtype)
 
         return compute
 

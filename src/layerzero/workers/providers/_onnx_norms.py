@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from layerzero.workers.provider import Call
+from layerzero.workers.providers import _onnx_activations
 from layerzero.workers.providers._onnx_graph import CONTRIB, Graph, Shape
 
 
@@ -32,7 +33,10 @@ def group_norm(onnx: Any, numpy: Any, call: Call) -> Graph:
             inputs[name] = (channels, 1)
             made.add(node, [found, name], f"with_{name}")
             found = f"with_{name}"
-    made.add("Identity", [found], "out")
+    if "activation" in call.attrs:
+        made.nodes += _onnx_activations.after(onnx.helper, call.attrs["activation"], found, "out")
+    else:
+        made.add("Identity", [found], "out")
     return Graph(made.nodes, inputs, {"out": (batch, channels, size)})
 
 

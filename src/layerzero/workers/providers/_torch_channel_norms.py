@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._torch_ops import Builder, Run
+from layerzero.workers.providers._torch_ops import Builder, Run, in_place
 
 LARGE = 16.0  # of a mean, in deviations
 
@@ -28,6 +28,7 @@ class ChannelNorms:
         """Of instance_norm each channel is a group."""
         x, weight, bias = views
         torch, eps, groups = self.torch, call.attrs["eps"], call.attrs.get("num_groups", x.shape[1])
+        activate = in_place(torch, call.attrs["activation"]) if "activation" in call.attrs else None
 
         def run(out: Any) -> None:
             # Of weights that have gaps it reads the gaps (torch 2.13, on the CPU).
@@ -37,12 +38,13 @@ class ChannelNorms:
                 given = (x.contiguous(), multiplied, added)
                 found, mean, factor = torch.ops.aten.native_group_norm(*given, *extents, eps)
                 if _are_small(mean, factor):
-                    out.copy_(found)
+                    out.copy_(found if activate is None else activate(found))
                     return
             grouped = self._wide(x).reshape(x.shape[0], groups, -1)
             centred = (grouped - grouped.mean(-1, keepdim=True)).view(x.shape)
             multiplied, added = (None if one is None else self._wide(one) for one in (multiplied, added))
-            out.copy_(torch.group_norm(centred, groups, multiplied, added, eps))  # nn.functional refuses one element
+            found = torch.group_norm(centred, groups, multiplied, added, eps)  # nn.functional refuses one element
+            out.copy_(found if activate is None else activate(found))
 
         return run
 

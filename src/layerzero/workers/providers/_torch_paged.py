@@ -1,5 +1,6 @@
 """Attention within sequences, packed or in a paged cache, with its options and the log-sum-exp of its rows, by torch,
-on every device: one sequence after the other. Reads where they begin on the host: on a GPU it waits for that."""
+on every device: one sequence after the other. Reads where they begin on the host: on a GPU it waits for that. And what
+moves rows and blocks of a paged cache."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._torch_attention import Composed
-from layerzero.workers.providers._torch_ops import Builder, Run, checked_ends, checked_lengths
+from layerzero.workers.providers._torch_ops import Builder, Run, as_bits, checked_ends, checked_lengths
 
 Attend = Callable[..., tuple[Any, Any]]
 
 
-def builders(torch: Any, attend: Attend | None) -> Mapping[str, Builder]:
-    """By name of the op. `attend` as Composed has it."""
+def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str, Builder]:
+    """By name of the op. `attend` as Composed has it. What moves rows and blocks of a cache looks at its indices on a
+    CPU; on a GPU it does not wait for them."""
 
     def one(call: Call, number: int, tensors: Sequence[Any], beside: Sequence[Any], targets: Sequence[Any]) -> None:
         """A sequence, all tensors (tokens, heads, extent), and lse (tokens, heads). `beside`: sinks and slopes."""
@@ -57,7 +59,76 @@ def builders(torch: Any, attend: Attend | None) -> Mapping[str, Builder]:
 
         return run
 
-    return {"attention_varlen_forward": varlen, "paged_attention_forward": paged}
+    def gather(views: Sequence[Any], call: Call) -> Run:
+        *caches, slots = views
+        blocks, page = caches[0].shape[:2]
+        room = blocks * page
+
+        def run(targets: Any) -> None:
+            wanted = slots.clone().long()  # the caller can write to its own while they are used
+            if not is_gpu:
+                _check_below(call.op, "slot", wanted, room, f"the {blocks} blocks of {page} of the caches; check slots")
+            if not room:
+                for target in targets:
+                    as_bits(torch, target).zero_()
+                return
+            is_kept = ((wanted >= 0) & (wanted < room)).view(-1, 1, 1)
+            places = wanted.clamp(0, room - 1)
+            where = torch.div(places, page, rounding_mode="floor"), places % page
+            for target, cache in zip(targets, caches, strict=True):
+                as_bits(torch, target).copy_(as_bits(torch, cache)[where].masked_fill_(~is_kept, 0))
+
+        return run
+
+    def copy_blocks(views: Sequence[Any], call: Call) -> Run:
+        """Pairs that copy nothing become the first one that does, or where none does copy a block to itself."""
+        cache, _, sources, targets = views
+        blocks = cache.shape[0]
+        if not sources.numel():
+            return lambda caches: None
+
+        def run(caches: Any) -> None:
+            origins, places = (given.clone().long() for given in (sources, targets))
+            if not is_gpu:
+                for name, given in (("sources", origins), ("targets", places)):
+                    _check_below(call.op, "block", given, blocks, f"the blocks of the caches; check {name}")
+                _check_apart(torch, origins, places)
+            if not blocks:
+                return
+            is_kept = (origins >= 0) & (places >= 0) & (origins < blocks) & (places < blocks)
+            first = is_kept.to(torch.uint8).argmax().view(1)
+            to = torch.where(is_kept, places, places.index_select(0, first)).clamp(0, blocks - 1)
+            of = torch.where(is_kept, origins, origins.index_select(0, first)).clamp(0, blocks - 1)
+            of = torch.where(is_kept.any(), of, to)
+            for target in caches:
+                bits = as_bits(torch, target)
+                bits[to] = bits[of]
+
+        return run
+
+    return {
+        "attention_varlen_forward": varlen,
+        "paged_attention_forward": paged,
+        "gather_kv": gather,
+        "copy_kv_blocks": copy_blocks,
+    }
+
+
+def _check_below(op: str, what: str, given: Any, limit: int, whose: str) -> None:
+    high = int(given.max()) if given.numel() else -1
+    if high >= limit:
+        raise InvalidArgument(f"{op}: {what} {high} is outside [0, {limit}), {whose}", **{what: high})
+
+
+def _check_apart(torch: Any, sources: Any, targets: Any) -> None:
+    moved = (sources >= 0) & (targets >= 0) & (sources != targets)
+    both = targets[moved & torch.isin(targets, sources[moved])].tolist()
+    if both:
+        raise InvalidArgument(
+            f"copy_kv_blocks: block {both[0]} is the target of one pair and the source of another; allowed: one of "
+            "both, so that a call can be run again; copy in two calls",
+            block=both[0],
+        )
 
 
 def gathered(

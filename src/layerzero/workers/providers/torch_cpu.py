@@ -96,7 +96,7 @@ def load() -> Loaded:
         "merge_attention": merge(torch),
         "paged_attention": paged_attention,
         "append_kv": append_kv,
-        **_torch_paged.builders(torch, flash.attend),
+        **_torch_paged.builders(torch, flash.attend, is_gpu=False),
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),

@@ -46,7 +46,7 @@ def load() -> Loaded:
         "attention.math": attention.math,
         "attention.composed": lambda views, call: Composed(torch, None, views, call).attention,
         "attention_forward.composed": lambda views, call: Composed(torch, None, views, call).forward,
-        **_torch_paged.builders(torch, None),
+        **_torch_paged.builders(torch, None, is_gpu=True),
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),

@@ -24,6 +24,10 @@ def t(*shape: int, dtype: str = "float32") -> TensorSpec:
         (plan_group_norm(t(2, 6, 5), num_groups=np.int64(3)), {"num_groups": 3, "eps": 1e-5}),
         (plan_group_norm(t(2, 6), t(6), None, num_groups=6, eps=0), {"num_groups": 6, "eps": 0.0}),
         (plan_group_norm(t(2, 0, 5), num_groups=1), {"num_groups": 1, "eps": 1e-5}),
+        (
+            plan_group_norm(t(2, 6), num_groups=2, activation="silu"),
+            {"num_groups": 2, "eps": 1e-5, "activation": "silu"},
+        ),
         (plan_add_rms_norm(t(2, 3, 6), t(2, 3, 6), normalized_shape=(3, 6)), {"ndim": 2, "eps": 2.0**-23}),
         (plan_instance_norm(t(2, 6, 1), None, t(6), eps=1), {"eps": 1.0}),
         (plan_batch_norm(t(2, 6), t(6), t(6), None, t(6), momentum=0.5), {"eps": 1e-5}),
@@ -47,6 +51,7 @@ def test_plan_is_what_the_broker_admits(made: Any, attrs: dict[str, Any]) -> Non
         (lambda: plan_group_norm(t(2, 6), None, t(6, dtype="float16"), num_groups=2), "one dtype for all"),
         (lambda: plan_group_norm(t(2, 6, dtype="int32"), num_groups=2), "x is int32"),
         (lambda: plan_group_norm(t(2, 6), num_groups=2, eps=-1.0), "eps is -1.0"),
+        (lambda: plan_group_norm(t(2, 6), num_groups=2, activation="mish"), "activation is 'mish'; allowed: .*silu"),
         (
             lambda: plan_add_rms_norm(t(2, 6), t(6), normalized_shape=(6,)),
             r"x has shape \[2, 6\] and residual \[6\]; allowed: equal shapes; expand the smaller",

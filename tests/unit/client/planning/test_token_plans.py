@@ -113,9 +113,32 @@ def test_one_query_of_a_sequence_is_at_its_last_key() -> None:
     assert plan.inputs[5:] == (None, None, t(1, 4))
 
 
+MOVES = {"gather_kv": (*APPEND[2:4], i32(7)), "copy_kv_blocks": (*APPEND[2:4], i32(3), i32(3))}
+FORWARD |= MOVES
+
+
+def test_rows_of_a_cache_are_new_and_blocks_move_in_place() -> None:
+    found = cache_plans.plan_gather_kv(*MOVES["gather_kv"])
+    assert found.results == found.outputs == (t(7, 2, 8), t(7, 2, 6))
+    turned = [t(5, 2, 16, dim) for dim in (8, 6)]
+    moved = cache_plans.plan_copy_kv_blocks(*turned, i32(3), i32(3), kv_layout="HND")
+    assert moved.outputs == moved.inputs[:2] == tuple(spec.permute(0, 2, 1, 3) for spec in turned)
+    assert moved.results == ()
+
+
 @pytest.mark.parametrize(
     ("op", "changes", "options", "says"),
     [
+        ("gather_kv", {1: t(5, 16, 3, 6)}, {}, "k_cache has 2 heads and v_cache 3"),
+        ("gather_kv", {1: t(5, 16, 2, 6, dtype="int8")}, {}, "v_cache is int8"),
+        ("gather_kv", {2: t(7)}, {}, r"slots is float32\[7\]; allowed: 1 dimension of int32 or int64"),
+        (
+            "copy_kv_blocks",
+            {3: i32(4)},
+            {},
+            r"sources is int32\[3\] and targets int32\[4\]; allowed: one dtype and length",
+        ),
+        ("copy_kv_blocks", {0: TensorSpec("float32", (5, 16, 2, 8), (0, 16, 8, 1))}, {}, "elements share memory"),
         ("attention_varlen_forward", {4: i32(4)}, {}, "cu_seqlens_q has 3 entries and cu_seqlens_k 4"),
         ("attention_varlen_forward", {5: t(3)}, {}, r"sinks has shape \[3\]; allowed: \[4\]"),
         ("attention_varlen_forward", {6: t(3, 4)}, {}, r"allowed: \[4\], or \[1 or 2, 4\]"),

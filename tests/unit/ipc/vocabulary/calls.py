@@ -111,6 +111,16 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {},
         ("int8 10 4 3 7", "int8 10 4 3 13"),
     ),
+    "gather_kv": (
+        {"k_cache": "int8 10 4 3 7", "v_cache": "int8 10 4 3 13", "slots": "int64 5"},
+        {},
+        ("int8 5 3 7", "int8 5 3 13"),
+    ),
+    "copy_kv_blocks": (
+        {"k_cache": "int8 10 4 3 7", "v_cache": "int8 10 4 3 13", "sources": "int64 5", "targets": "int64 5"},
+        {},
+        ("int8 10 4 3 7", "int8 10 4 3 13"),
+    ),
     "rope": (
         {"x": "float32 2 5 3 9", "cos": "float32 2 5 4", "sin": "float32 2 5 4"},
         {"interleaved": False},

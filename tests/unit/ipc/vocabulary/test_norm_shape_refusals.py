@@ -25,6 +25,12 @@ HALF = TensorSpec.contiguous("float16", (6,))
         ("group_norm", (X, None, HALF), {"num_groups": 2, "eps": 0.0}, "one dtype for all"),
         ("group_norm", (W, None, None), {"num_groups": 2, "eps": 0.0}, "x has shape [6]"),
         ("group_norm", (X, None, None), {"num_groups": 2, "eps": -1.0}, "eps is -1.0"),
+        (
+            "group_norm",
+            (X, None, None),
+            {"num_groups": 2, "eps": 0.0, "activation": ""},
+            "activation is ''; allowed: relu",
+        ),
         ("add_rms_norm", (X, FLAT, None), {"ndim": 1, "eps": 0.0}, "residual has shape (2, 6)"),
         ("add_rms_norm", (X, X, W), {"ndim": 1, "eps": 0.0}, "weight has shape [6]; allowed: [5]"),
         ("add_rms_norm", (X, X, None), {"ndim": 4, "eps": 0.0}, "ndim is 4"),

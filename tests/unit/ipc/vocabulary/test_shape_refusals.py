@@ -365,6 +365,10 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("paged_attention_forward", {"q": "float32 5 42"}, "q has shape [5, 42]", "3 dimensions"),
     ("paged_attention_forward", {"is_causal": 1}, "is_causal is 1", "True or False"),
     ("paged_attention_forward", {"softcap": 0.0}, "softcap is 0.0", "above 0, or left out"),
+    ("gather_kv", {"slots": "float32 5"}, "slots is float32", "int32 or int64"),
+    ("gather_kv", {"v_cache": "int8 4 3 13"}, "v_cache has shape [4, 3, 13]", "4 dimensions"),
+    ("copy_kv_blocks", {"targets": "int32 5"}, "targets is int32", "int64"),
+    ("copy_kv_blocks", {"targets": "int64 4"}, "sources has entries 5, targets has entries 4", "equal ones"),
     (
         "append_kv",
         {"k_cache": "float16 10 4 3 7"},

@@ -90,7 +90,7 @@ DTYPES = {
     "dynamic_quantize": ["float32"],
     "int_matmul": ["int8", "uint8"],
     "scaled_linear": ["float32", "int8", "uint8", *NARROW],
-    "append_kv": ["float64", *NARROW[:2], "int8"],
+    **{op: ["float64", *NARROW[:2], "int8"] for op in ("append_kv", "gather_kv", "copy_kv_blocks")},
 }
 DTYPES |= {"tree_accept": ["int64"]}
 DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
@@ -243,6 +243,14 @@ def calls(
         inputs = [draw(tensors(dtype, shape)) for shape in shapes]
         assert inputs[2] is not None
         return [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))], inputs[2], {}
+    if op in ("gather_kv", "copy_kv_blocks"):
+        places, page, d, dv = (draw(extent) for _ in range(4))
+        blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        inputs = [draw(tensors(dtype, (blocks, page, heads, width))) for width in (d, dv)]
+        index = draw(st.sampled_from(["int32", "int64"]))
+        inputs += [draw(tensors(index, (places,))) for _ in range(1 if op == "gather_kv" else 2)]
+        assert inputs[0] is not None
+        return inputs, draw(tensors(dtype, (places, heads, d))) if op == "gather_kv" else inputs[0], {}
     if op in ("rope", "rope_qk"):
         b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
         rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))
@@ -308,6 +316,8 @@ def calls(
         inputs += [draw(tensors(dtype, (channels,))) for _ in range(2 if op == "batch_norm" else 0)]
         inputs += [draw(tensors(dtype, (channels,))) if draw(st.booleans()) else None for _ in range(2)]
         attrs = {"eps": 1e-5, **({"num_groups": groups} if op == "group_norm" else {})}
+        if op == "group_norm" and "activation" in kernel.optional_attrs and draw(st.booleans()):
+            attrs["activation"] = draw(st.sampled_from(LINEAR_ACTIVATIONS))
         assert inputs[0] is not None
         return inputs, draw(tensors(dtype, inputs[0].shape)), attrs
     if op in ("penalize_logits", "filter_logits", "sample"):
@@ -409,7 +419,7 @@ def scaled(
 ) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
     """Calls of scaled_linear whose dtypes belong together."""
     m, n = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 5, 16, 17, 32, 40]))
-    k, groups = draw(st.sampled_from([(8, 4), (32, 1), (40, 4), (320, 4), (16, 1), (12, 1)]))
+    k, groups = draw(st.sampled_from([(8, 4), (32, 1), (40, 4), (320, 4), (640, 4), (16, 1), (12, 1)]))
     plain = dtype in ("float32", "bfloat16", "float16")
     known = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2") if plain else WEIGHTS_OF[dtype]
     weight_dtype = draw(st.sampled_from(known))
