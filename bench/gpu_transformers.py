@@ -219,7 +219,7 @@ def taken_over(model: Any) -> Counter[str]:
     """Until now, and what was left to torch, by its reason."""
     found: Counter[str] = Counter()
     for line in lztorch.report(model).lines:
-        path = f"{line.kernel} {'/'.join(line.paths)}" if line.is_taken else line.why
+        path = "; ".join((f"{line.kernel} {'/'.join(line.paths)}", *line.notes)) if line.is_taken else line.why
         found[f"{line.op}: {path}"] += line.calls
     return found
 

@@ -18,7 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import layerzero.torch as lzt
+from layerzero.client.connection.report import SelectionReport
 from layerzero.torch.acceleration import interception, looking
+from layerzero.torch.acceleration.report import AccelerationReport
+from layerzero.torch.acceleration.tally import Tally
 
 # of torch's own code
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
@@ -288,3 +291,27 @@ def test_autocast_is_part_of_what_is_remembered(is_model: bool, monkeypatch: pyt
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
     assert lines == expected
+
+
+class OnGpu:
+    """A session whose calls of a GPU's worker have their reports later."""
+
+    last_record = object()
+
+    def report_of(self, record: object) -> SelectionReport:
+        return SelectionReport(
+            "attention_backward", "a.b", "a", 1, "express", notes=("not lifted: TOO_LARGE: so much",)
+        )
+
+
+def test_the_report_says_why_calls_of_a_gpus_worker_are_not_lifted() -> None:
+    tally, session = Tally(None), OnGpu()
+    for layer in ("layers.0", "layers.1", "layers.1"):
+        tally.took(layer, "attention_backward", session)  # type: ignore[arg-type]
+    report = AccelerationReport.of(tally, ("attention",), "")
+    assert [(one.calls, one.kernel, one.paths, len(one.notes)) for one in report.lines] == [
+        (1, "a.b", ("express",), 1),
+        (2, "a.b", ("express",), 1),
+    ]
+    text = " ".join(str(report).split())
+    assert "layers.* attention_backward 3 a.b; not lifted: TOO_LARGE: so much" in text

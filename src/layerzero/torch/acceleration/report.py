@@ -7,7 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from layerzero.client.connection.report import html_of_text
@@ -24,7 +24,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 @dataclass(frozen=True)
 class Line:
     """Calls of one layer and op that fared alike. `kernel` served them, on `paths` (docs/design.md); or they were left
-    to torch, because of `why`. `moved`: so many of them began on another kernel, which failed.
+    to torch, because of `why`. `moved`: so many of them began on another kernel, which failed. `notes`: of the last one
+    that a GPU's worker made, why it is not lifted, for one.
 
     `layer`: the module's name in the model, its class where there is no model, "(compiled)" for calls in a compiled
     graph, which are counted once for each graph; `kernel` is empty there, since each run of the graph chooses anew."""
@@ -36,6 +37,7 @@ class Line:
     paths: tuple[str, ...] = ()
     why: str = ""
     moved: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def is_taken(self) -> bool:
@@ -50,7 +52,8 @@ class Line:
         if self.why:
             return f"in this process: {self.why}" if self.is_backward else f"torch's: {self.why}"
         text = self.kernel or "in the graph"
-        return f"{text}, {self.moved} after another had failed" if self.moved else text
+        text = f"{text}, {self.moved} after another had failed" if self.moved else text
+        return "; ".join((text, *self.notes))
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class AccelerationReport:
         resting: tuple[str, ...] = (),
     ) -> AccelerationReport:
         found: dict[tuple[str, str, str, str], Line] = {}
+        notes = tally.notes()
         for key, calls in tally.counts().items():
             kind = (key.layer, key.op, key.why, key.kernel)
             known = found.get(kind, Line(key.layer, key.op, 0, key.kernel, (), key.why))
             paths = known.paths if not key.path or key.path in known.paths else (*known.paths, key.path)
             moved = known.moved + tally.moved.get(key, 0)
-            found[kind] = Line(key.layer, key.op, known.calls + calls, key.kernel, paths, key.why, moved)
+            said = notes.get((key.layer, key.op, key.kernel), ())
+            found[kind] = Line(key.layer, key.op, known.calls + calls, key.kernel, paths, key.why, moved, said)
         return cls(tuple(found.values()), tuple(ops), why_off, comparisons, resting)
 
     @property
@@ -182,9 +187,7 @@ def _alike(lines: Sequence[Line]) -> list[Line]:
         kind = (layer, one.op, one.kernel, one.why)
         known = found.get(kind)
         if known is None:
-            found[kind] = Line(layer, one.op, one.calls, one.kernel, one.paths, one.why, one.moved)
+            found[kind] = replace(one, layer=layer)
         else:
-            found[kind] = Line(
-                layer, one.op, known.calls + one.calls, one.kernel, known.paths, one.why, known.moved + one.moved
-            )
+            found[kind] = replace(known, calls=known.calls + one.calls, moved=known.moved + one.moved)
     return list(found.values())

@@ -89,6 +89,18 @@ class Tally:
         report = session.report_of(record)
         return key if report is None else key._replace(kernel=report.kernel_id or "", path=report.path or "")
 
+    def notes(self) -> dict[tuple[str, str, str], tuple[str, ...]]:
+        """By layer, op and kernel, what the report of the last call on a GPU's ring says beside them: why it is not
+        lifted, for one."""
+        with self._lock:
+            late = list(self._unsettled.items())
+        found = {}
+        for key, (session, record) in late:
+            report = session.report_of(record)
+            if report is not None and report.notes:
+                found[key[0], key[1], report.kernel_id or ""] = report.notes
+        return found
+
     def last_kernel(self, layer: str, op: str) -> str:
         """That of the last kind of calls of this layer that was taken over; "" where there is none."""
         kernels = [key.kernel for key in self.counts() if (key.layer, key.op) == (layer, op) and not key.why]
