@@ -127,6 +127,7 @@ class Lanes:
         if gone is not None:
             self._unhear(gone)
             self._latest = None
+            gone.forget()  # it and its line have each other: what it could run would hold memory of its client for long
             gone.page.close()
             os.close(gone.doorbell)
             gone.answer.close()

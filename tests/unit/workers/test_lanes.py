@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -166,3 +168,26 @@ def test_full_lanes_take_turns() -> None:
     for client, hearing in ends:
         client.close()
         hearing.close()
+
+
+def test_a_lane_that_is_closed_holds_no_memory_of_its_client() -> None:
+    """Not even until the next collection: what its calls were bound to lies in arenas, which stay mapped else."""
+    lanes, one, _, doorbell, hearing = opened()
+
+    class Bound:
+        def __call__(self) -> None:
+            return None
+
+    bound = Bound()
+    held = weakref.ref(bound)
+    one.remember(7, b"", bound)
+    gc.disable()
+    try:
+        del bound
+        lanes.close(1)
+        del one
+        assert held() is None
+    finally:
+        gc.enable()
+    hearing.close()
+    os.close(doorbell)

@@ -32,9 +32,10 @@ MAX_WINDOW = (1 << 31) - 1  # as far as the integers of libraries reach
 
 
 def _attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    q = required(inputs, 1)[0]
-    _of_heads(op, q, inputs[4:], q.shape[0] if q.shape else 0)
-    return _plain_attention(op, inputs[:4], attrs)
+    outputs = _plain_attention(op, inputs[:4], attrs)
+    (q,) = required(inputs, 1)
+    _of_heads(op, q, inputs[4:], q.shape[0])
+    return outputs
 
 
 def _of_heads(op: str, q: TensorSpec, inputs: Inputs, sequences: int) -> None:

@@ -25,7 +25,7 @@ from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 # The others write into their arguments, have results whose size the data decides, or no tensors.
-HAVE_NEIGHBOURS = OPS.keys() - {"append_kv", "detokenize", "function", "null", "tokenize"}
+HAVE_NEIGHBOURS = OPS.keys() - {"append_kv", "copy_kv_blocks", "detokenize", "function", "null", "tokenize"}
 
 
 def spec_of(plan: Plan) -> CallSpec:
