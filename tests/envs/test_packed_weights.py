@@ -74,10 +74,13 @@ def test_a_weight_is_kept_once_by_its_id_and_checked() -> None:
     one.weight[0, 0] ^= 1
     with pytest.raises(lz.InvalidArgument, match=f"packed weight {one.id[:12]} has changed: .*; pack it again"):
         lz.packed_weight(one.id)
+    fresh = lz.pack_weight(*stored, layout="awq")
+    assert fresh is not one, "its numbers are not those that were asked for"
+    fresh.check()
     one.weight[0, 0] ^= 1
     one.check()
     identity = one.id
-    del one, other, plain
+    del one, other, plain, fresh
     with pytest.raises(lz.InvalidArgument, match="is kept here; pack it with lz"):
         lz.packed_weight(identity)
 

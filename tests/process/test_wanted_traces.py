@@ -72,6 +72,26 @@ def test_it_is_switched_on_and_off_while_programs_run(new_site: Callable[..., Si
         lz.session().ask("tracing", traces={"alpha.sillu": 1})
 
 
+def test_what_is_switched_off_and_on_at_once_is_recorded(no_leaks: None, folder: Path) -> None:
+    """In a file of its own: the one before ends in its own time."""
+
+    class SomeRoute:
+        """Stands for a route, of which it is its identity that counts."""
+
+    ours, route = wanted.Wanted(), SomeRoute()
+    ours.take(route, 1.0)  # type: ignore[arg-type]
+    first, path = ours._trace, ours._path
+    ours.take(route, 0.0)  # type: ignore[arg-type]
+    ours.take(route, 1.0)  # type: ignore[arg-type]
+    assert first is not None
+    wait_until(lambda: not first.is_on)
+    assert ours._trace is not None
+    assert ours._trace.is_on
+    assert ours._path != path
+    ours.take(route, 0.0)  # type: ignore[arg-type]
+    wait_until(lambda: ours._trace is not None and not ours._trace.is_on)
+
+
 def test_files_are_bounded(folder: Path) -> None:
     folder.mkdir()
     for n in range(wanted.MOST_FILES + 3):

@@ -111,7 +111,10 @@ def pack_weight(
         raise InvalidArgument(text)
     else:
         made = PackedWeight(int4_layouts.converted(layout, qweight, scales, qzeros, g_idx), "int4")
-    return _kept.setdefault(made.id, made)
+    kept = _kept.get(made.id)
+    if kept is None or kept._digest() != made.id:  # somebody has written into that one
+        _kept[made.id] = kept = made
+    return kept
 
 
 def packed_weight(id: str) -> PackedWeight:

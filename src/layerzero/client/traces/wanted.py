@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from layerzero.client.connection import observing
 from layerzero.client.connection.call import Route
 from layerzero.client.gpu.outcomes import Enqueued
-from layerzero.client.traces.recorder import Buffer, CallEntry, ChainEntry, recorder
+from layerzero.client.traces.recorder import Buffer, CallEntry, ChainEntry
 from layerzero.client.traces.trace import Trace
 from layerzero.ipc import kept_files
 from layerzero.ipc.errors import LayerZeroError
@@ -75,6 +75,7 @@ class _WantedTrace(Trace):
         self.sampled = _Sampled(shares)
         self._buffer = Buffer(MOST_CALLS, None)
         self._buffer.calls = self.sampled
+        self.saved = 0  # number of the last call in its file
 
 
 class Wanted:
@@ -90,7 +91,7 @@ class Wanted:
         self._shares: WeakKeyDictionary[Route, float] = WeakKeyDictionary()
         self._trace: _WantedTrace | None = None
         self._path = Path()
-        self._saved = 0
+        self._begun = itertools.count()
         self._saving = threading.Lock()
         self._is_over = threading.Event()
 
@@ -103,7 +104,7 @@ class Wanted:
                 self._shares.pop(route, None)
             top = max(self._shares.values(), default=0.0)
             observing.has_traced = bool(top)
-            if top and (self._trace is None or not self._trace.is_on):
+            if top and (self._trace is None or self._is_over.is_set()):  # one that is over ends in its own time
                 self._begin()
             if self._trace is not None:
                 self._trace.sampled.top = top
@@ -112,8 +113,8 @@ class Wanted:
 
     def _begin(self) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        self._path = folder_of(os.environ) / f"{stamp}-{os.getpid()}{SUFFIX}"
-        self._trace, self._saved, self._is_over = _WantedTrace(self._shares), 0, threading.Event()
+        self._path = folder_of(os.environ) / f"{stamp}-{os.getpid()}-{next(self._begun)}{SUFFIX}"
+        self._trace, self._is_over = _WantedTrace(self._shares), threading.Event()
         self._trace.start()
         words = (self._trace, self._path, self._is_over)
         threading.Thread(target=self._run, args=words, name="layerzero.traces", daemon=True).start()
@@ -127,12 +128,12 @@ class Wanted:
     def _save(self, trace: _WantedTrace, path: Path) -> None:
         with self._saving:
             noted = trace.sampled[-1][0] if trace.sampled else 0
-            if noted == self._saved:
+            if noted == trace.saved:
                 return
             try:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 trace.save(path)
-                self._saved, self.problem = noted, ""
+                trace.saved, self.problem = noted, ""
                 keep_within(path.parent)
             except (OSError, LayerZeroError) as exc:
                 self.problem = str(exc)
@@ -144,7 +145,7 @@ class Wanted:
 
     def end(self) -> None:
         """At the process's end."""
-        if self._trace is not None and recorder.has(self._trace._buffer):
+        if self._trace is not None:  # one that is over may not be written yet
             self._save(self._trace, self._path)
 
 
