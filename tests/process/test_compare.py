@@ -147,7 +147,7 @@ def test_a_version_that_dies_disturbs_no_call_of_the_program(client: Site) -> No
 
     def is_compared() -> bool:
         call(1.0)
-        return sum(row.calls for row in watched.report().rows) == 1
+        return sum(row.calls for row in watched.report().rows) >= 1  # two may end between looks
 
     with lz.compare(NEW) as watched:
         call(DIES)
