@@ -28,8 +28,9 @@ from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.lifting.form import Kernel
 from layerzero.ipc.lifting.launch import LoadedCall
 from layerzero.ipc.lifting.proof import prove_bytes
+from layerzero.ipc.lifting.results import is_like
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, read_digest, write
+from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, write
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers import boot
 from layerzero.workers.certify.claims import Claims
@@ -53,7 +54,8 @@ def lift(provider: str, descriptor: Path, folder: Path, calls: Callable[..., Ite
     for op, kernels in json.loads(descriptor.read_text(encoding="utf-8"))["ops"].items():
         for kernel in kernels:
             for kind in calls(op, kernel):
-                request = Request.of(kind.call, loaded.kernels[kind.call.kernel_id], kind.alignments, SEEDS)
+                bind, repeats = loaded.kernels[kind.call.kernel_id], kernel.get("deterministic", False)
+                request = Request.of(kind.call, bind, kind.alignments, SEEDS, repeats)
                 start_s = time.perf_counter()
                 said: dict[str, Any] = {"kind": kind.name}
                 try:
@@ -154,7 +156,7 @@ def launched(driver: cuda.Driver, specimen: Specimen, stream: int, stack: ExitSt
                 call.launch(inputs, outputs, scratch, stream, padding=filling)
                 driver.synchronize_stream(stream)
                 for n, (spec, address) in enumerate(zip(lifted.outputs, outputs, strict=True)):
-                    if read_digest(driver, address, spec.span_bytes, stream) != wanted[n]:
+                    if not is_like(driver, address, spec, seed, wanted[n], stream):
                         wrong.append(f"output {n} of seed {seed}, filled with {filling:#04x}, launch {again + 1}")
     start_s = time.perf_counter()
     for _ in range(ROUNDS):

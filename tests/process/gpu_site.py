@@ -31,13 +31,14 @@ def gpu_site(
     isolation: str = "subprocess",
     slow_silu: bool = False,
     needs_jit: bool = False,
+    is_repeatable: bool = True,
     provider: str = "soft_provider.py",
     variables: Mapping[str, str] = MappingProxyType({}),
     **settings: object,
 ) -> Site:
     """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads. `slow_silu`: each
     has a second silu, which is slow and of a higher priority. `needs_jit`: their kernels are compiled, for dtypes.
-    `provider`: a file of tests/soft_gpu; `variables`: more of its workers'."""
+    `is_repeatable`: they say that they are. `provider`: a file of tests/soft_gpu; `variables`: more of its workers'."""
     site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
     site.manifests.mkdir()
     for rank, name in enumerate(names):
@@ -47,7 +48,7 @@ def gpu_site(
             "priority": 70 - rank,
             "dtypes": ["float32"],
             "index_dtypes": ["int64"],
-            "deterministic": True,
+            "deterministic": is_repeatable,
             "supports_empty": True,
         }
         if needs_jit:

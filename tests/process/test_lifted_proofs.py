@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.process.gpu_site import SOFT, soft
 from tests.process.harness import PATIENCE_S, wait_until
@@ -25,8 +26,9 @@ from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.lifting.form import Kernel, Lifted, Patch, Span, digest
 from layerzero.ipc.lifting.launch import LoadedCall
 from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.results import read_digest, read_sample
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import pattern, read_digest, write
+from layerzero.ipc.lifting.trial import pattern, write
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 __all__ = ["kernels", "soft"]
@@ -46,7 +48,8 @@ def lifted(variant: str = "") -> Specimen:
     return Specimen(made, {digest(code): code}, {})
 
 
-def specimen(variant: str = "") -> bytes:
+def specimen(variant: str = "", read: Callable[[int, int], str | bytes] | None = None) -> bytes:
+    """With what `read(address, seed)` says of its output; its digest, if left out."""
     made, driver = lifted(variant), soft_gpu.driver
     with Context(driver, soft_gpu.UUID):  # type: ignore[arg-type]
         modules = {name: driver.load_module(code) for name, code in made.codes.items()}  # type: ignore[attr-defined]
@@ -55,7 +58,7 @@ def specimen(variant: str = "") -> bytes:
         for seed in SEEDS:
             write(driver, x, SPEC.span_bytes, pattern("silu", "x", {"x": SPEC}, seed), 0)  # type: ignore[arg-type]
             call.launch([x], [y], [], 0)
-            trials[seed] = (read_digest(driver, y, SPEC.span_bytes, 0),)  # type: ignore[arg-type]
+            trials[seed] = (read_digest(driver, y, SPEC.span_bytes, 0) if read is None else read(y, seed),)  # type: ignore[arg-type]
     return Specimen(made.lifted, made.codes, trials).pack()
 
 
@@ -104,6 +107,15 @@ def test_each_gets_its_own_verdict_whatever_the_others_do(prove: Callable[..., l
     faulted = LiftReason.PROOF_FAULTED
     expected = [None, faulted, None, faulted, faulted, None, LiftReason.PROOF_STRAYS, LiftReason.PROOF_DIFFERS, None]
     assert found == expected
+
+
+def test_numbers_of_a_sample_may_round_otherwise_and_not_be_others(prove: Callable[..., list[Any]]) -> None:
+    def numbers(address: int, seed: int) -> np.ndarray[Any, Any]:
+        return np.frombuffer(read_sample(soft_gpu.driver, address, SPEC, seed, 0), "float32")  # type: ignore[arg-type]
+
+    rounded = specimen(read=lambda *its: (numbers(*its) * np.float32(1 + 1e-6)).tobytes())
+    others = specimen(read=lambda *its: np.roll(numbers(*its), 1).tobytes())
+    assert prove(rounded, others) == [None, LiftReason.PROOF_DIFFERS]
 
 
 def test_one_that_does_not_end_is_ended_and_the_next_is_tried(

@@ -273,10 +273,15 @@ class Lifts:
             return
         known.generation, known.asked_s = worker.generation, time.monotonic()
         self._asked[known.number] = known
-        is_graph_safe = self._state.engine.kernel(known.kernel_id).is_cuda_graph_safe
-        call = spec.prepare(known.kernel_id, is_graph_safe=is_graph_safe)
-        seeds = [] if known.is_compared else list(SEEDS)
-        message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds)
+        kernel = self._state.engine.kernel(known.kernel_id)
+        call = spec.prepare(known.kernel_id, is_graph_safe=kernel.is_cuda_graph_safe)
+        message = Lift(
+            number=known.number,
+            call=call,
+            alignments=alignments,
+            seeds=[] if known.is_compared else list(SEEDS),
+            is_repeatable=kernel.deterministic,
+        )
         self._links.tell(known.backend, worker.generation, message)
 
     def _try(self, known: Known, call: ImportedCall) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from layerzero.ipc import kept_files
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted, digest
+from layerzero.ipc.lifting.results import Trials
 from layerzero.ipc.lifting.specimen import Specimen, pack_trials, unpack_trials
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport.plain import pack_body, unpack_body
@@ -27,7 +28,7 @@ MAX_BYTES = 4 << 30
 MAX_ENTRIES = 4096
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 SUSPICION = "a process that had just launched it ended without a word"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Entry:
     reason: str = ""  # a LiftReason
     detail: str = ""
     made_s: float = 0.0  # seconds since 1970
-    trials: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    trials: Trials = field(default_factory=dict)
     imported: str = ""
 
     @property

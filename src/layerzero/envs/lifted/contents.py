@@ -18,6 +18,7 @@ from layerzero.envs.probe.probe import parse_record
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted
 from layerzero.ipc.lifting.keys import WHAT, call_digest, call_key
+from layerzero.ipc.lifting.results import Trials, fits
 from layerzero.ipc.lifting.specimen import SEEDS, pack_trials, unpack_trials
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
@@ -120,7 +121,7 @@ class ExportedCall:
 
     lifted: Lifted
     what: Mapping[str, str]
-    trials: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    trials: Trials = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -146,8 +147,8 @@ class ExportedCall:
                 raise ValueError(f"`what` has other names than {', '.join(WHAT)}, or no texts")
             if what["kernel"] != lifted.kernel_id:
                 raise ValueError(f"it is of {lifted.kernel_id!r:.80}, and says {what['kernel']!r:.80}")
-            if trials and (set(trials) != set(SEEDS) or {len(one) for one in trials.values()} != {len(lifted.outputs)}):
-                raise ValueError(f"it was tried otherwise than with seeds {SEEDS} and a digest for each output")
+            if trials and not (set(trials) == set(SEEDS) and fits(trials, lifted.outputs)):
+                raise ValueError(f"it was tried otherwise than with seeds {SEEDS}, or not all outputs are told")
         except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as exc:
             raise Wrong(f"{where}: {exc}"[:500]) from exc
         call = cls(lifted, what, trials)

@@ -2,7 +2,8 @@
 
 On other memory than it was captured on, for inputs that the worker has run as well: twice in a row, with scratch and
 unwritten parameters filled with one pattern, then another, and on two streams at once. Every byte of its outputs must
-be the worker's; what lies around them, and its inputs, must be as before.
+be the worker's, or, of an output that the worker did not get twice the same, the numbers of a sample but for rounding
+(results.py); what lies around them, and its inputs, must be as before.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from layerzero.ipc.errors import CudaError
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
 from layerzero.ipc.lifting.launch import LoadedCall
 from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.results import Result, is_like
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import UNWRITTEN, holds, named, pattern, read_digest, write
+from layerzero.ipc.lifting.trial import UNWRITTEN, holds, named, pattern, write
 from layerzero.ipc.vocabulary.ops import OPS
 
 GUARD_BYTES = 4096  # before and after each piece of memory, which nobody may write to
@@ -146,9 +148,9 @@ class _Proof:
             self._patterns = [b"" if spec is None else pattern(op, name, specs, seed) for name, spec in specs.items()]
             for filling in PATTERNS:
                 self._fill_inputs()
-                verdict = self._try(self._sets[:1], wanted, filling, rounds=2)
+                verdict = self._try(self._sets[:1], seed, wanted, filling, rounds=2)
                 if verdict.reason is None and filling == PATTERNS[-1]:
-                    verdict = self._try(self._sets, wanted, filling, rounds=ROUNDS)
+                    verdict = self._try(self._sets, seed, wanted, filling, rounds=ROUNDS)
                 if verdict.reason is not None:
                     return Verdict(verdict.reason, f"{verdict.detail} (seed {seed}, scratch of {filling:#04x})")
         return Verdict()
@@ -165,7 +167,7 @@ class _Proof:
                 if piece is not None and (one is sets[0] or n in self._aliased):
                     yield n, piece
 
-    def _try(self, sets: Sequence[_Set], wanted: Sequence[str], filling: int, *, rounds: int) -> Verdict:
+    def _try(self, sets: Sequence[_Set], seed: int, wanted: Sequence[Result], filling: int, *, rounds: int) -> Verdict:
         driver, stream = self._driver, sets[0].stream
         for one in sets:
             for piece in one.outputs:
@@ -182,7 +184,7 @@ class _Proof:
             driver.synchronize_stream(one.stream)
         for one in sets:
             for n, piece in enumerate(one.outputs):
-                if read_digest(driver, piece.address, piece.nbytes, stream) != wanted[n]:
+                if not is_like(driver, piece.address, self._lifted.outputs[n], seed, wanted[n], stream):
                     name = OPS[self._lifted.op].outputs[n]
                     how = "on two streams at once" if len(sets) > 1 else "alone"
                     return Verdict(LiftReason.PROOF_DIFFERS, f"{name} is not what the library gave, {how}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted, digest
+from layerzero.ipc.lifting.results import Result, Trials, fits
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MAX_BYTES = 1 << 30
@@ -16,12 +17,12 @@ SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 
 @dataclass(frozen=True)
 class Specimen:
-    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, the digest of each output's bytes. Neither
+    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, what each output was. Neither
     is there of a call that was not tried and is to be compared with a neighbour's, whose machine code is known."""
 
     lifted: Lifted
     codes: Mapping[str, bytes]
-    trials: Mapping[int, tuple[str, ...]]
+    trials: Trials
 
     def pack(self) -> bytes:
         codes, trials = list(self.codes.values()), pack_trials(self.trials)
@@ -37,21 +38,21 @@ class Specimen:
             known = unpack_trials(trials)
             if set(found) != (set(lifted.codes) if known else set()):
                 raise ValueError("the machine code is not what the steps name, or was not tried")
-            if any(len(digests) != len(lifted.outputs) for digests in known.values()):
-                raise ValueError("each trial has a digest for each output")
+            if not fits(known, lifted.outputs):
+                raise ValueError("each trial has a digest or a sample for each output")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"no specimen of a lifted call: {exc}"[:500]) from exc
         return cls(lifted, found, known)
 
 
-def pack_trials(trials: Mapping[int, tuple[str, ...]]) -> dict[str, list[str]]:
+def pack_trials(trials: Trials) -> dict[str, list[Result]]:
     """As a plain value."""
-    return {str(seed): list(digests) for seed, digests in trials.items()}
+    return {str(seed): list(results) for seed, results in trials.items()}
 
 
-def unpack_trials(value: Any) -> dict[int, tuple[str, ...]]:
+def unpack_trials(value: Any) -> dict[int, tuple[Result, ...]]:
     """Raises KeyError, TypeError, ValueError or AttributeError for what `pack_trials` does not give."""
-    return {int(seed): tuple(map(_text, digests)) for seed, digests in value.items()}
+    return {int(seed): tuple(map(_result, results)) for seed, results in value.items()}
 
 
 def _code(value: Any) -> bytes:
@@ -60,7 +61,7 @@ def _code(value: Any) -> bytes:
     return value
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > 200:
-        raise TypeError("a digest must be text")
-    return value
+def _result(value: Any) -> Result:
+    if type(value) is not bytes and (type(value) is not str or len(value) > 200):
+        raise TypeError("a digest must be text, a sample bytes")
+    return value  # type: ignore[no-any-return]

@@ -6,7 +6,6 @@ length is odd in elements, so that no row repeats another.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -102,14 +101,6 @@ def holds(driver: Driver, address: int, nbytes: int, data: bytes, stream: int) -
         if not wanted.startswith(found):
             return False
     return True
-
-
-def read_digest(driver: Driver, address: int, nbytes: int, stream: int) -> str:
-    """Of bytes on the GPU, once the stream has come to them."""
-    found = hashlib.blake2b(digest_size=20)
-    for at in range(0, nbytes, _STEP_BYTES):
-        found.update(read_back(driver, address + at, min(_STEP_BYTES, nbytes - at), stream))
-    return found.hexdigest()
 
 
 def named(op: str, inputs: Sequence[TensorSpec | None]) -> dict[str, TensorSpec | None]:

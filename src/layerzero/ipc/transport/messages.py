@@ -257,6 +257,7 @@ class Lift(Message):
     call: bytes  # an encoded Prepare
     alignments: list[Any]  # of int: bytes, of each input and each output; 0 for an input that is left out
     seeds: list[Any]  # of int: of the inputs to run it on
+    is_repeatable: bool = True  # `deterministic` of the kernel's descriptor: the same bits each time
 
 
 @named_record

@@ -136,7 +136,8 @@ class GpuServing:
         if not prepare.is_graph_safe:
             raise CannotLift(LiftReason.NOT_CAPTURABLE, "its descriptor does not say that it may be captured")
         try:
-            request = Request.of(call, kernels[call.kernel_id], message.alignments, message.seeds)
+            its = (message.alignments, message.seeds, message.is_repeatable)
+            request = Request.of(call, kernels[call.kernel_id], *its)
             data = self._lifter.lift(request, self.gpus.context(prepare.device), self.gpus.when_idle).pack()
         except Exception as exc:  # whatever a library raises
             error = exc.__cause__ if isinstance(exc, CannotLift) and exc.__cause__ is not None else exc

@@ -41,6 +41,7 @@ def test_a_call_without_kernels_needs_no_code() -> None:
         ("trials", {"1": []}),
         ("trials", {"1": ["abc", "def"]}),
         ("trials", {"1": [b"abc"]}),
+        ("trials", {"1": [7]}),
         ("trials", {"1": ["x" * 201]}),
         ("trials", {"1": 7}),
         ("trials", [1]),

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.nodes import Allocation, KernelNode, Node
 from layerzero.ipc.errors import CudaError
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted, Step
 from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.results import Result, is_near, read_digest, read_sample
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, read_digest, write
+from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, write
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.gpu.lifting.compare import Capture, compare
 from layerzero.workers.gpu.lifting.direct import written_directly
 from layerzero.workers.gpu.lifting.modules import Modules
 from layerzero.workers.gpu.lifting.placement import TrialMemory, room_for
 from layerzero.workers.gpu.lifting.refusal import CannotLift
-from layerzero.workers.provider import Bind, Bound, Call, CaptureResource
+from layerzero.workers.provider import Bind, Block, Bound, Call, CaptureResource
 from layerzero.workers.recording import OnStream, record
 
 _OTHER = b"\xa3"  # what outputs hold before the second run
@@ -27,16 +29,24 @@ _OTHER = b"\xa3"  # what outputs hold before the second run
 
 @dataclass(frozen=True)
 class Request:
-    """What to lift. `alignments` and `seeds` as in messages.Lift; without seeds it is to be compared with a neighbour
-    that was proved: it is not run, where it can be captured so, and its machine code is left out."""
+    """What to lift, all else as in messages.Lift. Without seeds it is to be compared with a proved neighbour: it
+    is not run, where it can be captured so, and its machine code is left out."""
 
     call: Call
     bind: Bind
     alignments: tuple[int, ...]
     seeds: tuple[int, ...]
+    is_repeatable: bool = True
 
     @classmethod
-    def of(cls, call: Call, bind: Bind, alignments: Sequence[object], seeds: Sequence[object]) -> Request:
+    def of(
+        cls,
+        call: Call,
+        bind: Bind,
+        alignments: Sequence[object],
+        seeds: Sequence[object],
+        is_repeatable: bool = True,
+    ) -> Request:
         """Raises ValueError for what fits no call."""
         specs = (*call.inputs, *call.outputs)
         classes = tuple(one for one in alignments if type(one) is int)
@@ -48,7 +58,14 @@ class Request:
         numbers = tuple(one for one in seeds if type(one) is int)
         if len(numbers) != len(seeds):
             raise ValueError("seeds must be integers")
-        return cls(call, bind, classes, numbers)
+        return cls(call, bind, classes, numbers, is_repeatable)
+
+
+class _Output(NamedTuple):
+    """What a run left. `sample` is empty where bytes are compared."""
+
+    digest: str
+    sample: bytes
 
 
 def _pass_on(error: Exception) -> None:
@@ -217,16 +234,21 @@ class _Lifting:
                 data = pattern(call.op, name, specs, seed)
                 write(self._driver, block.device.pointer, block.spec.span_bytes, data, self._stream)
 
-    def _try(self, memory: TrialMemory, bound: Bound, seed: int) -> tuple[str, ...]:
-        """The digest of each output. What a kernel leaves as it was shows in the second run."""
+    def _try(self, memory: TrialMemory, bound: Bound, seed: int) -> tuple[Result, ...]:
+        """What each output is. What a kernel leaves as it was shows in the second run."""
+        call, found = self._request.call, list[Result]()
         first = self._run(memory, bound, seed, UNWRITTEN)
         second = self._run(memory, bound, seed, _OTHER)
-        for name, one, other in zip(OPS[self._request.call.op].outputs, first, second, strict=True):
-            if one != other:
+        for name, spec, one, other in zip(OPS[call.op].outputs, call.outputs, first, second, strict=True):
+            if one.sample and is_near(spec, one.sample, other.sample):
+                found.append(one.sample)
+            elif one.digest == other.digest:
+                found.append(one.digest)
+            else:
                 raise CannotLift(LiftReason.NOT_DETERMINISTIC, f"two runs on the same inputs (seed {seed}): {name}")
-        return first
+        return tuple(found)
 
-    def _run(self, memory: TrialMemory, bound: Bound, seed: int, before: bytes) -> tuple[str, ...]:
+    def _run(self, memory: TrialMemory, bound: Bound, seed: int, before: bytes) -> tuple[_Output, ...]:
         driver, stream = self._driver, self._stream
         self._fill_inputs(memory, seed)
         for block in memory.outputs:
@@ -241,6 +263,9 @@ class _Lifting:
         except Exception as exc:  # whatever a library raises
             _pass_on(exc)
             raise CannotLift(LiftReason.NOT_DETERMINISTIC, f"a later run failed: {_said(exc)}") from exc
-        return tuple(
-            read_digest(driver, block.device.pointer, block.spec.span_bytes, stream) for block in memory.outputs
-        )
+        return tuple(self._read(block, seed) for block in memory.outputs)
+
+    def _read(self, block: Block, seed: int) -> _Output:
+        driver, address, spec, stream = self._driver, block.device.pointer, block.spec, self._stream
+        sample = b"" if self._request.is_repeatable else read_sample(driver, address, spec, seed, stream)
+        return _Output(read_digest(driver, address, spec.span_bytes, stream), sample)

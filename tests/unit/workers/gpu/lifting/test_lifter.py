@@ -4,6 +4,7 @@ and that nothing stays."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +96,8 @@ class Rig:
         self.stream = 0
         self.released: list[int] = []
         self.kernel: Callable[[], object] = lambda: None
+        self.after: Callable[[int], None] = lambda target: None
+        self.is_repeatable = True
         self.fd = memory.create_memfd("page", memory.PAGE_BYTES)
         self.page = memory.ControlPage(self.fd, writable=True)
         lifter = Lifter(self.on_stream, self.modules, {"toy": "1"})
@@ -133,11 +136,15 @@ class Rig:
         source, target, nbytes = x.device.pointer, out.device.pointer, x.spec.span_bytes
         driver, rig = self.driver, self
 
+        def work() -> None:
+            driver.copy_on_device(target, rig.kept + 600, nbytes, -1)
+            rig.after(target)
+
         class Capturable:
             def __call__(self) -> object:
                 driver.copy_on_device(rig.kept + 600, source, nbytes, rig.stream)
                 node = kernel(word(rig.kept + 600), word(target), name="copy_kernel")
-                driver.launch(node, rig.stream, lambda: driver.copy_on_device(target, rig.kept + 600, nbytes, -1))
+                driver.launch(node, rig.stream, work)
                 return rig.kernel()
 
             def release(self) -> None:
@@ -166,7 +173,8 @@ class Rig:
 
     def message(self, alignments: Sequence[object], seeds: Sequence[object]) -> messages.Lift:
         call = messages.encode(self.prepare)
-        return messages.Lift(number=9, call=call, alignments=list(alignments), seeds=list(seeds))
+        its = {"alignments": list(alignments), "seeds": list(seeds), "is_repeatable": self.is_repeatable}
+        return messages.Lift(number=9, call=call, **its)
 
 
 @pytest.fixture
@@ -372,6 +380,25 @@ def test_kernel_that_gives_something_else_each_time_is_refused(rig: Rig) -> None
 
     rig.kernels["toy.silu"] = bind
     assert rig.refused() == ("NOT_DETERMINISTIC", "two runs on the same inputs (seed 1): out")
+    rig.is_repeatable = False
+    assert rig.refused() == ("NOT_DETERMINISTIC", "two runs on the same inputs (seed 1): out")
+
+
+def test_numbers_are_compared_of_a_kernel_that_adds_in_an_order_of_chance(rig: Rig) -> None:
+    """Which its descriptor says. What it gives is a sample, also where two runs happen to be the same bytes."""
+    same = rig.lift()
+    rig.is_repeatable = False
+    assert all(type(trial[0]) is bytes and len(trial[0]) == NBYTES for trial in rig.lift().trials.values())
+    bits = itertools.cycle((0, 1))
+
+    def rounds(target: int) -> None:
+        memory, at = rig.driver._bytes(target, 2)
+        memory[at] ^= next(bits)  # the last bit of the first number
+
+    rig.after = rounds
+    assert rig.lift().trials.keys() == same.trials.keys()
+    rig.is_repeatable = True
+    assert rig.refused()[0] == "NOT_DETERMINISTIC"
 
 
 @pytest.mark.parametrize("where", ["bound", "driver"])
