@@ -64,4 +64,4 @@ def _code(value: Any) -> bytes:
 def _result(value: Any) -> Result:
     if type(value) is not bytes and (type(value) is not str or len(value) > 200):
         raise TypeError("a digest must be text, a sample bytes")
-    return value  # type: ignore[no-any-return]
+    return value
