@@ -70,12 +70,14 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
     if op == "attention":
         yield from _attention(dtype)
     elif op in ("attention_forward", "attention_backward"):
-        for name, (q, k, v, mask), (out,), attrs, alignment in _attention(dtype):
+        for name, given, (out,), attrs, alignment in _attention(dtype):
+            q, k, v, mask, *_ = given
+            assert q is not None
             lse = of(*q.shape[:3], dtype="float32")
             if op == "attention_forward":
-                yield name, (q, k, v, mask), (out, lse), attrs, alignment
+                yield name, given, (out, lse), attrs, alignment
             else:
-                yield name, (out, q, k, v, out, lse, mask), (q, k, v), attrs, alignment
+                yield name, (out, q, k, v, out, lse, mask), (out, k, v), attrs, alignment
     elif op == "attention_varlen":
         q, k, ends = of(900, 16, 128), of(900, 16, 128), of(5, dtype="int32")
         for alignment in ("top_left", "bottom_right"):
