@@ -95,6 +95,46 @@ def test_a_query_each_is_paged_attention() -> None:
         assert max(reference.error(np.asarray(one, np.float64), wanted) for one in (out, plain)) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_latent_decoding_is_attention_to_the_keys_and_values_that_it_does_not_make(dtype: str) -> None:
+    """DeepSeek-V2's attention as its paper writes it, eq. 9 to 19: keys and values of each head made of the latent
+    vectors of all tokens. Absorbed, the latent vectors themselves are keys and values; split in two, merged."""
+    latent, nope, rope, value = 32, 12, 8, 10
+    up_k, up_v = numbers(1, HEADS, nope, latent) / 4, numbers(2, HEADS, value, latent)
+    q_nope, q_pe = numbers(3, 3, HEADS, nope), numbers(4, 3, HEADS, rope).astype(dtype)
+    absorbed = np.einsum("bhn,hnc->bhc", q_nope, up_k).astype(dtype)
+    ckv, kpe = (lz.empty((BLOCKS, PAGE, extent), dtype) for extent in (latent, rope))
+    rows = [
+        (numbers(5 + b, n, latent).astype(dtype), numbers(9 + b, n, rope).astype(dtype)) for b, n in enumerate(LENGTHS)
+    ]
+    for cache in (ckv, kpe):
+        cache[...] = np.nan
+    # One head of a cache is what heads share: append_kv fills latent caches.
+    new = [np.concatenate(part)[:, None] for part in zip(*rows, strict=True)]
+    lz.append_kv(*new, ckv[:, :, None], kpe[:, :, None], slots(np.zeros(3, int), LENGTHS))
+    scale = (nope + rope) ** -0.5
+    wanted = []
+    for b, (of_latent, of_rope) in enumerate(rows):
+        keys = np.einsum("tc,hnc->htn", of_latent.astype(np.float64), up_k)
+        values = np.einsum("tc,hvc->htv", of_latent.astype(np.float64), up_v)
+        scores = np.einsum("hn,htn->ht", q_nope[b], keys) + q_pe[b].astype(np.float64) @ of_rope.T
+        weights = np.exp(scores * scale)
+        wanted.append(np.einsum("ht,htv->hv", weights / weights.sum(-1, keepdims=True), values))
+    given = (absorbed, q_pe, ckv, kpe)
+    found = lz.mla_decode(*given, TABLES, LENGTHS, scale=scale)
+    report = lz.last_report()
+    assert report is not None
+    assert not {copy.arg for copy in report.copies} & {"ckv_cache", "kpe_cache"}
+    first = np.minimum(LENGTHS, PAGE)  # the first block of each sequence, and the others
+    rest = lz.mla_decode(*given, np.roll(TABLES, -1, 1), LENGTHS - first, scale=scale)
+    merged = lz.merge_attention(*lz.mla_decode(*given, TABLES, first, scale=scale), *rest)
+    for out, _ in (found, merged):
+        made = np.einsum("bhc,hvc->bhv", np.asarray(out, np.float64), up_v)
+        assert reference.error(made, np.array(wanted)) <= (1e-5 if dtype == "float32" else 5e-3)
+    with pytest.raises(lz.InvalidArgument, match=r"mla_decode: seq_lens\[1\] is 41; allowed: 0 to 40"):
+        lz.mla_decode(*given, TABLES, np.array([1, 41, 2], np.int32), scale=scale)
+
+
 def test_merged_parts_are_the_whole_on_every_backend() -> None:
     """Split keys, in either layout; a part that sees nothing of a row changes nothing."""
     for layout, axis in (("BHSD", 2), ("BSHD", 1)):
