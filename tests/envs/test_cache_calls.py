@@ -154,6 +154,29 @@ def test_merged_parts_are_the_whole_on_every_backend() -> None:
                 assert reference.error(np.asarray(one, np.float64), np.asarray(expected, np.float64)) <= 1e-5
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_scales_of_each_token_and_head_are_kept_beside_the_numbers(kv_layout: str) -> None:
+    """They are taken from the data and stored in caches of their own, by the same slots; so a step of decoding reads
+    what an exact one would, within a step of the scale."""
+    lead = (BLOCKS, PAGE, KV_HEADS) if kv_layout == "NHD" else (BLOCKS, KV_HEADS, PAGE)
+    caches = [lz.empty((*lead, DIM), np.int8) for _ in "kv"]
+    scales = [lz.empty((*lead, 1)) for _ in "kv"]
+    count = int(LENGTHS.sum())
+    rows = [numbers(n, count, KV_HEADS, DIM) * np.exp(numbers(n + 2, count, KV_HEADS, 1)) for n in (1, 2)]
+    places = slots(np.zeros(3, int), LENGTHS)
+    made = [lz.dynamic_quantize(one) for one in rows]
+    for index, held in enumerate((caches, scales)):
+        lz.append_kv(*(one[index] for one in made), *held, places, kv_layout=kv_layout)
+    raw, of_each = (lz.gather_kv(*held, places, kv_layout=kv_layout) for held in (caches, scales))
+    read = [lz.dequantize(*both) for both in zip(raw, of_each, strict=True)]
+    for one, row, (_, scale, _) in zip(read, rows, made, strict=True):
+        assert (np.abs(np.asarray(one) - row) <= 0.501 * np.asarray(scale)).all()
+    q, starts = numbers(7, 3, HEADS, DIM), ends(LENGTHS)
+    out, _ = lz.attention_varlen_forward(q, *read, ends(np.ones(3, int)), starts)
+    plain, _ = lz.attention_varlen_forward(q, *rows, ends(np.ones(3, int)), starts)
+    assert np.abs(np.asarray(out) - np.asarray(plain)).max() <= 0.1
+
+
 def test_a_quantized_cache_gives_back_what_quantize_made_of_its_tokens() -> None:
     """Scales of each head; a block is copied before one of two sequences that share it writes to it."""
     caches = [lz.empty((BLOCKS, PAGE, KV_HEADS, DIM), np.int8) for _ in "kv"]

@@ -15,7 +15,13 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember
-from layerzero.client.planning.token_plans import cache_views, check_heads, check_indices, plan_attention_varlen
+from layerzero.client.planning.token_plans import (
+    cache_views,
+    check_heads,
+    check_indices,
+    plan_attention_varlen,
+    read_as_they_are,
+)
 from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -69,6 +75,7 @@ def plan_paged_attention_forward(
     """Attention of the last tokens of sequences to the keys in a paged cache, and the log-sum-exp of its rows."""
     op = "paged_attention_forward"
     is_causal = flag(op, "is_causal", is_causal)
+    read_as_they_are(op, q, k_cache=k_cache, v_cache=v_cache)
     same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(tokens, heads, head_dim)", "pass queries one after the other")
