@@ -53,6 +53,8 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
     "client/cli/top.py": {"top"},
+    # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
+    "client/cli/types.py": {"capabilities", "workers"},
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
