@@ -216,6 +216,20 @@ def test_ops_of_all_ops_fits_a_terminal(site: Site) -> None:
     assert {line.split()[0] for line in lines[1:] if line[1:2] != " "} == set(PUBLIC_OPS)
 
 
+# --- lz types
+
+
+def test_types_of_an_op_fit_a_terminal(site: Site) -> None:
+    """What is taken, computed in and given, with who has it, and what is rejected."""
+    shown = lz(site, "types", "scaled_linear", COLUMNS="80")
+    assert shown.returncode == DONE, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["x,", "weight", "computes", "in", "gives", "certified", "here", "not", "here"]
+    assert " x_zero_point: int32" in [line.rstrip() for line in lines]
+    assert "rejected" in shown.stdout
+
+
 def test_ops_names_the_op_that_was_meant(site: Site) -> None:
     """As every command does with a name that it does not know."""
     wrong = lz(site, "ops", "sliu")

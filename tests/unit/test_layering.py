@@ -53,11 +53,15 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
     "client/cli/top.py": {"top"},
+    # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
+    "client/cli/types.py": {"capabilities", "workers"},
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
+    # The model that a kernel of onnxruntime is: the provider makes it, which imports its library only where it runs.
+    "client/tools/onnx_script.py": {"workers"},
     "envs/matrix/child_tests.py": {"pytest"},
     "envs/matrix/inside/lz_call.py": {"", "workers"},  # which the environment under test has of us, if anything
     "envs/matrix/inside/lz_matrix_inside.py": {"pytest"},

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from layerzero.capabilities.context import SelectionContext, has_dense_rows
 from layerzero.capabilities.descriptor import PLAIN_OPS, TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
+from layerzero.capabilities.type_rules import computes_in
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, PAGED_OPS, VARLEN_OPS, Heads, aligns
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
@@ -168,7 +169,8 @@ def _data(context: SelectionContext, kernel: KernelCapability) -> Found:
         yield Reason.DTYPE_UNSUPPORTED, f"out is {context.outputs[0].dtype}; the kernel gives {kernel.produces_dtype}"
     wanted = attrs.get("compute_dtype")
     if wanted is not None:
-        actual = dtype if kernel.compute_dtype == "same" else kernel.compute_dtype
+        given = context.outputs[0].dtype if context.outputs else ""
+        actual = None if dtype is None else computes_in(kernel, dtype, given)
         if wanted not in ITEMSIZE or actual is None or ITEMSIZE[actual] < ITEMSIZE[wanted]:
             yield Reason.ATTR_UNSUPPORTED, f"compute_dtype={wanted!r}; the kernel computes in {actual}"
     if context.quant_dtype is not None:

@@ -39,6 +39,7 @@ from layerzero.client.cli.options import (
 from layerzero.client.cli.selftest import selftest
 from layerzero.client.cli.top import report, top
 from layerzero.client.cli.trace import trace_app
+from layerzero.client.cli.types import types
 from layerzero.ipc.version import __version__
 
 EPILOG = (
@@ -87,7 +88,7 @@ bench_app = typer.Typer(help="Try what is promised under load and faults.", no_a
 app.add_typer(bench_app, name="bench")
 for name, part in (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app)):
     app.add_typer(part, name=name)
-for command in (replay, attach, ops, compare, dashboard, top, report, selftest):
+for command in (replay, attach, ops, types, compare, dashboard, top, report, selftest):
     app.command()(command)
 app.command()(cli_restart.restart)
 cli_rollout.add_to(app)

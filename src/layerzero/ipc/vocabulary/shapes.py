@@ -43,7 +43,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     same_dtype,
     short_text,
 )
-from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, TensorSpec
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, NARROW_DTYPES, TensorSpec
 from layerzero.ipc.vocabulary.vision_shapes import VISION
 
 GELU_APPROXIMATIONS = ("none", "tanh")
@@ -150,6 +150,8 @@ def _numeric(op: str, inputs: Inputs, names: Sequence[str]) -> str:
     dtype = same_dtype(op, inputs, names)
     if dtype == "bool":
         refuse(op, f"{names[0]} is bool", "numbers")
+    if dtype in NARROW_DTYPES:
+        refuse(op, f"{names[0]} is {dtype}", "floats and integers; scaled_linear takes it, with its scales")
     return dtype
 
 
