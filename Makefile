@@ -38,7 +38,7 @@ test: envs  ## all that shows behaviour and needs no GPU: some 18 minutes on two
 	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) LZ_EXAMPLES=$(or $(LZ_EXAMPLES),25) $(PYTEST) -m 'not long'
 
 test-all: envs  ## the rest, too: thousands of schedules, planted bugs, fuzzing, chaos
-	$(PYTEST)
+	LZ_EXAMPLES=$(or $(LZ_EXAMPLES),60) $(PYTEST)
 
 fuzz: $(STAMP)  ## fuzz all targets for ten minutes each; TARGET= and SECONDS= for less
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(or $(SECONDS),600) --keep .fuzz

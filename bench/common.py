@@ -117,7 +117,7 @@ def save(
         "",
         "| " + " | ".join(headings) + " |",
         "| --- " + "| ---: " * (len(headings) - 2) + "| --- |",
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *("| " + " | ".join(" ".join(cell.split()) for cell in row) + " |" for row in rows),
         "",
         *notes,
         *([""] if notes else []),

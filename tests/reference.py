@@ -317,6 +317,33 @@ def paged_attention_forward(
     return out, lse
 
 
+def mla_decode(
+    q_nope: Array,
+    q_pe: Array,
+    ckv_cache: Array,
+    kpe_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+) -> tuple[F64, F64]:
+    """The softmax of both scores' sum, of latent vectors."""
+    page = ckv_cache.shape[1]
+    out, lse = np.zeros(q_nope.shape), np.full(q_nope.shape[:2], -np.inf)
+    for b, length in enumerate(seq_lens):
+        slots = np.arange(length)
+        ckv, kpe = (
+            cache[block_tables[b, slots // page], slots % page].astype(np.float64) for cache in (ckv_cache, kpe_cache)
+        )
+        if length:
+            scores = (q_nope[b].astype(np.float64) @ ckv.T + q_pe[b].astype(np.float64) @ kpe.T) * scale
+            top = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(-1, keepdims=True)
+            out[b], lse[b] = weights / total @ ckv, (top + np.log(total))[:, 0]
+    return out, lse
+
+
 def _of_sequence(
     q: Array, k: Array, v: Array, number: int, sinks: Array | None, slopes: Array | None, attrs: dict[str, Any]
 ) -> tuple[F64, F64]:
@@ -785,6 +812,7 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention_varlen_forward": attention_varlen_forward,
     "paged_attention_forward": paged_attention_forward,
     "paged_attention": paged_attention,
+    "mla_decode": mla_decode,
     "append_kv": append_kv,
     "rope": rope,
     "rope_qk": rope_qk,

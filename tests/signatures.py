@@ -157,6 +157,16 @@ def _paged_forward(rng: Random) -> Plan:
     )
 
 
+def _mla_decode(rng: Random) -> Plan:
+    dtype, (batch, heads, blocks, page) = _float(rng), _extents(rng, 4, least=1)
+    latent, rope = rng.choice((4, 8)), rng.choice((2, 4))
+    queries, caches = (
+        [_tensor(rng, dtype, *shape, wide) for wide in (latent, rope)] for shape in ((batch, heads), (blocks, page))
+    )
+    where = (TensorSpec.contiguous("int32", shape) for shape in ((batch, rng.randint(1, 3)), (batch,)))
+    return cache_plans.plan_mla_decode(*queries, *caches, *where, scale=0.5)
+
+
 def _moved(rng: Random, op: str) -> Plan:
     _, _, k_cache, v_cache, slots = _append(rng).inputs
     assert k_cache is not None
@@ -489,6 +499,7 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "attention_varlen_forward": _varlen_forward,
     "paged_attention": _paged,
     "paged_attention_forward": _paged_forward,
+    "mla_decode": _mla_decode,
     "append_kv": _append,
     **{op: partial(_moved, op=op) for op in ("gather_kv", "copy_kv_blocks")},
     "rope": _rope,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         attention_varlen_forward as attention_varlen_forward,
         copy_kv_blocks as copy_kv_blocks,
         gather_kv as gather_kv,
+        mla_decode as mla_decode,
         paged_attention_forward as paged_attention_forward,
     )
     from layerzero.client.facade.elementwise_ops import (
@@ -203,7 +204,9 @@ _HOME = {
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward merge_attention",
-    "layerzero.client.facade.cache_ops": "attention_varlen_forward copy_kv_blocks gather_kv paged_attention_forward",
+    "layerzero.client.facade.cache_ops": (
+        "attention_varlen_forward copy_kv_blocks gather_kv mla_decode paged_attention_forward"
+    ),
     "layerzero.client.facade.elementwise_ops": "add cast cat clamp mul where",
     "layerzero.client.facade.norm_ops": (
         "add_rms_norm batch_norm group_norm instance_norm layer_norm_backward rms_norm_backward"

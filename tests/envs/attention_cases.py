@@ -171,6 +171,31 @@ def paged_forward_cases(rng: np.random.Generator) -> Iterator[Case]:
     yield case("no keys", [0, 0], [1, 2], sinks=True)
 
 
+def latent_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """NaN in slots that no key is in."""
+
+    def case(name: str, lengths: Sequence[int], page: int = 8, latent: int = 32, **placed: Any) -> Case:
+        wide = max((-(-length // page) for length in lengths), default=0) + 1
+        blocks = wide * len(lengths) + 2
+        tables = rng.permutation(blocks)[: wide * len(lengths)].reshape(len(lengths), wide).astype("int32")
+        caches = [np.full((blocks, page, extent), np.nan) for extent in (latent, 8)]
+        for row, length in zip(tables, lengths, strict=True):
+            slots = np.arange(length)
+            for cache in caches:
+                cache[row[slots // page], slots % page] = normal(rng, length, cache.shape[2])
+            row[-(-length // page) :] = -(2**31)  # never followed
+        queries = [normal(rng, len(lengths), 5, extent) for extent in (latent, 8)]
+        return Case(name, (*queries, *caches, tables, np.array(lengths, "int32")), {"scale": 0.25}, **placed)
+
+    yield case("mixed", [5, 33, 0, 16, 1])
+    yield case("long", [300, 20], 16, 512)
+    yield case("blocks of one key", [5, 3], 1)
+    for layout in ("transposed", "gaps", "rows"):
+        yield case(f"{layout} inputs", [5, 17], layouts=(layout,) * 4)
+    yield case("no sequences", [])
+    yield case("no keys", [0, 0])
+
+
 def _asked(
     rng: np.random.Generator, heads: int, sequences: int, more: dict[str, Any]
 ) -> tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]:

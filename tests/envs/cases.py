@@ -12,6 +12,7 @@ from tests.envs import elementwise_cases, expert_cases, quantized_cases, vision_
 from tests.envs.attention_cases import (
     copy_block_cases,
     gather_cases,
+    latent_cases,
     merge_cases,
     option_cases,
     paged_forward_cases,
@@ -658,6 +659,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention_varlen_forward": varlen_forward_cases,
     "paged_attention": paged_cases,
     "paged_attention_forward": paged_forward_cases,
+    "mla_decode": latent_cases,
     "append_kv": append_cases,
     "gather_kv": gather_cases,
     "copy_kv_blocks": copy_block_cases,

@@ -95,6 +95,46 @@ def test_a_query_each_is_paged_attention() -> None:
         assert max(reference.error(np.asarray(one, np.float64), wanted) for one in (out, plain)) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_latent_decoding_is_attention_to_the_keys_and_values_that_it_does_not_make(dtype: str) -> None:
+    """DeepSeek-V2's attention as its paper writes it, eq. 9 to 19: keys and values of each head made of the latent
+    vectors of all tokens. Absorbed, the latent vectors themselves are keys and values; split in two, merged."""
+    latent, nope, rope, value = 32, 12, 8, 10
+    up_k, up_v = numbers(1, HEADS, nope, latent) / 4, numbers(2, HEADS, value, latent)
+    q_nope, q_pe = numbers(3, 3, HEADS, nope), numbers(4, 3, HEADS, rope).astype(dtype)
+    absorbed = np.einsum("bhn,hnc->bhc", q_nope, up_k).astype(dtype)
+    ckv, kpe = (lz.empty((BLOCKS, PAGE, extent), dtype) for extent in (latent, rope))
+    rows = [
+        (numbers(5 + b, n, latent).astype(dtype), numbers(9 + b, n, rope).astype(dtype)) for b, n in enumerate(LENGTHS)
+    ]
+    for cache in (ckv, kpe):
+        cache[...] = np.nan
+    # One head of a cache is what heads share: append_kv fills latent caches.
+    new = [np.concatenate(part)[:, None] for part in zip(*rows, strict=True)]
+    lz.append_kv(*new, ckv[:, :, None], kpe[:, :, None], slots(np.zeros(3, int), LENGTHS))
+    scale = (nope + rope) ** -0.5
+    wanted = []
+    for b, (of_latent, of_rope) in enumerate(rows):
+        keys = np.einsum("tc,hnc->htn", of_latent.astype(np.float64), up_k)
+        values = np.einsum("tc,hvc->htv", of_latent.astype(np.float64), up_v)
+        scores = np.einsum("hn,htn->ht", q_nope[b], keys) + q_pe[b].astype(np.float64) @ of_rope.T
+        weights = np.exp(scores * scale)
+        wanted.append(np.einsum("ht,htv->hv", weights / weights.sum(-1, keepdims=True), values))
+    given = (absorbed, q_pe, ckv, kpe)
+    found = lz.mla_decode(*given, TABLES, LENGTHS, scale=scale)
+    report = lz.last_report()
+    assert report is not None
+    assert not {copy.arg for copy in report.copies} & {"ckv_cache", "kpe_cache"}
+    first = np.minimum(LENGTHS, PAGE)  # the first block of each sequence, and the others
+    rest = lz.mla_decode(*given, np.roll(TABLES, -1, 1), LENGTHS - first, scale=scale)
+    merged = lz.merge_attention(*lz.mla_decode(*given, TABLES, first, scale=scale), *rest)
+    for out, _ in (found, merged):
+        made = np.einsum("bhc,hvc->bhv", np.asarray(out, np.float64), up_v)
+        assert reference.error(made, np.array(wanted)) <= (1e-5 if dtype == "float32" else 5e-3)
+    with pytest.raises(lz.InvalidArgument, match=r"mla_decode: seq_lens\[1\] is 41; allowed: 0 to 40"):
+        lz.mla_decode(*given, TABLES, np.array([1, 41, 2], np.int32), scale=scale)
+
+
 def test_merged_parts_are_the_whole_on_every_backend() -> None:
     """Split keys, in either layout; a part that sees nothing of a row changes nothing."""
     for layout, axis in (("BHSD", 2), ("BSHD", 1)):
@@ -112,6 +152,29 @@ def test_merged_parts_are_the_whole_on_every_backend() -> None:
             for one, expected in zip(found, wanted, strict=True):
                 assert one.shape == expected.shape
                 assert reference.error(np.asarray(one, np.float64), np.asarray(expected, np.float64)) <= 1e-5
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_scales_of_each_token_and_head_are_kept_beside_the_numbers(kv_layout: str) -> None:
+    """They are taken from the data and stored in caches of their own, by the same slots; so a step of decoding reads
+    what an exact one would, within a step of the scale."""
+    lead = (BLOCKS, PAGE, KV_HEADS) if kv_layout == "NHD" else (BLOCKS, KV_HEADS, PAGE)
+    caches = [lz.empty((*lead, DIM), np.int8) for _ in "kv"]
+    scales = [lz.empty((*lead, 1)) for _ in "kv"]
+    count = int(LENGTHS.sum())
+    rows = [numbers(n, count, KV_HEADS, DIM) * np.exp(numbers(n + 2, count, KV_HEADS, 1)) for n in (1, 2)]
+    places = slots(np.zeros(3, int), LENGTHS)
+    made = [lz.dynamic_quantize(one) for one in rows]
+    for index, held in enumerate((caches, scales)):
+        lz.append_kv(*(one[index] for one in made), *held, places, kv_layout=kv_layout)
+    raw, of_each = (lz.gather_kv(*held, places, kv_layout=kv_layout) for held in (caches, scales))
+    read = [lz.dequantize(*both) for both in zip(raw, of_each, strict=True)]
+    for one, row, (_, scale, _) in zip(read, rows, made, strict=True):
+        assert (np.abs(np.asarray(one) - row) <= 0.501 * np.asarray(scale)).all()
+    q, starts = numbers(7, 3, HEADS, DIM), ends(LENGTHS)
+    out, _ = lz.attention_varlen_forward(q, *read, ends(np.ones(3, int)), starts)
+    plain, _ = lz.attention_varlen_forward(q, *rows, ends(np.ones(3, int)), starts)
+    assert np.abs(np.asarray(out) - np.asarray(plain)).max() <= 0.1
 
 
 def test_a_quantized_cache_gives_back_what_quantize_made_of_its_tokens() -> None:

@@ -208,5 +208,8 @@ def test_program_with_transformers_gives_the_same_answers_with_one_added_line(tm
     assert same.startswith("Same answers as without the line: True.")
     assert float(same.rpartition(" ")[2]) < 1e-5
     assert any(re.fullmatch(r"65 texts: .* s without the line, .* s with it, [\d.]+ times", line) for line in lines)
+    assert any(
+        re.match(r"With if_faster=True [\d.]+ s, [\d.]+ times; taken over, of some sizes: ", line) for line in lines
+    )
     taken = {found[1] for line in lines if (found := re.search(r"  (\w+) +[\d,]+  \w+\.\w+$", line))}
     assert taken >= {"embedding", "linear", "attention", "layer_norm", "gelu"}

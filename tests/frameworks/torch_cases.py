@@ -264,6 +264,12 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
             )
         ],
+        "mla_decode": [
+            (
+                (t(2, 4, 8), t(2, 4, 6, seed=1), t(3, 2, 8, seed=2), t(3, 2, 6, seed=3), tables, lengths),
+                {"scale": 0.25},
+            )
+        ],
         "gather_kv": [
             ((t(2, 4, 2, 8), t(2, 4, 2, 6, seed=1), torch.tensor([5, -1, 2])), {}),
             ((t(2, 2, 4, 8), t(2, 2, 4, 6, seed=1), torch.tensor([5, -1, 2])), {"kv_layout": "HND"}),

@@ -87,6 +87,10 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         q, cache = of(8, 32, 128), of(256, 16, 8, 128)
         tables, lengths = of(8, 32, dtype="int32"), of(8, dtype="int32")
         yield "8 x 512 keys, grouped", (q, cache, cache, tables, lengths), (q,), {"scale": 128**-0.5}, _WELL
+    elif op == "mla_decode":
+        queries, caches = (of(8, 16, 512), of(8, 16, 64)), (of(256, 16, 512), of(256, 16, 64))
+        where, sums = (of(8, 32, dtype="int32"), of(8, dtype="int32")), of(8, 16, dtype="float32")
+        yield "8 x 512 keys", (*queries, *caches, *where), (queries[0], sums), {"scale": 0.0625}, _WELL
     elif op == "append_kv":
         key, cache = of(64, 8, 128), of(256, 16, 8, 128)
         for index in ("int64", "int32"):

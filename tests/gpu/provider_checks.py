@@ -43,7 +43,7 @@ INDICES = {  # the dtypes of tensors that have their own
     "embedding": {"ids": "int64"},
     "cross_entropy": {"target": "int64"},
     "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
-    "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
+    **{op: {"block_tables": "int32", "seq_lens": "int32"} for op in ("paged_attention", "mla_decode")},
     "attention_varlen_forward": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "alibi_slopes": "float32"},
     "paged_attention_forward": {
         **dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "int32"),
@@ -214,6 +214,17 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
             inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
+        elif op == "mla_decode":
+            heads, latent, rope, page = (
+                rng.choice((1, 5, 16)),
+                rng.choice(dims),
+                rng.choice((8, 16)),
+                rng.choice((1, 8)),
+            )
+            lengths, attrs = [rng.randrange(4 * page + 1) for _ in range(3)], {"scale": latent**-0.5}
+            tables = Values((3, 4), rng.sample(range(12), 12))
+            queries = [numbers(3, heads, wide) for wide in (latent, rope)]
+            inputs = [*queries, *(numbers(12, page, wide) for wide in (latent, rope)), tables, Values((3,), lengths)]
         elif op in ("attention_varlen_forward", "paged_attention_forward"):
             group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims[:3])
             queries, keys = ([rng.choice((0, *FEWER[:8])) for _ in range(2)] for _ in "qk")

@@ -42,11 +42,50 @@ def test_kernelize_replaces_marked_layers(name: str) -> None:
     found, expected = comparing.logits(ours, LEFT), comparing.logits(eager, LEFT)
     assert comparing.error(found, expected, LEFT["attention_mask"]) <= comparing.LARGEST_ERROR
     served = what()
-    assert served["rotary"] == 4  # queries and keys of two layers
+    assert served["rotary"] == 2  # queries and keys together, of two layers
     assert name == "modernbert" or served["RMSNorm"] >= 5
     lzt.clear()
     comparing.logits(lzt.unkernelize(ours), LEFT)
     assert what() == {}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_queries_and_keys_are_rotated_by_one_call(heads: int) -> None:
+    """With the results of rope of each; and by two calls where their batches differ, or a policy leaves rope alone."""
+    rotary = lzt.Repository("rotary_pos_emb").load()()
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(2, 5, each, 8, generator=generator) for each in (4, 2))
+    angles = torch.randn(1, 5, 4, generator=generator)
+    tables = [torch.cat((table, table), -1) for table in (angles.cos(), angles.sin())]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2) if heads == 1 else x
+
+    def check(q: torch.Tensor, k: torch.Tensor, op: str, calls: int) -> None:
+        lzt.clear()
+        found = rotary(turned(q), turned(k), *tables, unsqueeze_dim=heads)
+        assert lz.last_report().op == op
+        assert what() == {"rotary": calls}
+        for one, x in zip(found, (q, k), strict=True):
+            assert torch.equal(turned(one), lz.rope(x, *(table[..., :4] for table in tables)))
+
+    check(q, k, "rope_qk", 1)
+    check(q, k[:1], "rope", 2)
+    with lz.avoid("*.rope_qk"):
+        check(q, k, "rope", 2)
+
+
+def test_a_rotated_layer_compiles() -> None:
+    """It finds our rotary embedding by a name that torch.compile would look up in the model's file."""
+    ours, eager = lzt.kernelize(model("llama"), ["rotary_pos_emb"]), model("llama")
+    x = torch.randn(2, 5, 32)
+    tables = eager.model.rotary_emb(x, torch.arange(5)[None])
+    layers = [one.model.layers[0].self_attn for one in (ours, eager)]
+    compiled = torch.compile(layers[0], fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found, expected = (layer(x, tables, None)[0] for layer in (compiled, layers[1]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert lz.last_report().op == "rope_qk"
 
 
 def test_kernelize_leaves_out_what_is_not_named() -> None:
@@ -133,10 +172,33 @@ def test_experts(name: str) -> None:
     assert comparing.error(found, expected, LEFT["attention_mask"]) <= comparing.LARGEST_ERROR
     served = what()
     assert set(served) == {"experts"}
+    assert lz.last_report().op == "grouped_linear"  # of all experts
+    lz.share(ours)  # then no weights are picked
+    assert torch.equal(comparing.logits(ours, LEFT), found)
     assert (
         comparing.tokens(ours, LEFT, **comparing.GREEDY).tolist()
         == comparing.tokens(eager, LEFT, **comparing.GREEDY).tolist()
     )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_without_a_kernel_for_groups(name: str) -> None:
+    """Each has calls of its own, with the same result; as has a layer without tokens."""
+    block = model(name).model.layers[0].mlp.experts
+    block.config._experts_implementation = "layerzero"
+    generator = torch.Generator().manual_seed(6)
+    x, shares = torch.randn(4, 32, generator=generator), torch.rand(4, 2, generator=generator)
+    ids = torch.tensor([[0, 2], [2, 3], [0, 3], [3, 0]])
+    with torch.no_grad():
+        for count in (4, 0):
+            given = (x[:count], ids[:count], shares[:count])
+            expected = block(*given)
+            assert lz.last_report().op == "grouped_linear"
+            with lz.avoid("*.grouped_linear"):
+                torch.testing.assert_close(block(*given), expected, rtol=1e-5, atol=1e-6)
+            assert lz.last_report().op == ("linear" if name == "mixtral" else "matmul")
+            assert expected.shape == (count, 32)
+    assert what() == {"experts": 4}
 
 
 def test_experts_have_gradients() -> None:

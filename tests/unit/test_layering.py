@@ -60,6 +60,8 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/env.py": {"broker"},
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
+    # The model that a kernel of onnxruntime is: the provider makes it, which imports its library only where it runs.
+    "client/tools/onnx_script.py": {"workers"},
     "envs/matrix/child_tests.py": {"pytest"},
     "envs/matrix/inside/lz_call.py": {"", "workers"},  # which the environment under test has of us, if anything
     "envs/matrix/inside/lz_matrix_inside.py": {"pytest"},

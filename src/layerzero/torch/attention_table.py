@@ -83,6 +83,13 @@ ENTRIES: tuple[OpEntry, ...] = (
         results=2,
     ),
     OpEntry(
+        "mla_decode",
+        "Tensor q_nope, Tensor q_pe, Tensor ckv_cache, Tensor kpe_cache, Tensor block_tables, Tensor seq_lens, *, "
+        "float scale",
+        fakes.mla_decode,
+        results=2,
+    ),
+    OpEntry(
         "append_kv",
         'Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, *, str kv_layout="NHD"',
         fakes.append_kv,

@@ -325,6 +325,13 @@ def paged_attention_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: 
     return paged_attention(q, k_cache, v_cache, *more[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def mla_decode(q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, *more: Tensor, **_: Any) -> Any:
+    """As `q_nope`, and (sequences, heads) in float32."""
+    _same("mla_decode", q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+    _need(q_nope.dim() == 3, lambda: _shapes("mla_decode", "(sequences, heads, latent_dim)", q_nope=q_nope))
+    return q_nope.new_empty(q_nope.shape), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
+
+
 def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: Any) -> None:
     """Nothing: the caches are changed."""
     _same("append_kv", key=key, value=value, k_cache=k_cache, v_cache=v_cache)

@@ -108,8 +108,9 @@ def _with_rotary(cls: Class) -> FunctionType:
     forward: Any = cls.forward
     rotary = RotaryPosEmb()
     names = {**forward.__globals__, _APPLY: rotary.forward}
+    del names["__name__"]  # by which torch.compile would look the names up in the file
     changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    changed.__kwdefaults__ = forward.__kwdefaults__
+    changed.__kwdefaults__, changed.__module__ = forward.__kwdefaults__, forward.__module__
     return changed
 
 

@@ -17,17 +17,22 @@ from layerzero.transformers.running import HandedOver
 def _serve(layer: nn.Module, name: str, op: str, *args: Any, **options: Any) -> Tensor | None:
     """The op's result; None where the formula here has to do."""
     try:
-        if running.IS_DISABLED:
-            raise HandedOver("LAYERZERO_DISABLE")
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-            raise HandedOver("dtypes")
+        _check(*args)
         out = running.call(op, *args, **options)
     except HandedOver as why:
         running.count(layer, name, f"handed to torch: {why}")
         return None
     running.count(layer, name)
     return out
+
+
+def _check(*args: Any) -> None:
+    """Raises HandedOver for what goes to no op of ours."""
+    if running.IS_DISABLED:
+        raise HandedOver("LAYERZERO_DISABLE")
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise HandedOver("dtypes")
 
 
 def _eps(layer: Any) -> float:
@@ -120,21 +125,57 @@ class RotaryPosEmb(nn.Module):
     has_backward = True
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        return _rotated(self, q, cos, sin, unsqueeze_dim), _rotated(self, k, cos, sin, unsqueeze_dim)
+        return _both_rotated(self, q, k, cos, sin, unsqueeze_dim) or (
+            _rotated(self, q, cos, sin, unsqueeze_dim),
+            _rotated(self, k, cos, sin, unsqueeze_dim),
+        )
+
+
+def _both_rotated(
+    layer: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor] | None:
+    """By one call; None where each is to have its own, as on GPUs: rope has fused kernels there, rope_qk has none.
+    `heads`: as of _rotated."""
+    if not (_is_by_rope(q, cos, heads) and k.dim() == 4 and q.device.type == k.device.type == "cpu"):
+        return None
+    if any(q.shape[dim] != k.shape[dim] for dim in range(4) if dim != heads):
+        return None
+    pairs = _pairs(q, cos)
+    given = (_turned(q, heads), _turned(k, heads), cos[..., :pairs], sin[..., :pairs])
+    try:
+        _check(*given)
+        found = running.try_call("rope_qk", *given)
+    except HandedOver:  # rope says why, where it has no kernel either
+        return None
+    running.count(layer, "rotary")
+    return _turned(found[0], heads), _turned(found[1], heads)
 
 
 def _rotated(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """`heads`: the dimension of x that the tables lack, 1 or 2 of 4."""
-    pairs = cos.shape[-1] if cos.shape[-1] * 2 == x.shape[-1] else cos.shape[-1] // 2
+    pairs = _pairs(x, cos)
     c, s = cos[..., :pairs], sin[..., :pairs]
     out = None
-    if x.dim() == 4 and heads in (1, 2) and c.dim() == 3:
-        out = _serve(layer, "rotary", "rope", x.transpose(1, 2) if heads == 1 else x, c, s)
+    if _is_by_rope(x, cos, heads):
+        out = _serve(layer, "rotary", "rope", _turned(x, heads), c, s)
     if out is not None:
-        return out.transpose(1, 2) if heads == 1 else out
+        return _turned(out, heads)
     c, s = c.unsqueeze(heads), s.unsqueeze(heads)
     a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
     return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def _pairs(x: Tensor, cos: Tensor) -> int:
+    return cos.shape[-1] if cos.shape[-1] * 2 == x.shape[-1] else cos.shape[-1] // 2
+
+
+def _is_by_rope(x: Tensor, cos: Tensor, heads: int) -> bool:
+    return x.dim() == 4 and heads in (1, 2) and cos.dim() == 3
+
+
+def _turned(x: Tensor, heads: int) -> Tensor:
+    """Heads behind the sequence, or back."""
+    return x.transpose(1, 2) if heads == 1 else x
 
 
 LAYERS: dict[str, type[nn.Module]] = {

@@ -86,6 +86,10 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,), (5,))),
             *(None, None),
         ),
+        "mla_decode": (
+            *(dense(4, 16, 512), dense(4, 16, 64), dense(32, 64, 512), dense(32, 64, 64)),
+            *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
+        ),
         "gather_kv": (*[dense(32, 256, 16, 64)] * 2, TensorSpec.contiguous("int64", (4,))),
         "copy_kv_blocks": (*[dense(32, 256, 16, 64)] * 2, *[TensorSpec.contiguous("int64", (4,))] * 2),
         "append_kv": (

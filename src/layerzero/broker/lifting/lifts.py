@@ -275,13 +275,8 @@ class Lifts:
         self._asked[known.number] = known
         kernel = self._state.engine.kernel(known.kernel_id)
         call = spec.prepare(known.kernel_id, is_graph_safe=kernel.is_cuda_graph_safe)
-        message = Lift(
-            number=known.number,
-            call=call,
-            alignments=alignments,
-            seeds=[] if known.is_compared else list(SEEDS),
-            is_repeatable=kernel.deterministic,
-        )
+        seeds, repeats = ([] if known.is_compared else list(SEEDS)), kernel.deterministic
+        message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds, is_repeatable=repeats)
         self._links.tell(known.backend, worker.generation, message)
 
     def _try(self, known: Known, call: ImportedCall) -> None:

@@ -123,6 +123,51 @@ def share(
 
 
 @capsule_app.command()
+def script(
+    name: Name,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.py", help="To write; must not be there yet.")
+    ] = None,
+    with_data: Annotated[
+        bool, typer.Option("--data", help="With the arguments' bytes, where they were kept; else random numbers.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of random arguments.")] = 0,
+) -> None:
+    """Write a Python program that makes a capsule's call with its library alone, for an issue of that library."""
+    from layerzero.client.capsules.form import memory
+    from layerzero.client.cli.output import note, out
+    from layerzero.client.tools.script import write
+    from layerzero.ipc.errors import InvalidArgument
+
+    folder, capsule = _find(name)
+    if with_data and not capsule.has_data:
+        raise InvalidArgument(f"leave --data out: {capsule.name} has no bytes of arguments: {capsule.left_out}")
+    for path in () if output is None else (output, output.with_suffix(".npz")):
+        if path.exists():
+            raise InvalidArgument(f"{path} is there already; name another file")
+    data = memory(folder, capsule) if with_data else []
+    text = write(capsule, data, _locked(capsule.failed.backend), output, seed)
+    if output is None:
+        out().print(text, soft_wrap=True, end="", markup=False, highlight=False)
+        return
+    output.write_text(text)
+    held = "its arguments' bytes" if data else "random numbers"
+    note(f"{output}: needs the library and NumPy alone; with {held}. Look at it before you send it")
+
+
+def _locked(backend: str) -> list[str]:
+    """The requirement lines of a backend's lock, none where it has no lock here."""
+    from layerzero.envs.manifest import discover
+
+    manifest = discover()[0].get(backend)
+    path = None if manifest is None else manifest.lock_path(manifest.variant_for("cpu"))
+    if path is None or not path.is_file():
+        return []
+    lines = (line.partition("\\")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line and not line.startswith(("#", "--"))]
+
+
+@capsule_app.command()
 def remove(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME...]", help="Of lz capsule list.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,

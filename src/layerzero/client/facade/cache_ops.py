@@ -86,6 +86,33 @@ def paged_attention_forward(
     return perform(Request("paged_attention_forward", args, params, planner, None, backend, timeout_s))
 
 
+def mla_decode(
+    q_nope: ArrayT,
+    q_pe: AnyArray,
+    ckv_cache: AnyArray,
+    kpe_cache: AnyArray,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
+    *,
+    scale: float,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, Any]:
+    """Multi-head latent attention of one query for each sequence to a paged cache of latent vectors, as DeepSeek's
+    models decode, and the log-sum-exp of each row of its scores: (out, lse), new.
+
+    q_nope: (sequences, heads, latent_dim), multiplied by the up-projection of keys already (absorbed); q_pe:
+    (sequences, heads, rope_dim), rotated. ckv_cache: (blocks, block_size, latent_dim), normed latent vectors;
+    kpe_cache: (blocks, block_size, rope_dim), rotated keys: one row of each a token, which all heads share.
+    block_tables, seq_lens: as paged_attention. scale: the model's own, 1/sqrt(nope_dim + rope_dim) of its heads before
+    they are absorbed, which no shape tells; with YaRN times the square of its factor.
+    out: (sequences, heads, latent_dim), to be multiplied by the up-projection of values; lse: float32 (sequences,
+    heads), natural, -inf for a sequence of no keys, whose out is 0. merge_attention takes both. Source: docs/ops.md.
+    """
+    args, params = (q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens), {"scale": scale}
+    return perform(Request("mla_decode", args, params, cache_plans.plan_mla_decode, None, backend, timeout_s))
+
+
 def gather_kv(
     k_cache: ArrayT,
     v_cache: AnyArray,

@@ -4,9 +4,24 @@ caches, and of what moves rows and blocks of these. As client/planning/plans.py,
 from __future__ import annotations
 
 from layerzero.client.planning.attention_plans import checked_softcap, checked_window, of_heads
-from layerzero.client.planning.checks import attention_scale, flag, fresh, listed, refuse, same_dtype, same_float_dtype
+from layerzero.client.planning.checks import (
+    attention_scale,
+    finite,
+    flag,
+    fresh,
+    listed,
+    refuse,
+    same_dtype,
+    same_float_dtype,
+)
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember
-from layerzero.client.planning.token_plans import cache_views, check_heads, check_indices, plan_attention_varlen
+from layerzero.client.planning.token_plans import (
+    cache_views,
+    check_heads,
+    check_indices,
+    plan_attention_varlen,
+    read_as_they_are,
+)
 from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -60,6 +75,7 @@ def plan_paged_attention_forward(
     """Attention of the last tokens of sequences to the keys in a paged cache, and the log-sum-exp of its rows."""
     op = "paged_attention_forward"
     is_causal = flag(op, "is_causal", is_causal)
+    read_as_they_are(op, q, k_cache=k_cache, v_cache=v_cache)
     same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(tokens, heads, head_dim)", "pass queries one after the other")
@@ -93,6 +109,54 @@ def plan_paged_attention_forward(
         attrs["is_causal"] = False
         attrs.pop("window_right", None)
     return _with_sums(op, (*inputs, *beside), attrs, plain)
+
+
+@remember
+def plan_mla_decode(
+    q_nope: TensorSpec,
+    q_pe: TensorSpec,
+    ckv_cache: TensorSpec,
+    kpe_cache: TensorSpec,
+    block_tables: TensorSpec,
+    seq_lens: TensorSpec,
+    *,
+    scale: float,
+) -> Plan:
+    """Latent attention of one query a sequence, and the log-sum-exp of its rows."""
+    op = "mla_decode"
+    same_float_dtype(op, q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+    for name, query in (("q_nope", q_nope), ("q_pe", q_pe)):
+        if query.ndim != 3:
+            text = f"(sequences, heads, {'latent' if name == 'q_nope' else 'rope'}_dim)"
+            refuse(op, f"{name} has shape {list(query.shape)}", text, "pass one query for each sequence")
+    for name, cache in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
+        if cache.ndim != 3:
+            text = f"(blocks, block_size, {'latent' if name == 'ckv_cache' else 'rope'}_dim)"
+            refuse(op, f"{name} has shape {list(cache.shape)}", text, "all heads share it: leave out their dimension")
+    check_indices(op, "block_tables", block_tables, 2)
+    check_indices(op, "seq_lens", seq_lens, 1)
+    counts = (q_nope.shape[0], q_pe.shape[0], block_tables.shape[0], seq_lens.shape[0])
+    if len(set(counts)) > 1:
+        rows = listed(("q_nope's first extent", "q_pe's", "block_tables'", "seq_lens'"), counts)
+        refuse(op, rows, "one row of each for a sequence", "check the batch")
+    if q_nope.shape[1] != q_pe.shape[1]:
+        refuse(op, f"q_nope has {q_nope.shape[1]} heads and q_pe {q_pe.shape[1]}", "equal numbers", "check both")
+    if ckv_cache.shape[:2] != kpe_cache.shape[:2]:
+        given = (
+            f"ckv_cache has (blocks, block_size) {list(ckv_cache.shape[:2])} and kpe_cache {list(kpe_cache.shape[:2])}"
+        )
+        refuse(op, given, "equal ones", "check both")
+    if q_nope.shape[2] != ckv_cache.shape[2]:
+        given = f"q_nope has latent_dim {q_nope.shape[2]} and ckv_cache {ckv_cache.shape[2]}"
+        refuse(op, given, "equal ones", "multiply queries by the up-projection of keys first")
+    if q_pe.shape[2] != kpe_cache.shape[2]:
+        given = f"q_pe has rope_dim {q_pe.shape[2]} and kpe_cache {kpe_cache.shape[2]}"
+        refuse(op, given, "equal ones", "check both")
+    attrs: dict[str, Scalar] = {
+        "scale": finite(op, "scale", scale, "pass the model's own, 1/sqrt(nope_dim + rope_dim)")
+    }
+    results = (fresh(op, q_nope.dtype, q_nope.shape), fresh(op, "float32", q_nope.shape[:2]))
+    return Plan(op, (q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens), attrs, results, results)
 
 
 @remember

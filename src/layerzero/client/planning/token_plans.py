@@ -15,8 +15,9 @@ from layerzero.client.planning.checks import (
 )
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember, same_shape
 from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS, KV_LAYOUTS
+from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED_DTYPES, SCALED_DTYPES
 from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
-from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 
 @remember
@@ -77,6 +78,7 @@ def plan_paged_attention(
 ) -> Plan:
     """Attention of one query a sequence to the keys in a paged cache."""
     op = "paged_attention"
+    read_as_they_are(op, q, k_cache=k_cache, v_cache=v_cache)
     same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(sequences, heads, head_dim)", "pass one query for each sequence")
@@ -105,6 +107,15 @@ def plan_append_kv(
 ) -> Plan:
     """Keys and values into a paged cache."""
     op = "append_kv"
+    for name, rows, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        if cache.dtype in QUANTIZED_DTYPES and rows.dtype in SCALED_DTYPES:
+            refuse(
+                op,
+                f"{name} is {rows.dtype} and {name[0]}_cache {cache.dtype}",
+                "one dtype for all: numbers are stored as they are",
+                f"quantize {name} first: lz.quantize with a scale of yours, or lz.dynamic_quantize with group_size=-1, "
+                "whose scales lz.append_kv puts into float32 caches of their own",
+            )
     same_dtype(op, key=key, value=value, k_cache=k_cache, v_cache=v_cache)
     for name, spec in (("key", key), ("value", value)):
         if spec.ndim != 3:
@@ -227,6 +238,18 @@ def cache_views(op: str, k_cache: TensorSpec, v_cache: TensorSpec, kv_layout: st
             "check kv_layout",
         )
     return k, v
+
+
+def read_as_they_are(op: str, q: TensorSpec, **caches: TensorSpec) -> None:
+    """Refuses quantized caches, which attention has no scales for."""
+    for name, spec in caches.items():
+        if spec.dtype in QUANTIZED_DTYPES and q.dtype in FLOAT_DTYPES:
+            refuse(
+                op,
+                f"{name} is {spec.dtype}",
+                f"{q.dtype}, the dtype of the queries: attention takes no scales",
+                "read the tokens with lz.gather_kv, lz.dequantize both, and call lz.attention_varlen_forward",
+            )
 
 
 def check_heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:

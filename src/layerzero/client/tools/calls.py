@@ -177,6 +177,20 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             {"is_causal": True},
         ),
     ),
+    "mla_decode": (
+        Call(
+            "mla_decode",
+            {
+                "q_nope": _f32(8, 16, 512),
+                "q_pe": _f32(8, 16, 64),
+                "ckv_cache": _f32(256, 16, 512),
+                "kpe_cache": _f32(256, 16, 64),
+                "block_tables": _int32(8, 32),
+                "seq_lens": _int32(8),
+            },
+            {"scale": 0.0625},
+        ),
+    ),
     "append_kv": (
         Call(
             "append_kv",

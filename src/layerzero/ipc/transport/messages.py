@@ -1,8 +1,7 @@
 """Every message with a msgpack body: its fields, who sends it and what answers it.
 
-A message is a record derived from Message. Unknown fields are ignored, unknown kinds and wrong types are
-refused by name. Of a list or map that is a field, what is in it is for its user to check. A change here is a change of
-docs/protocol.md.
+A message is a record derived from Message. Unknown fields are ignored, unknown kinds and wrong types refused by name.
+What is in a list or map that is a field is for its user to check. A change here is a change of docs/protocol.md.
 """
 
 from __future__ import annotations

@@ -99,6 +99,17 @@ ATTENTION_FAMILY = (
         attrs=("is_causal", "scale", *OPTIONS),
         options=frozenset(OPTIONS),
     ),
+    # Multi-head latent attention, one query a sequence: q_nope (B,H,C), which the up-projection of keys is in already,
+    # and q_pe (B,H,R), to latent vectors ckv_cache (N,P,C) and rotated keys kpe_cache (N,P,R), which all heads share:
+    # the scores are scale (q_nope ckv + q_pe kpe), the values ckv. Tables and lengths as paged_attention -> out
+    # (B,H,C), lse float32 (B,H), natural, -inf for a sequence of no keys.
+    Op(
+        "mla_decode",
+        ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "block_tables", "seq_lens"),
+        ("out", "lse"),
+        indices=frozenset({"block_tables", "seq_lens"}),
+        attrs=("scale",),
+    ),
     # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
     # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
     # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same

@@ -186,6 +186,23 @@ def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
     equal(op, "blocks, their size and heads", k_cache=k_cache.shape[:3], v_cache=v_cache.shape[:3])
 
 
+def _mla_decode(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    q_nope, q_pe, ckv, kpe, tables, lengths = required(inputs, 6)
+    names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
+    dtype = float_dtype(op, (q_nope, q_pe, ckv, kpe), names)
+    for name, spec in zip(names, (q_nope, q_pe, ckv, kpe), strict=True):
+        of_ndim(op, name, spec, 3)
+    indices(op, "block_tables", tables, 2)
+    indices(op, "seq_lens", lengths, 1)
+    equal(op, "rows", q_nope=q_nope.shape[0], block_tables=tables.shape[0], seq_lens=lengths.shape[0])
+    equal(op, "rows and heads", q_nope=q_nope.shape[:2], q_pe=q_pe.shape[:2])
+    equal(op, "blocks and their size", ckv_cache=ckv.shape[:2], kpe_cache=kpe.shape[:2])
+    equal(op, "extent", q_nope=q_nope.shape[2], ckv_cache=ckv.shape[2])
+    equal(op, "extent", q_pe=q_pe.shape[2], kpe_cache=kpe.shape[2])
+    number(op, attrs, "scale")
+    return (dtype, q_nope.shape), ("float32", q_nope.shape[:2])
+
+
 def _append_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     key, value, k_cache, v_cache, slots = required(inputs, 5)
     dtype = same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
@@ -226,6 +243,7 @@ ATTENTION: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "attention_varlen_forward": _attention_varlen_forward,
     "paged_attention": _paged_attention,
     "paged_attention_forward": _paged_attention_forward,
+    "mla_decode": _mla_decode,
     "append_kv": _append_kv,
     "gather_kv": _gather_kv,
     "copy_kv_blocks": _copy_kv_blocks,

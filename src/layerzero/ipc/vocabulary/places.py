@@ -10,6 +10,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 def places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int] | None:
     """The first and the last of the evenly spaced values of the index tensor `name`; None where random ones will do."""
     tokens, cache, tables = specs.get(f"{name[-1]}"), specs.get("k_cache"), specs.get("block_tables")
+    cache = cache or specs.get("ckv_cache")
     if name in ("sources", "targets") and cache is not None and cache.ndim:  # the second half gets the first one's
         half = cache.shape[0] // 2
         return (0, max(half - 1, 0)) if name == "sources" else (half, max(cache.shape[0] - 1, 0))

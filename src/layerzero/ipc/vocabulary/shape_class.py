@@ -140,6 +140,12 @@ def _paged_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return _option(sinks, slopes, attrs) or variant, _folded(k_cache.shape[1] * tables.shape[1])
 
 
+def _mla_decode(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    """The class is the room for keys, folded: heads, and what they share, decide on nothing."""
+    _, _, ckv, _, tables, _ = inputs
+    return "plain", _folded(ckv.shape[1] * tables.shape[1])
+
+
 def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     key, value, k_cache, _, slots = inputs
     return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
@@ -399,6 +405,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention_varlen_forward": _varlen_forward,
     "paged_attention": _paged_attention,
     "paged_attention_forward": _paged_forward,
+    "mla_decode": _mla_decode,
     "append_kv": _append_kv,
     "gather_kv": _of_cache,
     "copy_kv_blocks": _of_cache,

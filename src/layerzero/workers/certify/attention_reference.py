@@ -188,6 +188,20 @@ def paged_attention_forward(inputs: Sequence[Values | None], attrs: Attrs) -> tu
     return _joined(parts, (*q.shape[:2], v.shape[2]))
 
 
+def mla_decode(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
+    """Attention to keys of one head, the latent vectors beside the rotated keys; the values are the former."""
+    q_nope, q_pe, ckv, kpe, tables, lengths = given(inputs)
+    q = _side_by_side(q_nope, q_pe)
+    caches = [Values((*one.shape[:2], 1, one.shape[2]), one.flat) for one in (_side_by_side(ckv, kpe), ckv)]
+    return paged_attention_forward([q, *caches, tables, lengths, None, None, None], {**attrs, "is_causal": False})
+
+
+def _side_by_side(one: Values, other: Values) -> Values:
+    count, wide = math.prod(one.shape[:-1]), one.shape[-1] + other.shape[-1]
+    flat = [x for number in range(count) for part in (one, other) for x in row_of(part, number)]
+    return Values((*one.shape[:-1], wide), flat)
+
+
 def _of_sequence(
     number: int,
     tensors: Sequence[Values],
@@ -278,6 +292,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "attention_varlen_forward": attention_varlen_forward,
     "paged_attention": paged_attention,
     "paged_attention_forward": paged_attention_forward,
+    "mla_decode": mla_decode,
     "append_kv": append_kv,
     "gather_kv": gather_kv,
     "copy_kv_blocks": copy_kv_blocks,

@@ -80,6 +80,23 @@ def _paged(claims: Claims) -> Iterator[Problem]:
     yield Problem("paged_attention_forward", made.name, attrs, inputs, (*made.kinds, "int32", "", "float32"))
 
 
+def _mla_decode(_: Claims) -> Iterator[Problem]:
+    numbers = Numbers(41)
+    # lengths, size of a block, extents of latent vectors and of rotated keys
+    sizes: tuple[tuple[str, Sequence[int], int, tuple[int, int]], ...] = (
+        ("small", (7, 0, 4), 4, (8, 4)),
+        ("ragged", (270, 3), 16, (40, 12)),
+        ("no sequence", (), 4, (8, 4)),
+        ("no rotated part", (5, 2), 4, (8, 0)),
+    )
+    for title, lengths, page, (latent, rope) in sizes:
+        *cached, tables, counts = paged(numbers, title, lengths, page, 2, (latent, rope)).inputs[1:]
+        caches = [Values((*one.shape[:2], one.shape[3]), one.flat) for one in cached if one is not None]
+        queries = [numbers(len(lengths), 3, wide) for wide in (latent, rope)]
+        inputs = (*queries, *caches, tables, counts)
+        yield Problem("mla_decode", title, {"scale": 0.25}, inputs, ("",) * 4 + ("int32",) * 2)
+
+
 def _moves(op: str) -> Callable[[Claims], Iterator[Problem]]:
     """Of rows, or of blocks: which places, and where to."""
 
@@ -100,5 +117,6 @@ def _moves(op: str) -> Callable[[Claims], Iterator[Problem]]:
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention_varlen_forward": _varlen,
     "paged_attention_forward": _paged,
+    "mla_decode": _mla_decode,
     **{op: _moves(op) for op in ("gather_kv", "copy_kv_blocks")},
 }

@@ -4,6 +4,7 @@ moves rows and blocks of a paged cache."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from layerzero.workers.providers._torch_attention import Composed
 from layerzero.workers.providers._torch_ops import Builder, Run, as_bits, checked_ends, checked_lengths
 
 Attend = Callable[..., tuple[Any, Any]]
+GATHERED = 1 << 26  # elements of latent vectors at a time
 
 
 def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str, Builder]:
@@ -58,6 +60,37 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
                 one(placed, b, (q[rows], k, v), (sinks, slopes), [target[rows] for target in targets])
 
         return run
+
+    def latent(views: Sequence[Any], call: Call) -> Run:
+        *queries, ckv, kpe, tables, lengths = views
+        blocks, room = ckv.shape[0], ckv.shape[1] * tables.shape[1]
+        each = max(GATHERED // max(room * (ckv.shape[2] + kpe.shape[2]), 1), 1)  # sequences at a time
+
+        def by_length(targets: Any) -> None:
+            for b, *cached in gathered(torch, (ckv, kpe), tables, lengths.tolist(), call):
+                rows = slice(b, b + 1)
+                given = [query[rows] for query in queries], [one.unsqueeze(0) for one in cached]
+                _latent(torch, *given, None, call, [target[rows] for target in targets])
+
+        def by_room(targets: Any) -> None:
+            """Does not wait for the lengths: as many keys as the tables have room for."""
+            if not blocks or not room:
+                targets[0].zero_()
+                targets[1].fill_(-math.inf)
+                return
+            for start in range(0, len(tables), each):
+                rows = slice(start, start + each)
+                chosen = tables[rows].clamp(0, blocks - 1).flatten()  # entries that are not used may hold anything
+                seen = torch.arange(room, device=tables.device) < lengths[rows].unsqueeze(1)
+                # 0 in place of what no key is in: infinities there would reach the result
+                cached = [
+                    cache.index_select(0, chosen).view(len(seen), room, -1).masked_fill_(~seen.unsqueeze(-1), 0)
+                    for cache in (ckv, kpe)
+                ]
+                given = [query[rows] for query in queries], cached
+                _latent(torch, *given, seen, call, [target[rows] for target in targets])
+
+        return by_room if is_gpu else by_length
 
     def gather(views: Sequence[Any], call: Call) -> Run:
         *caches, slots = views
@@ -109,9 +142,27 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
     return {
         "attention_varlen_forward": varlen,
         "paged_attention_forward": paged,
+        "mla_decode": latent,
         "gather_kv": gather,
         "copy_kv_blocks": copy_blocks,
     }
+
+
+def _latent(
+    torch: Any, queries: Sequence[Any], cached: Sequence[Any], seen: Any, call: Call, targets: Sequence[Any]
+) -> None:
+    """Latent attention of queries (sequences, heads, extent) to rows (sequences, keys, extent), of which `seen` says
+    which are keys; all of them without."""
+    wide = torch.float64 if queries[0].dtype == torch.float64 else torch.float32
+    rows = [one.to(wide) for one in cached]
+    nope, rotated = (torch.matmul(query.to(wide), one.mT) for query, one in zip(queries, rows, strict=True))
+    scores = nope.add_(rotated).mul_(call.attrs["scale"])
+    if seen is not None:
+        scores.masked_fill_(~seen.unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    shares = scores.sub_(lse.unsqueeze(-1)).exp_().masked_fill_((lse == -math.inf).unsqueeze(-1), 0.0)
+    targets[0].copy_(torch.matmul(shares, rows[0]))
+    targets[1].copy_(lse)
 
 
 def _check_below(op: str, what: str, given: Any, limit: int, whose: str) -> None:
@@ -132,7 +183,7 @@ def _check_apart(torch: Any, sources: Any, targets: Any) -> None:
 
 
 def gathered(
-    torch: Any, caches: Sequence[Any], tables: Any, counts: Sequence[int], call: Call, starts: Sequence[int]
+    torch: Any, caches: Sequence[Any], tables: Any, counts: Sequence[int], call: Call, starts: Sequence[int] = ()
 ) -> Iterator[tuple[int, Any, Any]]:
     """Of each sequence: its number, its keys and its values, (tokens, heads, extent), without blocks that lie before
     the window of its first query: places are counted from the last key."""
@@ -145,7 +196,7 @@ def gathered(
         bad = [block for block in used.tolist() if not 0 <= block < blocks]
         if bad:
             raise InvalidArgument(
-                f"{call.op}: block {bad[0]} of sequence {b} is outside [0, {blocks}), the blocks of k_cache; check "
+                f"{call.op}: block {bad[0]} of sequence {b} is outside [0, {blocks}), the blocks of the caches; check "
                 "block_tables",
                 block=bad[0],
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -28,6 +28,63 @@ OPSET, IR_VERSION = 17, 8  # the newest that the oldest supported runtime reads;
 
 _Shapes = tuple[tuple[int, ...], ...]  # of the inputs that are given, then of the output
 _Nodes = list[Any]
+_Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
+
+GRAPHS: dict[str, Callable[[Any, Any, Call], _onnx_graph.Graph]] = {
+    "attention_forward": _onnx_attention.forward,
+    "attention_backward": _onnx_attention.backward,
+    "merge_attention": _onnx_attention.merge,
+    "add_rms_norm": _onnx_norms.add_rms_norm,
+    "group_norm": _onnx_norms.group_norm,
+    "instance_norm": _onnx_norms.group_norm,
+    "batch_norm": _onnx_norms.batch_norm,
+    **dict.fromkeys(_onnx_elementwise.SERVED, _onnx_elementwise.graph),
+    **_onnx_vision.GRAPHS,
+    "int_matmul": _onnx_quantized.int_matmul,
+    "scaled_linear": _onnx_quantized.scaled_linear,
+    "scaled_linear.int4": _onnx_quantized.int4_linear,
+    "quantize": _onnx_quantized.quantize,
+    "dequantize": _onnx_quantized.dequantize,
+    **dict.fromkeys(("rope", "rope_qk"), _onnx_rotary.graph),
+}
+
+
+class Model(NamedTuple):
+    """What is given to the runtime for a call. `sources`: for each input the op's name of it, or what it is made of."""
+
+    nodes: list[Any]
+    inputs: list[_Tensor]
+    outputs: list[_Tensor]
+    sources: list[Any]
+    opset: int
+
+
+def model_of(onnx: Any, numpy: Any, call: Call) -> Model | None:
+    """As the kernel binds it, None for a kernel that is not here. `onnx` makes the nodes."""
+    op = OPS[call.op]
+    given = {name: spec for name, spec in zip(op.inputs, call.inputs, strict=True) if spec is not None}
+    results = [spec.dtype for spec in call.outputs]
+    build = GRAPHS.get(call.kernel_id.removeprefix("onnxruntime."))
+    if build is None:
+        builder = _Runtime(numpy, onnx, None).builders().get(call.op)
+        if builder is None:
+            return None
+        nodes, shapes = builder(call)
+        dtypes = [spec.dtype for spec in given.values()]
+        inputs = list(zip("xwb", dtypes, shapes[:-1], strict=False))
+        return Model(nodes, inputs, [("y", results[0], shapes[-1])], list(given), OPSET)
+    graph = build(onnx, numpy, call)
+    inputs, sources = [], []
+    for name, shape in graph.inputs.items():
+        if name in _onnx_attention.CONSTANT_INPUTS:
+            dtype = _onnx_attention.CONSTANT_INPUTS[name] or results[0]
+            inputs.append((name, dtype, shape))
+            sources.append(_onnx_attention.constant_input(numpy, name, shape, dtype, call))
+        elif name in given:
+            inputs.append((name, given[name].dtype, shape))
+            sources.append(name)
+    outputs = [(name, dtype, shape) for (name, shape), dtype in zip(graph.outputs.items(), results, strict=True)]
+    return Model(graph.nodes, inputs, outputs, sources, _onnx_graph.OPSET)
 
 
 def load() -> Loaded:
@@ -36,44 +93,17 @@ def load() -> Loaded:
     import onnxruntime
 
     library = _Runtime(numpy, onnx, onnxruntime)
-    builders: dict[str, Callable[[Call], tuple[_Nodes, _Shapes]]] = {
-        "layer_norm": library.layer_norm,
-        "linear": library.linear,
-        "matmul": library.matmul,
-        "addmm": library.addmm,
-        "gated_mlp": library.gated_mlp,
-        "softmax": library.softmax,
-        "log_softmax": library.softmax,
-        **dict.fromkeys(_onnx_activations.OPS, library.activation),
-    }
+    builders = library.builders()
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         return library.bind(call, builders[call.op](call), [b for b in inputs if b is not None], outputs[0])
 
-    graphs = {
-        "attention_forward": _onnx_attention.forward,
-        "attention_backward": _onnx_attention.backward,
-        "merge_attention": _onnx_attention.merge,
-        "add_rms_norm": _onnx_norms.add_rms_norm,
-        "group_norm": _onnx_norms.group_norm,
-        "instance_norm": _onnx_norms.group_norm,
-        "batch_norm": _onnx_norms.batch_norm,
-        **dict.fromkeys(_onnx_elementwise.SERVED, _onnx_elementwise.graph),
-        **_onnx_vision.GRAPHS,
-        "int_matmul": _onnx_quantized.int_matmul,
-        "scaled_linear": _onnx_quantized.scaled_linear,
-        "scaled_linear.int4": _onnx_quantized.int4_linear,
-        "quantize": _onnx_quantized.quantize,
-        "dequantize": _onnx_quantized.dequantize,
-        **dict.fromkeys(("rope", "rope_qk"), _onnx_rotary.graph),
-    }
-
     def bind_graph(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        build = graphs[call.kernel_id.removeprefix("onnxruntime.")]
+        build = GRAPHS[call.kernel_id.removeprefix("onnxruntime.")]
         return library.bind_graph(call, build(onnx, numpy, call), inputs, outputs)
 
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
-    binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(graphs, bind_graph)}
+    binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(GRAPHS, bind_graph)}
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
@@ -85,6 +115,19 @@ class _Runtime:
         self.onnx = onnx
         self.runtime = onnxruntime
         self.sessions: OrderedDict[bytes, Any] = OrderedDict()
+
+    def builders(self) -> dict[str, Callable[[Call], tuple[_Nodes, _Shapes]]]:
+        """By op."""
+        return {
+            "layer_norm": self.layer_norm,
+            "linear": self.linear,
+            "matmul": self.matmul,
+            "addmm": self.addmm,
+            "gated_mlp": self.gated_mlp,
+            "softmax": self.softmax,
+            "log_softmax": self.softmax,
+            **dict.fromkeys(_onnx_activations.OPS, self.activation),
+        }
 
     def bind(self, call: Call, graph: tuple[_Nodes, _Shapes], blocks: list[Block], out: Block) -> Bound:
         nodes, shapes = graph

@@ -1,6 +1,6 @@
 """The core keeps its promises in every schedule, and the simulator notices when it does not.
 
-LZ_SIM_SCHEDULES sets how many schedules run (default 3000); a failure names its seed, which `simulation.run(seed)`
+LZ_SIM_SCHEDULES sets how many schedules run (default 2000); a failure names its seed, which `simulation.run(seed)`
 shows again.
 """
 
@@ -49,7 +49,7 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.vocabulary.worker_codes import LANE_CALL, RENEWAL_EXIT
 
-SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
+SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "2000"))
 CHUNK = 125
 FOUND_WITHIN = 6000  # schedules in which a planted bug must show
 

@@ -126,9 +126,29 @@ def test_rows_of_a_cache_are_new_and_blocks_move_in_place() -> None:
     assert moved.results == ()
 
 
+MLA = (t(3, 4, 8), t(3, 4, 6), t(5, 16, 8), t(5, 16, 6), i32(3, 2), i32(3))
+FORWARD["mla_decode"] = MLA
+
+
+def test_latent_attention_has_its_scale_from_the_caller() -> None:
+    """No shape tells the extent that heads had before the up-projection of keys was absorbed."""
+    plan = cache_plans.plan_mla_decode(*MLA, scale=1)
+    assert (plan.inputs, plan.attrs, plan.results) == (MLA, {"scale": 1.0}, (t(3, 4, 8), t(3, 4)))
+    with pytest.raises(InvalidArgument, match="mla_decode: scale is None; allowed: a number"):
+        cache_plans.plan_mla_decode(*MLA, scale=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("op", "changes", "options", "says"),
     [
+        ("mla_decode", {1: t(3, 4, 1, 6)}, {"scale": 1.0}, r"allowed: \(sequences, heads, rope_dim\)"),
+        ("mla_decode", {2: t(5, 16, 1, 8)}, {"scale": 1.0}, r"allowed: \(blocks, block_size, latent_dim\); all heads"),
+        ("mla_decode", {5: i32(4)}, {"scale": 1.0}, "seq_lens' is 4; allowed: one row of each"),
+        ("mla_decode", {1: t(3, 5, 6)}, {"scale": 1.0}, "q_nope has 4 heads and q_pe 5"),
+        ("mla_decode", {3: t(5, 8, 6)}, {"scale": 1.0}, r"ckv_cache has \(blocks, block_size\) \[5, 16\]"),
+        ("mla_decode", {0: t(3, 4, 9)}, {"scale": 1.0}, "latent_dim 9 and ckv_cache 8; .* up-projection of keys first"),
+        ("mla_decode", {1: t(3, 4, 4)}, {"scale": 1.0}, "q_pe has rope_dim 4 and kpe_cache 6"),
+        ("paged_attention_forward", {2: t(5, 16, 2, 6, dtype="int8")}, {}, "v_cache is int8; allowed: .* lz.gather_kv"),
         ("gather_kv", {1: t(5, 16, 3, 6)}, {}, "k_cache has 2 heads and v_cache 3"),
         ("gather_kv", {1: t(5, 16, 2, 6, dtype="int8")}, {}, "v_cache is int8"),
         ("gather_kv", {2: t(7)}, {}, r"slots is float32\[7\]; allowed: 1 dimension of int32 or int64"),
@@ -242,6 +262,13 @@ def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> 
         ("append_kv", {1: t(9, 2, 8)}, {}, r"value has \(heads, head_dim\) \[2, 8\] and v_cache \[2, 6\]"),
         ("append_kv", {0: t(8, 2, 8)}, {}, "key's first extent is 8, value's is 9, slots' is 9"),
         ("append_kv", {2: t(5, 16, 2, 8, dtype="float16")}, {}, "k_cache is float16"),
+        (
+            "append_kv",
+            {3: t(5, 16, 2, 6, dtype="int8")},
+            {},
+            "value is float32 and v_cache int8; .* quantize value first",
+        ),
+        ("paged_attention", {1: t(5, 16, 2, 8, dtype="float8_e4m3fn")}, {}, "k_cache is float8_e4m3fn; .* no scales"),
         ("append_kv", {3: t(5, 8, 2, 6)}, {}, "as many blocks of the same size"),
         ("append_kv", {4: t(9)}, {}, r"slots is float32\[9\]; allowed: \(tokens,\) of int32 or int64"),
         ("append_kv", {4: i32(9, 1)}, {}, r"slots is int32\[9, 1\]"),

@@ -100,6 +100,18 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {"scale": 0.5, "is_causal": True},
         ("float32 5 6 13", "float32 5 6"),
     ),
+    "mla_decode": (
+        {
+            "q_nope": "float32 2 6 13",
+            "q_pe": "float32 2 6 7",
+            "ckv_cache": "float32 10 4 13",
+            "kpe_cache": "float32 10 4 7",
+            "block_tables": "int32 2 9",
+            "seq_lens": "int32 2",
+        },
+        {"scale": 0.5},
+        ("float32 2 6 13", "float32 2 6"),
+    ),
     "append_kv": (
         {
             "key": "int8 5 3 7",

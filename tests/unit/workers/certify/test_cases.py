@@ -236,6 +236,13 @@ def calls(
             inputs = [*inputs, ends_q, *beside]
             attrs = {**attrs, "is_causal": ends_q is not None and draw(st.booleans()), **more}
         return inputs, draw(tensors(dtype, (tokens, hk * group, dv))), attrs
+    if op == "mla_decode":
+        b, heads, blocks, wide = (draw(st.integers(1, 3)) for _ in range(4))
+        page, latent, rope = (draw(extent) for _ in range(3))
+        shapes = [(b, heads, latent), (b, heads, rope), (blocks, page, latent), (blocks, page, rope)]
+        inputs = [draw(tensors(dtype, shape)) for shape in shapes]
+        inputs += [draw(tensors("int32", shape)) for shape in ((b, wide), (b,))]
+        return inputs, draw(tensors(dtype, (b, heads, latent))), {"scale": 1.0}
     if op == "append_kv":
         tokens, page, d, dv = (draw(extent) for _ in range(4))
         blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
