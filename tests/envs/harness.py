@@ -9,7 +9,7 @@ import json
 import os
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,12 @@ class Harness:
         outputs: Sequence[TensorSpec],
         attrs: dict[str, Any],
         sets: Sequence[Sequence[bytes]],
+        offsets: Sequence[int] = (),
+        alias: Mapping[int, int] | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """Bind once and run on each set of input bytes. Returns the reply and each run's output bytes."""
+        """Bind once and run on each set of input bytes. Returns the reply and each run's output bytes. `offsets`: of
+        inputs and then outputs, in bytes from where memory is aligned; `alias`: inputs that are the memory of others.
+        """
         request = {
             "kernel": kernel_id,
             "op": op,
@@ -61,6 +65,8 @@ class Harness:
             "attrs": attrs,
             "sets": len(sets),
             "fill": FILL,
+            "offsets": list(offsets),
+            "alias": dict(alias or {}),
         }
         text = json.dumps(request).encode()
         assert self.process.stdin is not None

@@ -22,6 +22,7 @@ from layerzero.workers.provider import Block, Call, Loaded
 
 LENGTH = struct.Struct("<I")
 ARENA_BYTES = 64 << 20
+GUARD = 64  # bytes around an output that no kernel may write to
 
 
 def main() -> None:
@@ -44,19 +45,23 @@ def serve(
     """Bind once, then run on each set of inputs the request brings; answer with every output's bytes after each run."""
     inputs = [None if spec is None else TensorSpec.from_wire(spec) for spec in request["inputs"]]
     outputs = [TensorSpec.from_wire(spec) for spec in request["outputs"]]
+    offsets = iter(request.get("offsets") or [0] * (len(inputs) + len(outputs)))
+    alias = {int(i): j for i, j in (request.get("alias") or {}).items()}
     end = 0
 
     def place(nbytes: int) -> slice:
         nonlocal end
-        start = -(-end // memory.ALIGNMENT) * memory.ALIGNMENT
+        start = -(-(end + GUARD) // memory.ALIGNMENT) * memory.ALIGNMENT + next(offsets)
         end = start + nbytes
         return slice(start, end)
 
     places_in = [None if spec is None else place(spec.span_bytes) for spec in inputs]
+    for i, j in alias.items():
+        places_in[i] = places_in[j]
     op = OPS[request["op"]]
     shared = {i: places_in[op.inputs.index(name)] for i, name in enumerate(op.outputs) if name in op.in_place}
     places_out = [shared.get(i) or place(spec.span_bytes) for i, spec in enumerate(outputs)]
-    assert end <= ARENA_BYTES, end
+    assert end + GUARD <= ARENA_BYTES, end
     blocks_in = [
         None if spec is None or at is None else Block(read[at], spec)
         for spec, at in zip(inputs, places_in, strict=True)
@@ -76,9 +81,14 @@ def serve(
                     write[at] = content
             for i, at in enumerate(places_out):
                 if i not in shared:
-                    write[at] = bytes([request["fill"]]) * (at.stop - at.start)
+                    around = slice(at.start - GUARD, at.stop + GUARD)
+                    write[around] = bytes([request["fill"]]) * (around.stop - around.start)
             results.append(bound())
             written += [write[at] for at in places_out]
+            for i, at in enumerate(places_out):
+                around = write[at.start - GUARD : at.start] + write[at.stop : at.stop + GUARD]
+                if i not in shared and around != bytes([request["fill"]]) * (2 * GUARD):
+                    raise RuntimeError(f"{op.outputs[i]}: wrote before or behind it")
         reply(replies, {"results": results}, written)
     except LayerZeroError as exc:
         reply(replies, {"error": exc.to_wire()}, [])

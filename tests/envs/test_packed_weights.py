@@ -63,6 +63,21 @@ def test_a_layer_is_what_it_was_packed_from(layout: str, backend: str) -> None:
         assert reference.error(half, x.astype(np.float16).astype(np.float64) @ numbers.T) <= 2e-3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_that_somebody_writes_into_counts_as_it_is_now(backend: str) -> None:
+    """Backends keep what they have made of a weight: numbers, scales and zero points are changed in turn."""
+    packed = lz.pack_weight(*layer("awq", 64, 16, 2)[1], layout="awq")
+    x = np.eye(64, dtype=np.float32)
+    for array in (packed.weight, packed.scale, packed.zero_point):
+        for _ in range(2):
+            lz.packed_linear(x, packed, backend=backend)
+        array[7, 1] += 1
+        codes = np.stack((packed.weight & 15, packed.weight >> 4), -1).reshape(16, 2, 32).astype(np.float64)
+        numbers = (codes - packed.zero_point[..., None]) * packed.scale[..., None]
+        found = lz.packed_linear(x, packed, backend=backend)
+        assert reference.error(found, numbers.reshape(16, 64).T) <= 1e-5
+
+
 def test_a_weight_is_kept_once_by_its_id_and_checked() -> None:
     _, stored = layer("awq", 64, 16, 2)
     one, other = (lz.pack_weight(*stored, layout="awq") for _ in range(2))

@@ -1,8 +1,10 @@
 """Fuzz one target or all of them: `python -m tests.fuzz [TARGET ...] [--seconds N] [--keep FOLDER]`.
 
 libFuzzer starts from the committed corpus and what is kept in FOLDER. Prints one line of JSON for each target; a
-finding is kept in FOLDER, too, and is exit code 1. `--write-corpus` writes the seeds of the targets, made of real
-messages.
+finding is kept in FOLDER, too, and is exit code 1. The target `kernels` has no corpus: hypothesis makes its calls, for
+each environment that is built in a share of the time (tests/fuzz/kernels.py).
+
+`--write-corpus` writes the seeds of the targets, made of real messages.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -27,6 +30,7 @@ ROOT = HERE.parents[1]
 CORPUS = HERE / "corpus"
 MAX_BYTES = 4096  # of an input
 GRACE_S = 600  # on a busy machine the start alone takes minutes
+KERNELS = "kernels"
 _STATUS = re.compile(r"^#(\d+)\s+(\w+)\s+cov: (\d+) ft: (\d+) corp: (\d+)", re.MULTILINE)
 
 
@@ -80,9 +84,28 @@ def fuzz(target: str, seconds: int, keep: Path, seed: int = 0) -> dict[str, Any]
     return found
 
 
+def fuzz_kernels(target: str, seconds: int, keep: Path, seed: int = 0) -> dict[str, Any]:
+    """Of every environment that is built. `seed` 0: other calls each time."""
+    from tests.fuzz import kernels  # hypothesis, and what reads environments
+
+    (keep / target).mkdir(parents=True, exist_ok=True)
+    names = kernels.environments()
+    start = seed or time.time_ns() % (1 << 31)
+    runs = [kernels.fuzz(name, seconds / len(names), first=start) for name in names]
+    (keep / target / "log").write_text(json.dumps(runs, indent=1))
+    finding = "\n".join(
+        f"{kernel}, {kind}: {text}"
+        for run in runs
+        for kernel, found in run["found"].items()
+        for kind, text in found.items()
+    )
+    executions = sum(run.get("calls", 0) for run in runs)
+    return {"target": target, "seconds": seconds, "executions": executions, "environments": names, "finding": finding}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("target", nargs="*", choices=[*targets(), []], help="default: all")
+    parser.add_argument("target", nargs="*", choices=[*targets(), KERNELS, []], help="default: all")
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument(
         "--keep",
@@ -95,8 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return write_corpus(args.target)
     keep = args.keep or Path(tempfile.mkdtemp(prefix="lz-fuzz-kept-"))
     code = 0
-    for target in args.target or targets():
-        found, kept = fuzz(target, args.seconds, keep.resolve()), keep / target
+    for target in args.target or [*targets(), KERNELS]:
+        run = fuzz_kernels if target == KERNELS else fuzz
+        found, kept = run(target, args.seconds, keep.resolve()), keep / target
         if found["finding"]:
             code = 1
         elif args.keep is None:

@@ -113,6 +113,9 @@ def test_order_on_a_side_stream_and_nobody_waits(site: Site) -> None:
     x = randn(512, 512)
     here(lambda: lz.silu(x))
     side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1)
+        x.fill_(1.0)  # a kernel's first launch loads it, which waits for those that run
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         here(lambda: lz.silu(x))

@@ -196,6 +196,7 @@ def test_norms_gradients_are_kernels_too(connected: Site) -> None:
         assert kept.untyped_storage().nbytes() < x.numel()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # Inductor's own, of 2.11
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_models_call_it_from_their_graphs(connected: Site, mode: str) -> None:
     """Inductor's CUDA graphs hold calls as their own nodes, or as replays of graph slots."""

@@ -37,10 +37,17 @@ def test_policy_wants_a_share(new_site: Callable[..., Site], folder: Path) -> No
     """Of alpha's calls one in four, of beta's none; a program that knows nothing of it writes its file at its end."""
     site = new_site()
     site.environ["LAYERZERO_TRACE_DIR"] = str(folder)
-    site.set_policy("traces: {'alpha.*': 0.25}\nbackend_isolation: subprocess\n")
+    site.set_policy(
+        "traces:\n"
+        "- {kernel: 'alpha.*', op: silu, process: '*train*', share: 0.25}\n"
+        "- {kernel: 'beta.*', process: '*serve*', share: 1}\n"
+        "backend_isolation: subprocess\n"
+    )
     site.start().connect()
     site.wait_ready("alpha", "beta")
-    program = site.python(CALLS)
+    script = folder.with_name("train.py")
+    script.write_text(f"import layerzero as lz\n{CALLS}")
+    program = site.python(f"import os, sys\nos.execv(sys.executable, [sys.executable, {str(script)!r}])")
     out, _ = program.communicate(timeout=120)
     assert (program.returncode, out.split()) == (0, ["express"])
     [path] = folder.iterdir()

@@ -172,10 +172,33 @@ def test_experts(name: str) -> None:
     assert comparing.error(found, expected, LEFT["attention_mask"]) <= comparing.LARGEST_ERROR
     served = what()
     assert set(served) == {"experts"}
+    assert lz.last_report().op == "grouped_linear"  # of all experts
+    lz.share(ours)  # then no weights are picked
+    assert torch.equal(comparing.logits(ours, LEFT), found)
     assert (
         comparing.tokens(ours, LEFT, **comparing.GREEDY).tolist()
         == comparing.tokens(eager, LEFT, **comparing.GREEDY).tolist()
     )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_without_a_kernel_for_groups(name: str) -> None:
+    """Each has calls of its own, with the same result; as has a layer without tokens."""
+    block = model(name).model.layers[0].mlp.experts
+    block.config._experts_implementation = "layerzero"
+    generator = torch.Generator().manual_seed(6)
+    x, shares = torch.randn(4, 32, generator=generator), torch.rand(4, 2, generator=generator)
+    ids = torch.tensor([[0, 2], [2, 3], [0, 3], [3, 0]])
+    with torch.no_grad():
+        for count in (4, 0):
+            given = (x[:count], ids[:count], shares[:count])
+            expected = block(*given)
+            assert lz.last_report().op == "grouped_linear"
+            with lz.avoid("*.grouped_linear"):
+                torch.testing.assert_close(block(*given), expected, rtol=1e-5, atol=1e-6)
+            assert lz.last_report().op == ("linear" if name == "mixtral" else "matmul")
+            assert expected.shape == (count, 32)
+    assert what() == {"experts": 4}
 
 
 def test_experts_have_gradients() -> None:

@@ -22,6 +22,7 @@ from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, note_
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.lifts import Lifts
+from layerzero.broker.processes.programs import program_of
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.broker.processes.user_brokers import UserBrokers
@@ -226,7 +227,7 @@ class Connections:
             self.clients[peer.identity] = peer
             if not self._is_observer(peer.pid):
                 self._idle_since_s = None
-            self._handle(ev.ClientJoined(peer.identity, peer.number, peer.pid))
+            self._handle(ev.ClientJoined(peer.identity, peer.number, peer.pid, program_of(peer.pid)))
         elif peer.role == "worker":
             self._links.add(peer)
         control.send(peer.sock, self._welcome(peer), fds)

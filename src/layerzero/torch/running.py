@@ -46,6 +46,14 @@ class Runner:
 
         By torch's dispatcher where something of torch's has to know of it: gradients, autocast, compilation, subclasses
         of Tensor. Else by lz's own function, which costs less."""
+        found: Tensor = self._call(name, args, options, is_last=True)
+        return found
+
+    def try_call(self, name: str, *args: Any, **options: Any) -> Any:
+        """As `call`, where other ops follow if it fails: nothing is said then."""
+        return self._call(name, args, options, is_last=False)
+
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any], *, is_last: bool) -> Any:
         if torch.compiler.is_compiling():
             return getattr(_ops, name).default(*args, **options)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -62,7 +70,7 @@ class Runner:
         if refused:
             raise HandedOver(refused)
         try:
-            found = self.connected(name, lambda: function(*args, **options))
+            found = self.connected(name, lambda: function(*args, **options), is_last=is_last)
         except HandedOver as why:
             if isinstance(why.__cause__, lz.NoBackend):
                 self._refusals.note(name, given, str(why))
@@ -70,8 +78,9 @@ class Runner:
         self._refusals.forget(name, given)
         return found
 
-    def connected(self, name: str, run: Callable[[], T]) -> T:
-        """What `run` returns, connected where nobody has yet. Raises HandedOver where it fails."""
+    def connected(self, name: str, run: Callable[[], T], *, is_last: bool = True) -> T:
+        """What `run` returns, connected where nobody has yet. Raises HandedOver where it fails, which is logged if it
+        `is_last` and the framework computes it then."""
         try:
             try:
                 return run()
@@ -79,7 +88,7 @@ class Runner:
                 lz.ensure_connected()
                 return run()
         except lz.LayerZeroError as error:
-            if error.code not in self._warned:
+            if is_last and error.code not in self._warned:
                 self._warned.add(error.code)
                 self.log.warning("%s is computed by %s: %s", name, self.framework, str(error).partition("\n")[0])
             raise HandedOver(f"error {error.code}") from error

@@ -17,7 +17,8 @@ from layerzero.transformers.running import HandedOver
 def _serve(layer: nn.Module, name: str, op: str, *args: Any, **options: Any) -> Tensor | None:
     """The op's result; None where the formula here has to do."""
     try:
-        out = _made(op, *args, **options)
+        _check(*args)
+        out = running.call(op, *args, **options)
     except HandedOver as why:
         running.count(layer, name, f"handed to torch: {why}")
         return None
@@ -25,14 +26,13 @@ def _serve(layer: nn.Module, name: str, op: str, *args: Any, **options: Any) -> 
     return out
 
 
-def _made(op: str, *args: Any, **options: Any) -> Any:
-    """The op's result. Raises HandedOver."""
+def _check(*args: Any) -> None:
+    """Raises HandedOver for what goes to no op of ours."""
     if running.IS_DISABLED:
         raise HandedOver("LAYERZERO_DISABLE")
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
         raise HandedOver("dtypes")
-    return running.call(op, *args, **options)
 
 
 def _eps(layer: Any) -> float:
@@ -141,8 +141,10 @@ def _both_rotated(
     if any(q.shape[dim] != k.shape[dim] for dim in range(4) if dim != heads):
         return None
     pairs = _pairs(q, cos)
+    given = (_turned(q, heads), _turned(k, heads), cos[..., :pairs], sin[..., :pairs])
     try:
-        found = _made("rope_qk", *(_turned(x, heads) for x in (q, k)), cos[..., :pairs], sin[..., :pairs])
+        _check(*given)
+        found = running.try_call("rope_qk", *given)
     except HandedOver:  # rope says why, where it has no kernel either
         return None
     running.count(layer, "rotary")

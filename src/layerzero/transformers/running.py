@@ -7,8 +7,19 @@ from layerzero.torch.running import IS_DISABLED, HandedOver, Runner, check_atten
 
 runner = Runner("Transformers")
 call = runner.call
+try_call = runner.try_call
 connected = runner.connected
 count = runner.count
 evidence = Evidence()
 
-__all__ = ["IS_DISABLED", "HandedOver", "call", "check_attention", "connected", "count", "evidence", "runner"]
+__all__ = [
+    "IS_DISABLED",
+    "HandedOver",
+    "call",
+    "check_attention",
+    "connected",
+    "count",
+    "evidence",
+    "runner",
+    "try_call",
+]

@@ -51,7 +51,9 @@ class ClientLifecycle:
     effects: Effects
 
     def on_client_joined(self, event: ev.ClientJoined) -> None:
-        self.clients[event.identity] = Client(event.identity, event.number, process=event.process)
+        self.clients[event.identity] = Client(
+            event.identity, event.number, process=event.process, program=event.program
+        )
 
     def on_client_left(self, event: ev.ClientLeft) -> None:
         client = self.clients.pop(event.identity, None)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Worker
+from layerzero.broker.selection.policy import Policy
+from layerzero.broker.selection.policy_rules import op_names
 from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.transport.messages import Decision, encode
 
@@ -39,9 +41,16 @@ class Decisions:
                     shadow_rate=policy.shadow_rate,
                     offers_samples=self.engine.policy.tune_budget > 0,
                     shadowed=self.engine.rollouts.shadowed(),
-                    traced=policy.traced(call.kernel_id, call.client.process) if policy.traces else 0.0,
+                    traced=_traced(policy, call) if policy.traces else 0.0,
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )
             self.effects.emit(act.SendDecision(call.client.identity, route.number, route.decision, body))
         return route.decision
+
+
+def _traced(policy: Policy, call: Call) -> float:
+    """The share of such calls that the client is to record."""
+    spec, client = call.route.signature.spec, call.client
+    names = op_names(spec.op, is_causal=bool(spec.attrs.get("is_causal")))
+    return policy.traced(call.kernel_id, names, client.process, client.program)

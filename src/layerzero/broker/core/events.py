@@ -26,11 +26,12 @@ from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 @record
 class ClientJoined:
-    """`process`: its number, 0 where that is not known."""
+    """`process`: its number, 0 where that is not known; `program`: what it runs, "" where that is not known."""
 
     identity: bytes
     number: int
     process: int = 0
+    program: str = ""
 
 
 @record

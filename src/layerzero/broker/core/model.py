@@ -128,6 +128,7 @@ class Client:
     next_decision: int = 1
     poisons: Counter[int] = field(default_factory=Counter)  # by route: POISON that it has not answered with a digest
     process: int = 0  # its number; 0 where that is not known
+    program: str = ""  # what it runs
     kinds: dict[tuple[object, ...], Kind] = field(default_factory=dict)  # of calls, by what neighbours have in common
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have

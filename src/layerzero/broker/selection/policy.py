@@ -35,6 +35,7 @@ from layerzero.broker.selection.policy_values import (
     check,
     parse_values,
 )
+from layerzero.broker.selection.traced import Traced
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -185,7 +186,7 @@ class Policy:
     shadow_rate: float = 0.0  # share of calls that are repeated on the reference and compared
     traces: Mapping[str, float] = field(
         default_factory=dict
-    )  # share of calls to record, by globs of kernels, processes
+    )  # share of calls to record, by what names them (traced.py)
     tune_budget: float = 0.0  # share of a worker's time that background tuning may take
     dispatch_table: Path | None = None
     kernel_sources: Mapping[str, str] = field(default_factory=dict)  # backend from outside -> its hash, or "refuse"
@@ -215,11 +216,11 @@ class Policy:
         """Where it says so: of this very kernel, of its backend, or of all, `*`."""
         return next((name for name in (kernel_id, backend) if name in self.backend_isolation), "*")
 
-    def traced(self, kernel_id: str, process: int) -> float:
-        """The share of a kernel's calls that this process is to record: the greatest of those that mean it."""
-        mine = f"process:{process}"
-        meant = (share for name, share in self.traces.items() if name == mine or any_matches(kernel_id, (name,)))
-        return max(meant, default=0.0)
+    def traced(self, kernel_id: str, ops: Sequence[str], process: int, program: str = "") -> float:
+        """The share of a kernel's calls that this process is to record: the greatest of those that mean it. `ops`: the
+        names by which the call's op may be meant."""
+        call = (kernel_id, ops, process, program)
+        return max((share for name, share in self.traces.items() if Traced.of(name).means(*call)), default=0.0)
 
     def policy_for_call(self, context: SelectionContext, pinned: str = "", rolled: Sequence[str] = ()) -> PolicyForCall:
         """The policy's ruling on one call, which judges many kernels. `pinned`: the backend that it names; `rolled`:

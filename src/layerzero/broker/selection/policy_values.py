@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from layerzero.broker.selection.policy_rules import FIELDS, is_glob, op_names, parse_condition
+from layerzero.broker.selection.traced import Traced, by_name
 from layerzero.capabilities.descriptor import Capability
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.policy import GONE, KERNEL_SOURCE
@@ -60,6 +61,13 @@ def _pairs(value: Any) -> Any:
     if twice:
         raise ValueError(f"{twice[0]!r:.80} is given twice")
     return {name: text.strip() for name, (_, _, text) in zip(names, pairs, strict=True)}
+
+
+def _traces(value: Any) -> Any:
+    """A list has a map of fields for each share."""
+    if isinstance(value, list):
+        return by_name(value)
+    return _pairs(value)
 
 
 def _size(value: Any) -> Any:
@@ -139,7 +147,7 @@ class Values(_Strict):
     memory_headroom_bytes: Annotated[int, BeforeValidator(_size), Field(ge=0, le=MAX_BYTES)] | None = None
     weights: Annotated[dict[Literal[WEIGHTS], Multiplier], BeforeValidator(_pairs)] | None = None  # type: ignore[valid-type]
     shadow_rate: Share | None = None
-    traces: Annotated[dict[Name, Share], BeforeValidator(_pairs), Field(max_length=MAX_PATTERNS)] | None = None
+    traces: Annotated[dict[Name, Share], BeforeValidator(_traces), Field(max_length=MAX_PATTERNS)] | None = None
     tune_budget: Share | None = None
     dispatch_table: Annotated[Path, AfterValidator(_absolute)] | None = None
     kernel_sources: Annotated[dict[Name, KernelSource], BeforeValidator(_pairs)] | None = None
@@ -217,9 +225,10 @@ def _check(values: Values, known: Known | None) -> Iterator[Problem]:
         yield from _unknown(getattr(values, key), names, (key,), "backend")
     for key in ("allow_kernels", "avoid_kernels"):
         yield from _unknown(getattr(values, key), known.kernels, (key,), "kernel")
-    traced = [name for name in values.traces or () if not is_process(name)]
-    for name in traced:
-        yield from _unknown((name,), known.kernels, ("traces", name), "kernel")
+    for name in values.traces or ():
+        meant = Traced.of(name)
+        yield from _unknown((meant.kernel,) if meant.kernel else (), known.kernels, ("traces", name), "kernel")
+        yield from _unknown((meant.op,) if meant.op else (), known.ops, ("traces", name), "op")
     isolated = [name for name in values.backend_isolation or () if name != "*"]
     for name in isolated:
         yield from _unknown(
@@ -276,12 +285,6 @@ def _unknown(patterns: Iterable[str] | None, known: Iterable[str], place: Place,
         if not _matching(pattern, names):
             verb = "matches" if is_glob(pattern) else "is called"
             yield Problem(place, unknown_name(what, pattern, names, verb=verb))
-
-
-def is_process(name: str) -> bool:
-    """Whether a key of `traces` means all calls of one process, process:PID."""
-    kind, _, number = name.partition(":")
-    return kind == "process" and number.isascii() and number.isdigit()
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -196,8 +196,13 @@ def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
 
 
 def _silu(v: float) -> float:
+    """NaN of NaN, and of -infinity, which is multiplied by 0, as in libraries."""
+    return v * _sigmoid(v)
+
+
+def _sigmoid(v: float) -> float:
     """exp(-v) has no number of float64 for v below -709."""
-    return v / (1 + math.exp(-v)) if v > -700.0 else 0.0
+    return 0.0 if v < -700.0 else 1 / (1 + math.exp(-v))
 
 
 def _each(function: Callable[[float], float]) -> Callable[[Sequence[Values | None], Attrs], Values]:
@@ -252,9 +257,9 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "geglu": geglu,
     "reglu": reglu,
     "relu": _each(lambda v: max(v, 0.0)),
-    "sigmoid": _each(lambda v: 1 / (1 + math.exp(-v))),
+    "sigmoid": _each(_sigmoid),
     "tanh": _each(math.tanh),
-    "quick_gelu": _each(lambda v: v / (1 + math.exp(-1.702 * v))),
+    "quick_gelu": _each(lambda v: v * _sigmoid(1.702 * v)),
     "hardswish": _each(lambda v: v * min(max(v + 3, 0.0), 6.0) / 6),
     "mish": _each(lambda v: v * math.tanh(math.log1p(math.exp(v)))),
     **elementwise_reference.OPS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from layerzero.ipc.vocabulary.ops import LINEAR_ACTIVATIONS
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.number_generator import Numbers
 from layerzero.workers.certify.problem import Problem
-from layerzero.workers.certify.values import Shape
+from layerzero.workers.certify.values import Shape, Values
 
 # x, the weight's channels that come out, its kernel, and what it slides by: strides, padding before and after, dilation
 _One = tuple[Shape, int, Shape, int, int, int, int]
@@ -109,7 +110,15 @@ def _pool_problems(op: str, _: Claims) -> Iterator[Problem]:
             every += [{"count_include_pad": True, "divisor": 3}] if number % 3 == 1 else []
         for more in every:
             title = f"{list(shape)} by {list(kernel)}, stride {stride}, padding {before} and {after}, {more}"
-            yield Problem(op, title, {**attrs, **more}, (numbers(*shape),))
+            x = numbers(*shape)
+            yield Problem(op, title, {**attrs, **more}, (x,))
+            if op == "max_pool" and number == 1:
+                yield Problem(op, f"{title}, with NaN", {**attrs, **more}, (_with_nan(x),))
+
+
+def _with_nan(values: Values) -> Values:
+    """Three of them."""
+    return Values(values.shape, lambda: [math.nan if i % 11 == 7 and i < 33 else v for i, v in enumerate(values.flat)])
 
 
 _ADAPTED: list[tuple[Shape, Shape]] = [
@@ -123,9 +132,10 @@ def _adaptive(op: str) -> Callable[[Claims], Iterator[Problem]]:
     def problems(_: Claims) -> Iterator[Problem]:
         numbers = Numbers(len(op))
         for shape, made in _ADAPTED:
-            yield Problem(
-                op, f"{list(shape)} to {list(made)}", {"output_size": windows.text_of(made)}, (numbers(*shape),)
-            )
+            title, attrs, x = f"{list(shape)} to {list(made)}", {"output_size": windows.text_of(made)}, numbers(*shape)
+            yield Problem(op, title, attrs, (x,))
+            if op == "adaptive_max_pool" and shape == (2, 16, 8, 8):
+                yield Problem(op, f"{title}, with NaN", attrs, (_with_nan(x),))
 
     return problems
 

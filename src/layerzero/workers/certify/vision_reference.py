@@ -100,9 +100,7 @@ def _summed(
 
 def max_pool(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     (x,) = given(inputs)
-    return _of_windows(
-        x, _pooled(x.shape, attrs, windows.known(attrs["dilation"])), lambda found, _: max(found, default=-math.inf)
-    )
+    return _of_windows(x, _pooled(x.shape, attrs, windows.known(attrs["dilation"])), _largest)
 
 
 def avg_pool(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -118,7 +116,12 @@ def avg_pool(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def adaptive_max_pool(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     (x,) = given(inputs)
-    return _of_windows(x, _adapted(x.shape, attrs), lambda found, _: max(found))
+    return _of_windows(x, _adapted(x.shape, attrs), _largest)
+
+
+def _largest(found: Sequence[float], _: int) -> float:
+    """NaN where there is one; Python's max finds it at the start of a window alone."""
+    return math.nan if any(map(math.isnan, found)) else max(found, default=-math.inf)
 
 
 def adaptive_avg_pool(inputs: Sequence[Values | None], attrs: Attrs) -> Values:

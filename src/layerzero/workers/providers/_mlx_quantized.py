@@ -12,6 +12,7 @@ from layerzero.workers.provider import Call
 
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 _EXACT = 256  # so many products of 8 bits add up to less than 2 ** 24, which float32 has exact in any order
+_GROUPS = (128, 64, 32)  # numbers that may share a scale in MLX's own product
 # Halfway between the numbers of fp4; ties go to the even code.
 _HALVES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -153,8 +154,31 @@ class _Quantized:
                 wide = x.astype(mx.float32)
                 if kinds[0] not in SCALED_DTYPES:
                     wide = self._numbers(x, kinds[0], x_scale, x_zero)
-                numbers = self._numbers(weight, INT4 if is_int4 else kinds[1], steps, points)
-                found = mx.matmul(wide, numbers.T)
+                kind = INT4 if is_int4 else kinds[1]
+                size = self._group(kind, wide.shape[-1], steps.shape[1])
+                if size:
+                    found = self._of_groups(wide, weight, kind, steps, points, size)
+                else:
+                    found = mx.matmul(wide, self._numbers(weight, kind, steps, points).T)
             return (found if bias is None else found + bias).astype(dtype)
 
         return compute
+
+    def _group(self, kind: str, extent: int, groups: int) -> int:
+        """How many numbers a group of MLX's own product has here; 0 where it has none such."""
+        if kind not in (INT4, *BYTES) or not groups or not extent:
+            return 0
+        return next((size for size in _GROUPS if extent // groups % size == 0), 0)
+
+    def _of_groups(self, x: Any, weight: Any, kind: str, steps: Any, points: Any, size: int) -> Any:
+        """By MLX's own product, which takes unsigned numbers as words of 32 bits and adds a bias to each group."""
+        mx = self.mx
+        if kind == "int8":
+            weight = weight.view(mx.uint8) ^ 128
+            points = 128 if points is None else points + 128
+        bias = mx.zeros_like(steps) if points is None else -(points * steps)
+        each = x.shape[-1] // steps.shape[1] // size
+        steps, bias = (mx.repeat(one, each, axis=1) if each > 1 else one for one in (steps, bias))
+        words = mx.contiguous(weight).view(mx.uint32)
+        bits = 4 if kind == INT4 else 8
+        return mx.quantized_matmul(x, words, steps, bias, transpose=True, group_size=size, bits=bits)

@@ -93,28 +93,45 @@ def pool(onnx: Any, numpy: Any, call: Call) -> Graph:
 def adaptive_pool(onnx: Any, numpy: Any, call: Call) -> Graph:
     """One dimension after the other: each window's elements side by side, the last one again where windows are shorter
     than others. ONNX has such pooling of everything alone."""
-    x, is_max = call.inputs[0], call.op == "adaptive_max_pool"
+    x = call.inputs[0]
     assert x is not None
     made = _Nodes(onnx, numpy)
-    found = "x"
-    for axis, (size, count) in enumerate(zip(x.shape[2:], call.outputs[0].shape[2:], strict=True), 2):
+    if call.op == "adaptive_avg_pool":
+        made.add("Identity", [_adapted(made, call, x.shape, "x", is_max=False)], "out")
+    else:  # the runtime's maximum (1.18) leaves NaN out
+        odd = made.add("Cast", [made.add("IsNaN", ["x"], "are_odd")], "odd", to=onnx.TensorProto.FLOAT)
+        found, odd = (_adapted(made, call, x.shape, name, is_max=True) for name in ("x", odd))
+        is_odd = made.add("Cast", [odd], "is_odd", to=onnx.TensorProto.BOOL)
+        made.add("Where", [is_odd, made.constant("no_number", math.nan, "float32"), found], "out")
+    return Graph(made.nodes, {"x": x.shape}, {"out": call.outputs[0].shape})
+
+
+def _adapted(made: _Nodes, call: Call, shape: Shape, given: str, *, is_max: bool) -> str:
+    """The largest elements of the windows of `given`, or their means."""
+    numpy, found = made.numpy, given
+    for axis, (size, count) in enumerate(zip(shape[2:], call.outputs[0].shape[2:], strict=True), 2):
         ends = windows.adapted(size, count)
         width = max(end - start for start, end in ends)
         places = [[min(start + t, end - 1) for t in range(width)] for start, end in ends]
-        over = made.constant(f"over{axis}", [axis + 1], "int64")
-        found = made.add("Gather", [found, made.constant(f"places{axis}", places, "int64")], f"seen{axis}", axis=axis)
+        over = made.constant(f"over{axis}_{given}", [axis + 1], "int64")
+        found = made.add(
+            "Gather", [found, made.constant(f"places{axis}_{given}", places, "int64")], f"seen{axis}_{given}", axis=axis
+        )
         if is_max:
-            found = made.add("ReduceMax", [found, over], f"made{axis}", keepdims=0)
+            found = made.add("ReduceMax", [found, over], f"made{axis}_{given}", keepdims=0)
             continue
         shares = [[(t < end - start) / (end - start) for t in range(width)] for start, end in ends]
-        beside = numpy.array(shares).reshape(*[1] * axis, count, width, *[1] * (x.ndim - axis - 1))
+        beside = numpy.array(shares).reshape(*[1] * axis, count, width, *[1] * (len(shape) - axis - 1))
         # An infinity times 0 would be NaN: what is repeated is left out.
-        kept = made.constant(f"kept{axis}", beside > 0, "bool")
-        held = made.add("Where", [kept, found, made.constant(f"zero{axis}", 0.0, "float32")], f"held{axis}")
-        shared = made.add("Mul", [held, made.constant(f"shares{axis}", beside, "float32")], f"shared{axis}")
-        found = made.add("ReduceSum", [shared, over], f"made{axis}", keepdims=0)
-    made.add("Identity", [found], "out")
-    return Graph(made.nodes, {"x": x.shape}, {"out": call.outputs[0].shape})
+        kept = made.constant(f"kept{axis}_{given}", beside > 0, "bool")
+        held = made.add(
+            "Where", [kept, found, made.constant(f"zero{axis}_{given}", 0.0, "float32")], f"held{axis}_{given}"
+        )
+        shared = made.add(
+            "Mul", [held, made.constant(f"shares{axis}_{given}", beside, "float32")], f"shared{axis}_{given}"
+        )
+        found = made.add("ReduceSum", [shared, over], f"made{axis}_{given}", keepdims=0)
+    return found
 
 
 def interpolate(onnx: Any, numpy: Any, call: Call) -> Graph:

@@ -15,6 +15,28 @@ ROWS = 256  # queries at a time where each sees some of the keys
 CHUNK = 1 << 22  # scores or biases at a time
 
 
+def restore_nan(out: Any, q: Any, mask: Any = None) -> Any:
+    """torch's and ZenDNN's kernels for CPUs (2.13, 5.3) take a row of nothing but NaN scores for one that sees nothing,
+    and give 0: what comes of a query with NaN is NaN, unless its mask hides all keys."""
+    lost = out[..., 0] == 0.0
+    if lost.any():
+        lost &= q.isnan().any(-1)
+        if mask is not None:
+            lost &= (mask if not mask.is_floating_point() else mask > -math.inf).any(-1)
+        out.masked_fill_(lost.unsqueeze(-1), math.nan)
+    return out
+
+
+def sdpa_with_nan(torch: Any) -> Any:
+    """torch's scaled_dot_product_attention, with NaN for queries with NaN."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(q: Any, k: Any, v: Any, *, attn_mask: Any = None, **options: Any) -> Any:
+        return restore_nan(sdpa(q, k, v, attn_mask=attn_mask, **options), q, attn_mask)
+
+    return attend
+
+
 class FlashAttention:
     """Two Builders. The kernels are aten::_scaled_dot_product_flash_attention_for_cpu and its backward, which torch's
     own autograd calls; both read grouped heads as ours, and align the causal rule top left."""
@@ -51,6 +73,13 @@ class FlashAttention:
         found, rows = self._forward(
             *(self._wide(tensor, width) for tensor in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
         )
+        lost = rows == 0.0
+        if lost.any():  # as restore_nan
+            lost &= q.isnan().any(-1)
+            if bias is not None:
+                lost &= (bias > -math.inf).any(-1)
+            found.masked_fill_(lost.unsqueeze(-1), math.nan)
+            rows.masked_fill_(lost, math.nan)
         if bias is not None:  # the kernel gives 0 for a row that sees nothing
             rows.masked_fill_(~(bias > -math.inf).any(-1), -math.inf)
         return found[..., : v.shape[3]], rows

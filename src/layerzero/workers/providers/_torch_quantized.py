@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import BLOCKS
 from layerzero.ipc.vocabulary.quantized_shapes import BYTES, INT4, PACKED, SCALED_DTYPES
 from layerzero.workers.provider import Call
+from layerzero.workers.providers._kept_weights import KeptWeights
 from layerzero.workers.providers._torch_ops import Builder, Run
 
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
@@ -22,6 +23,7 @@ class Quantized:
     def __init__(self, torch: Any, is_gpu: bool) -> None:
         self.torch = torch
         self.is_gpu = is_gpu
+        self.kept = KeptWeights()
 
     def builders(self) -> Mapping[str, Builder]:
         return {
@@ -215,18 +217,41 @@ class Quantized:
                 found += bias
             out.copy_(found.view(out.shape))
 
+        numbers = self._weight(views, INT4 if is_int4 else kinds[1])
+
         def in_floats(out: Any) -> None:
             wide = x.float() if kinds[0] in SCALED_DTYPES else self._numbers(x, kinds[0], x_scale, x_zero)
-            steps, points = (
-                None if one is None else self._each_row(one, weight.shape[0]) for one in (scale, weight_zero)
-            )
-            if is_int4 and points is None:
-                points = torch.full_like(steps, 8)
-            numbers = self._numbers(weight, INT4 if is_int4 else kinds[1], steps, points)
-            out.copy_(torch.nn.functional.linear(wide, numbers, bias))
+            out.copy_(torch.nn.functional.linear(wide, numbers(), bias))
 
         is_whole = set(kinds) <= set(BYTES) and not is_int4
         return in_integers if is_whole and is_by_rows else in_floats
+
+    def _weight(self, views: Sequence[Any], dtype: str) -> Callable[[], Any]:
+        """A function that gives what a weight stands for, in float32: on the CPU, of arrays without gaps, made once for
+        all calls that come with the same bytes."""
+        torch, arrays = self.torch, (views[1], views[2], views[6])
+
+        def numbers(weight: Any, scale: Any, zero: Any) -> Any:
+            steps, points = (None if one is None else self._each_row(one, weight.shape[0]) for one in (scale, zero))
+            if dtype == INT4 and points is None:
+                points = torch.full_like(steps, 8)
+            return self._numbers(weight, dtype, steps, points)
+
+        given = [array for array in arrays if array is not None]
+        if self.is_gpu or not all(array.is_contiguous() and array.numel() for array in given):
+            return lambda: numbers(*arrays)
+        places = [(array.data_ptr(), array.numel() * array.itemsize) for array in given]
+        kind = (dtype, *(tuple(array.shape) for array in given))
+
+        def make(copies: Sequence[Any]) -> tuple[Any, int]:
+            own = [
+                torch.frombuffer(copy, dtype=torch.uint8).view(array.dtype).view(array.shape)
+                for copy, array in zip(copies, given, strict=True)
+            ]
+            made = numbers(*own, *[None] * (3 - len(own)))
+            return made, made.numel() * made.itemsize
+
+        return lambda: self.kept.get(kind, places, make)
 
     def _each_row(self, scale: Any, rows: int) -> Any:
         """A scale for each row of a weight, of which so many share one."""

@@ -9,7 +9,13 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers import _torch_activations, _torch_elementwise, _torch_paged
-from layerzero.workers.providers._torch_attention import Composed, FlashAttention, has_options, merge
+from layerzero.workers.providers._torch_attention import (
+    Composed,
+    FlashAttention,
+    has_options,
+    merge,
+    sdpa_with_nan,
+)
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_losses import Losses
@@ -26,7 +32,7 @@ def load() -> Loaded:
     torch.set_grad_enabled(False)
 
     view = host_view(torch)
-    flash = FlashAttention(torch)
+    flash, sdpa = FlashAttention(torch), sdpa_with_nan(torch)
 
     def attention(views: Sequence[Any], call: Call) -> Run:
         q, k, v, mask, *_ = views
@@ -40,12 +46,11 @@ def load() -> Loaded:
             is_causal = False
             mask = torch.ones(queries, keys, dtype=torch.bool).tril_(keys - queries)
         scale, is_grouped = call.attrs["scale"], q.shape[1] != k.shape[1]
-        sdpa = torch.nn.functional.scaled_dot_product_attention
         return lambda out: out.copy_(
             sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
         )
 
-    ops = TorchOps(torch, torch.nn.functional.scaled_dot_product_attention)
+    ops = TorchOps(torch, sdpa)
 
     def paged_attention(views: Sequence[Any], call: Call) -> Run:
         q, k_cache, v_cache, tables, lengths = views

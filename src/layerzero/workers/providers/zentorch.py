@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.providers._torch_attention import restore_nan
 from layerzero.workers.providers._torch_ops import host_view
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
@@ -73,6 +74,7 @@ class _Zentorch:
                     bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, -math.inf)
                 bias = bias.expand(*bias.shape[:2], queries, keys).contiguous()
             sdpa(adapt(q), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=scale, out=padded_out)
+            restore_nan(padded_out, q, mask)
             if padded_out is not out:
                 out.copy_(padded_out[..., :value_width])
 

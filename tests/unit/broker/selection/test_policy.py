@@ -405,9 +405,44 @@ def test_traces_mean_kernels_and_processes() -> None:
     """The greatest share of those that mean a call; a later layer changes the entries that it names."""
     first = Layer("a file", {"traces": {"torch.*": 0.1, "*.silu": 0.5, "process:7": 1.0}})
     policy = Policy.of(first, Layer("lz trace on", {"traces": {"*.silu": 0}}))
-    assert (policy.traced("torch.silu", 1), policy.traced("mlx.silu", 1), policy.traced("mlx.gelu", 7)) == (0.1, 0, 1)
+    calls = (("torch.silu", ["silu"], 1), ("mlx.silu", ["silu"], 1), ("mlx.gelu", ["gelu"], 7))
+    assert [policy.traced(*call) for call in calls] == [0.1, 0, 1]
     assert policy.describe()["traces.*.silu"] == {"value": 0.0, "origin": "lz trace on"}
     known = Known(("torch",), {"torch.silu": "silu"}, ("silu",))
     for wrong in ({"torch.sillu": 1}, {"process:": 1}, {"torch.*": 1.5}, {"process:x": 1}):
         with pytest.raises(ConfigError):
             Policy.of(Layer("a file", {"traces": wrong}), known=known)
+
+
+def test_traces_mean_calls_by_several_fields() -> None:
+    """All that an entry names has to match; entries have names, by which later layers change them."""
+    entries = [
+        {"kernel": "torch.*", "op": "attention", "process": "*train*", "share": 0.01},
+        {"process": "my app*", "share": 0.5},
+        {"op": "silu", "process": 7, "share": 1},
+    ]
+    policy = Policy.of(Layer("a file", {"traces": entries}))
+    train = ("torch.attention", ("attention", "attention.full"), 1, "train.py")
+    assert policy.traced(*train) == 0.01
+    for part, other in ((0, "mlx.attention"), (1, ("silu",)), (3, "serve.py")):
+        assert policy.traced(*train[:part], other, *train[part + 1 :]) == 0  # type: ignore[arg-type]
+    assert policy.traced("mlx.gelu", ("gelu",), 1, "my app 2") == 0.5
+    assert (policy.traced("mlx.silu", ("silu",), 7), policy.traced("mlx.silu", ("silu",), 8)) == (1, 0)
+    names = {name for name in policy.describe() if name.startswith("traces.")}
+    first = "kernel=torch.* op=attention process=*train*"
+    assert names == {f"traces.{first}", "traces.process=my app*", "traces.op=silu process=7"}
+    layers = (Layer("a file", {"traces": entries}), Layer("lz trace on", {"traces": {first: 1}}))
+    assert Policy.of(*layers).traced(*train) == 1
+    known = Known(("torch",), {"torch.silu": "silu"}, ("silu",))
+    for wrong, why in (
+        ({"kernel": "torch.sillu", "share": 1}, "did you mean"),
+        ({"op": "sillu", "share": 1}, "did you mean"),
+        ({"kernels": "torch.*", "share": 1}, "did you mean 'kernel'"),
+        ({"kernel": "torch.*"}, "needs a share"),
+        ({"share": 1}, "needs a share, and one of"),
+        ({"process": "", "share": 1}, "process is ''"),
+        ({"op": "silu", "share": 2}, "less than or equal to 1"),
+        (3, "is no map"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Policy.of(Layer("a file", {"traces": [wrong]}), known=known)

@@ -9,7 +9,7 @@ from layerzero.ipc.lifting.form import MAX_SCRATCH, Address, Copy, Fill, Patch, 
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.workers.gpu.lifting.refusal import CannotLift
 
-MAX_BYTES = 64 << 20  # of a piece: a caller has it once for each stream
+MAX_BYTES = 256 << 20  # of a piece: a caller has it once for each stream. Gradients of attention to 8,192 tokens
 _STEP = 512  # what allocators align to
 
 

@@ -1,0 +1,111 @@
+"""The short form of `make fuzz TARGET=kernels`: a few calls of some kernels of each environment; and that it notices
+what a kernel does wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.envs.harness import Harnesses
+from tests.fuzz import kernels
+
+from layerzero.capabilities.descriptor import KernelCapability
+from layerzero.ipc.vocabulary.numerics import pack, unpack
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+BACKENDS = ("mlx", "onnxruntime", "torch")
+KERNELS, EXAMPLES = 8, 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_made_up_calls_give_the_reference_result(harnesses: Harnesses, backend: str) -> None:
+    """Extents, strides, offsets, odd numbers and shared memory that no list of cases has thought of."""
+    known = list(kernels.targets(backend))
+    counts, found = Counter[str](), {}
+    for target in random.Random(1).sample(known, min(KERNELS, len(known))):
+        wrong: dict[str, tuple[int, str]] = {}
+        kernels.try_kernel(harnesses, target, EXAMPLES, 1, counts, wrong)
+        found |= {(target.kernel.kernel_id, target.dtype): wrong} if wrong else {}
+    assert found == {}
+    assert counts["calls"]
+
+
+class _Kernel:
+    """relu in float32, which does to its results what `spoil` says."""
+
+    def __init__(self, spoil: Any) -> None:
+        self._spoil = spoil
+
+    def run(self, kernel_id: str, op: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
+            attrs: Any, sets: Sequence[Sequence[bytes]], offsets: Any, alias: Any) -> Any:  # fmt: skip
+        values = [one if one != one else max(one, 0.0) for one in unpack(sets[0][0], "float32")]
+        memory = bytearray(pack(values, "float32"))
+        return {}, [self._spoil(memory)]
+
+
+def _one_off(memory: bytearray) -> bytes:
+    memory[:4] = pack([float.fromhex("0x1p+9")], "float32")
+    return bytes(memory)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"), [(bytes, ""), (_one_off, "error"), (lambda memory: bytes(memory[:-4]), "bytes of")]
+)
+def test_fuzzing_notices_what_a_kernel_does_wrong(monkeypatch: pytest.MonkeyPatch, spoil: Any, says: str) -> None:
+    """A comparison that lets all pass would find nothing for ever."""
+    given = {"kernel_id": "lib.relu", "priority": 1, "source": "test", "dtypes": ["float32"], "deterministic": True}
+    kernel = KernelCapability.model_validate({**given, "requires_contiguous": True, "max_ndim": 3, "min_ndim": 1})
+    target = kernels.Target("lib", "relu", kernel, "float32", None)
+    counts, found = Counter[str](), dict[str, tuple[int, str]]()
+    kernels.try_kernel({"lib": _Kernel(spoil)}, target, 30, 1, counts, found)  # type: ignore[dict-item]
+    assert counts["calls"] if not says else found
+    assert all(says in text for _, text in found.values())
+    assert bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("backend", "op"), [("torch", "attention"), ("torch", "attention_forward"), ("zentorch", "attention")]
+)
+def test_a_query_with_nan_gives_nan(harnesses: Harnesses, backend: str, op: str) -> None:
+    """The libraries' kernels give 0, as for a row that sees nothing: a model that has gone wrong would look right.
+    A row that does see nothing stays 0."""
+    numbers = np.random.default_rng(1).standard_normal((1, 2, 3, 8)).astype("f4")
+    odd = numbers.copy()
+    odd[0, :, 0, 3] = np.nan
+    mask = np.ones((1, 1, 3, 3), bool)
+    mask[..., 1, :] = False
+    q, rows = TensorSpec.contiguous("float32", odd.shape), TensorSpec.contiguous("float32", odd.shape[:3])
+    specs = [q, q, q, TensorSpec.contiguous("bool", mask.shape), None, None]
+    outs = [q, rows] if op == "attention_forward" else [q]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [odd.tobytes(), numbers.tobytes(), numbers.tobytes(), mask.tobytes(), b"", b""]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, specs, outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(odd.shape)
+    assert np.isnan(found[:, :, 0]).all()
+    assert not found[:, :, 1].any()
+    assert np.isfinite(found[:, :, 2]).all()
+    if op == "attention_forward":
+        lse = np.frombuffer(written[1], "f4").reshape(odd.shape[:3])
+        assert np.isnan(lse[..., 0]).all()
+        assert np.isneginf(lse[..., 1]).all()
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx"])
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_the_largest_of_a_window_with_nan_is_nan(harnesses: Harnesses, backend: str, place: int) -> None:
+    """ONNX Runtime's ReduceMax leaves NaN out, as its MaxPool does."""
+    numbers = np.arange(8, dtype="f4").reshape(1, 1, 8)
+    numbers[..., place] = np.nan
+    x, out = TensorSpec.contiguous("float32", (1, 1, 8)), TensorSpec.contiguous("float32", (1, 1, 2))
+    answer, written = harnesses[backend].run(
+        f"{backend}.adaptive_max_pool", "adaptive_max_pool", [x], [out], {"output_size": "2"}, [[numbers.tobytes()]]
+    )
+    assert "error" not in answer
+    one, other = np.frombuffer(written[0], "f4")
+    assert np.isnan(one)
+    assert other == 7.0
