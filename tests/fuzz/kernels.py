@@ -161,14 +161,16 @@ def calls(draw: st.DrawFn, target: Target) -> Call:
 
 def _is_steep(problem: Problem) -> bool:
     """Whether a sum that is rounded goes through a function whose result depends on its last digits."""
-    return "attention" in problem.op or problem.op == "gated_mlp" or bool(problem.attrs.get("activation"))
+    return (
+        "attention" in problem.op or problem.op in ("mla_decode", "gated_mlp") or bool(problem.attrs.get("activation"))
+    )
 
 
 def _hides(problem: Problem) -> bool:
     """Whether elements have a weight of 0 that kernels may multiply or leave out (docs/ops.md): hidden keys, padding,
     and what lies exactly on an element."""
     attrs = problem.attrs
-    if problem.op in ("conv", "conv_transpose"):
+    if problem.op in ("conv", "conv_transpose", "mla_decode"):  # whose lse of a score of infinity is that, or NaN
         return True
     if problem.op == "interpolate":
         return not attrs["mode"].startswith("nearest")
