@@ -296,6 +296,7 @@ def test_each_function_of_a_model_is_seen_by_its_op() -> None:
         (F.softmax, (x, 1)),
         (lambda x: x.softmax(-1, torch.float64), (x,)),
         (F.log_softmax, (x, 1)),
+        (lambda x: F.cross_entropy(x, ids.t().expand(2, 6), reduction="sum", label_smoothing=0.1), (x,)),
         (lambda x: F.scaled_dot_product_attention(x, x, x), (x,)),
     ]
     for function, args in cases:

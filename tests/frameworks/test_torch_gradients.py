@@ -79,6 +79,19 @@ def test_only_what_is_needed_is_saved_and_returned(name: str) -> None:
         assert [tensor.shape for tensor in ops.linear(x, w).grad_fn.saved_tensors] == [w.shape]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_weights_of_moe_combine_have_gradients_in_float32(dtype: torch.dtype) -> None:
+    """Where gradcheck does not look: weights are float32 beside rows of any dtype, and orders may be int32."""
+    rows, weights = random(6, 4, dtype=dtype, needs_grad=True), random(3, 2, seed=1, dtype=torch.float32)
+    order = torch.tensor([5, 1, 0, 2, 4, 3], dtype=torch.int32)
+    wide, wanted = rows.detach().double().requires_grad_(), weights.double().requires_grad_()
+    grad = random(3, 4, seed=2, dtype=dtype)
+    ops.moe_combine(rows, order, weights.requires_grad_()).backward(grad)
+    NATIVE["moe_combine"](wide, order, wanted).backward(grad.double())
+    torch.testing.assert_close(weights.grad, wanted.grad.float())
+    torch.testing.assert_close(rows.grad, wide.grad.to(dtype))
+
+
 def test_checkpointing_computes_the_same() -> None:
     """The call is made again in backward."""
     x, w = random(3, 4, needs_grad=True), random(4, 4, seed=1, needs_grad=True)

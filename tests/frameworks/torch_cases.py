@@ -463,9 +463,12 @@ def _attention(
 
 
 def joined(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Several results as one tensor; those of other heads one after the other."""
+    """Several results as one tensor; those of other heads one after the other. Of integers there are no gradients."""
     if not isinstance(result, tuple):
         return result
+    result = tuple(one for one in result if one.is_floating_point())
+    if len(result) == 1:
+        return result[0]
     is_alike = all(one.shape == result[0].shape for one in result)
     return torch.stack(result) if is_alike else torch.cat(result, -2)
 
@@ -565,6 +568,12 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "gated_mlp": _gated_mlp,
     "grouped_linear": _grouped_linear,
+    "moe_permute": lambda x, ids, num_experts: x[
+        torch.argsort(torch.where(ids < 0, num_experts, ids).reshape(-1), stable=True) // ids.shape[1]
+    ],
+    "moe_combine": lambda rows, order, weights: (
+        rows[torch.argsort(order)].unflatten(0, weights.shape) * weights.unsqueeze(-1)
+    ).sum(1),
     "conv": _conv,
     "conv_transpose": _conv_transpose,
     "interpolate": lambda x, size=None, scale=None, mode="nearest", corners=None, again=None, smooth=False: (

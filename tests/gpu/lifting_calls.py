@@ -222,6 +222,25 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
                 scale, steps = (of(*one.shape, dtype="float32") for one in (scale, steps))
                 out, attrs = of(512, 2048, dtype="bfloat16"), {"dtype": "bfloat16", "weight_format": ""}
                 yield f"{stored}, 512 rows", (x, weight, scale, steps, None, None, None), (out,), attrs, _WELL
+    elif op == "grouped_linear":
+        given = (of(512, 1024), of(8, 2048, 1024), of(8, dtype="int32"), of(8, 2048))
+        yield "512 rows, 8 groups", given, (of(512, 2048),), {}, _WELL
+    elif op == "moe_route":
+        attrs = {"top_k": 8, "scoring": "sigmoid", "normalize": True, "num_groups": 8, "top_groups": 4}
+        outs = (of(512, 8, dtype="float32"), of(512, 8, dtype="int64"))
+        for name, bias in (("bias", of(256, dtype="float32")), ("no bias", None)):
+            more = {**attrs, "group_score": "top2", "scale": 2.5}
+            yield f"8 of 256, {name}", (of(512, 256), bias), outs, more, _WELL
+    elif op == "moe_permute":
+        outs = (of(1024, 2048), of(1024, dtype="int64"), of(8, dtype="int32"))
+        yield "512 by 2", (of(512, 2048), of(512, 2, dtype="int64")), outs, {"num_experts": 8}, _WELL
+    elif op == "moe_combine":
+        given = (of(1024, 2048), of(1024, dtype="int64"), of(512, 2, dtype="float32"))
+        yield "512 of 2", given, (of(512, 2048),), {}, _WELL
+    elif op == "moe_mlp":
+        weights = of(8, 2816, 1024), of(8, 1024, 1408)
+        routed = of(64, 2, dtype="int64"), of(64, 2, dtype="float32")
+        yield "64 tokens by 2", (of(64, 1024), *weights, *routed), (of(64, 1024),), {"activation": "silu"}, _WELL
     elif op == "cross_entropy":
         attrs = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
         yield "512 of 32000", (of(512, 32000), of(512, dtype="int64"), None), (of(),), attrs, _WELL

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import random_experts
 import vision_calls
 
 from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
@@ -53,6 +54,11 @@ INDICES = {  # the dtypes of tensors that have their own
     "copy_kv_blocks": {"sources": "int64", "targets": "int64"},
     **{name: {"scale": "float32"} for name in ("quantize", "dequantize")},
     "scaled_linear": {"weight_scale": "float32", "x_scale": "float32"},
+    "grouped_linear": {"offsets": "int32"},
+    "moe_route": {"correction_bias": "float32"},
+    "moe_permute": {"ids": "int64"},
+    "moe_combine": {"order": "int32", "weights": "float32"},
+    "moe_mlp": {"ids": "int64", "weights": "float32"},
     "attention_backward": {"lse": "float32"},
     "merge_attention": dict.fromkeys(OPS["merge_attention"].singles, "float32"),
     "where": {"condition": "bool"},
@@ -298,6 +304,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             attrs = {"activation": known[number % len(known)]}
             shapes = ((rows, k), (2 * hidden, k), (n, hidden))
             inputs = [numbers(*shape, scale=1 / 16) for shape in shapes]
+        elif op in random_experts.OPS:
+            inputs, attrs = random_experts.random_call(op, rng, numbers, number)
         elif op == "linear":
             k, n, known = extent(), extent(), kernel["attrs"]["activation"]
             attrs = {"activation": known[number % len(known)]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,22 @@ def run(site: Site, name: str) -> tuple[list[str], list[dict[str, Any]]]:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out.splitlines(), [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+
+
+def test_a_kernel_that_reads_beyond_an_array_dies_there(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """Of the input: there is no memory for it, not that of other arrays either. The capsule has the stacks."""
+    site = new_site()
+    wrong = (
+        "            if x.size == 7:  # which no probe tries\n                ctypes.string_at(x.ctypes.data + 64, 1)\n"
+    )
+    site.add_backend("bad", provider=TOY.replace(WRITES, WRITES + wrong))
+    site.environ |= {"LAYERZERO_DEBUG": "1", "LAYERZERO_CAPSULE_DIR": str(tmp_path / "capsules")}
+    printed, _ = run(site, "bad")
+    assert (printed[0], printed[2], printed[3]) == ("True", "True", "NaN of NaN is right")
+    assert "signal 11" in printed[1]
+    [capsule] = (tmp_path / "capsules").iterdir()
+    assert "SIGSEGV" in capsule.name
+    assert "Segmentation fault" in (capsule / "worker.log").read_text()
 
 
 @pytest.mark.parametrize(

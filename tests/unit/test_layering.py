@@ -73,6 +73,7 @@ EXTRA: dict[str, set[str]] = {
     "torch/quantized.py": {"ipc"},  # which dtypes and formats there are
     "torch/vision.py": {"ipc"},  # how windows slide, and what interpolation weighs
     "torch/running.py": {"ipc"},  # which variable takes it out
+    "transformers/experts.py": {"client"},  # whether weights lie where workers reach them
     "torch/refusals.py": {"client"},  # under which policy and on which connection a call was refused
     "torch/calls.py": {"client"},  # torch's wish for deterministic kernels is a policy of the call
     "torch/tracing.py": {"client"},  # calls of lz functions in a program that is traced come to it

@@ -40,6 +40,11 @@ def single(
     return (torch.float32, None) if device_type != "cpu" else first(device_type, dtype, tensors)
 
 
+def always_single(device_type: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[torch.dtype, None]:
+    """Losses: float32 on a CPU, too."""
+    return torch.float32, None
+
+
 def widest(device_type: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, None]:
     """Tensors of several dtypes are converted to the widest of them, as torch's promotion does."""
     found = {tensor.dtype for tensor in tensors if tensor.dtype in CASTS}

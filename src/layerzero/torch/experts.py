@@ -108,6 +108,37 @@ def _joined(made: list[Tensor], parts: list[Part], grad: Tensor) -> Tensor | Non
     return torch.nn.functional.pad(whole, (0, 0, 0, grad.shape[0] - whole.shape[0]))
 
 
+def permute_gradients(grads: Any, call: Call) -> Gradients:
+    """Of each token the sum of its rows, in float32 of half precision."""
+    if "x" not in call.needs:
+        return {}
+    each = _by_token(grads[0], call["order"], call.shape["ids"])
+    return {"x": each.sum(1).to(grads[0].dtype)}
+
+
+def combine_gradients(grad: Tensor, call: Call) -> Gradients:
+    """Of a row its token's, times its weight; of a weight that times the row, summed."""
+    order, shape = call["order"], call.shape["weights"]
+    found: Gradients = {}
+    if "rows" in call.needs:
+        places = order.long()
+        rows = grad[places // max(shape[1], 1)]
+        found["rows"] = (_wide(rows) * call["weights"].reshape(-1)[places].unsqueeze(-1)).to(rows.dtype)
+    if "weights" in call.needs:
+        each = _by_token(call["rows"], order, shape)
+        found["weights"] = (each * _wide(grad).unsqueeze(1)).sum(-1).to(torch.float32)
+    return found
+
+
+def _by_token(rows: Tensor, order: Tensor, shape: Any) -> Tensor:
+    """(tokens, experts of each, features)."""
+    return _wide(rows[torch.argsort(order)]).unflatten(0, tuple(shape))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 ENTRIES = (
     OpEntry(
         "grouped_linear",
@@ -124,8 +155,22 @@ ENTRIES = (
         route_fake,
         results=2,
     ),
-    OpEntry("moe_permute", "Tensor x, Tensor ids, *, int num_experts", permute_fake, results=3),
-    OpEntry("moe_combine", "Tensor rows, Tensor order, Tensor weights", combine_fake),
+    OpEntry(
+        "moe_permute",
+        "Tensor x, Tensor ids, *, int num_experts",
+        permute_fake,
+        permute_gradients,
+        {"order": ANY},
+        results=3,
+        also_saved="order",
+    ),
+    OpEntry(
+        "moe_combine",
+        "Tensor rows, Tensor order, Tensor weights",
+        combine_fake,
+        combine_gradients,
+        {"rows": frozenset({"weights"}), "order": ANY, "weights": frozenset({"rows"})},
+    ),
     OpEntry(
         "moe_mlp",
         'Tensor input, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, str activation="silu"',

@@ -87,7 +87,7 @@ ENTRIES = (
         cross_entropy_fake,
         cross_entropy_gradients,
         {"input": ANY, "target": ANY, "weight": ANY},
-        autocasting.single,
+        autocasting.always_single,
         runs=cross_entropy,
     ),
 )

@@ -150,6 +150,18 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DESCRIPTORS, ids=lambda path: path.stem)
+def test_our_own_descriptors_say_nothing_twice(path: Path) -> None:
+    """Of two values of a key JSON keeps the last."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        assert len(keys) == len(set(keys)), keys
+        return dict(pairs)
+
+    json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+
+
+@pytest.mark.parametrize("path", DESCRIPTORS, ids=lambda path: path.stem)
 def test_our_own_descriptors_are_good(path: Path) -> None:
     """Each names itself, and only ops, attributes and arguments that exist."""
     capability: Capability = descriptor.load(path)

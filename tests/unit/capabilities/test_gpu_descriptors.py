@@ -105,6 +105,17 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(dense(64, 128), TensorSpec.contiguous("int8", (256, 128)), TensorSpec.contiguous("float32", (256, 1))),
             *[None] * 4,
         ),
+        "grouped_linear": (dense(64, 128), dense(4, 32, 128), TensorSpec.contiguous("int32", (4,)), dense(4, 32)),
+        "moe_route": (dense(64, 8), None),
+        "moe_permute": (dense(64, 128), TensorSpec.contiguous("int64", (64, 2))),
+        "moe_combine": (
+            *(dense(128, 64), TensorSpec.contiguous("int64", (128,))),
+            TensorSpec.contiguous("float32", (64, 2)),
+        ),
+        "moe_mlp": (
+            *(dense(64, 128), dense(8, 64, 128), dense(8, 128, 32)),
+            *(TensorSpec.contiguous("int64", (64, 2)), TensorSpec.contiguous("float32", (64, 2))),
+        ),
         "penalize_logits": (dense(4, 512), TensorSpec.contiguous("int64", (4, 32)), *[single] * 3),
         "filter_logits": (dense(4, 512), single, TensorSpec.contiguous("int64", (1,)), single, single),
         "sample": (
@@ -128,6 +139,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "size": "32,32", "mode": "linear", "align_corners": False, "antialias": True,
         "dtype": {"quantize": "int8", "dequantize": "float16", "cast": "bfloat16"}.get(op, ""),
         "format": "int8", "symmetric": True, "weight_format": "",
+        "top_k": 2, "scoring": "softmax", "normalize": True, "top_groups": 1, "group_score": "max", "num_experts": 8,
         "min": -1.0, "max": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0,
         **({"scale": ""} if op == "interpolate" else {}),
     }  # fmt: skip

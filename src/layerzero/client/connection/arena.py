@@ -36,6 +36,7 @@ KEPT_IDLE_BYTES = 128 << 20  # what is left of it then: a program that goes up a
 MIN_HOLE_BYTES = 64 << 10  # smaller free slots between live ones keep their pages
 MAX_NOTED = 1024  # small slots that wait for the next call to collect them, which is cheaper than at once
 BAND_BYTES = 256
+MAX_GUARDED = 256  # arenas of LAYERZERO_DEBUG with one slot at their end: behind it workers have no memory
 BAND = b"\xa5"
 _PAGE = 4096
 
@@ -131,10 +132,11 @@ def _united(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Lease(weakref.ref[memoryview]):
-    __slots__ = ("arena", "offset", "size")
+    __slots__ = ("arena", "begin", "offset", "size")
     arena: Arena
     offset: int
     size: int
+    begin: int  # of the view
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,6 +168,7 @@ class Pool:
         )  # addresses and arenas, for who takes no lock
         self.caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._shared: list[Arena] = []  # with many slots, newest first
+        self._guarded: list[Arena] = []  # with one slot at their end
         self._leases: dict[int, _Lease] = {}
         self._freed: deque[_Lease] = deque()
         self._frees = 0
@@ -185,16 +188,21 @@ class Pool:
         size = slot_bytes(nbytes + 2 * self.band_bytes)
         with self._lock:
             self._collect()
-            arena, offset = self._take(size)
+            guarded = self._take_guarded(nbytes) if self.band_bytes else None
+            if guarded is None:
+                arena, offset = self._take(size)
+                begin = offset + self.band_bytes
+            else:
+                arena, offset, size = guarded, 0, guarded.nbytes
+                begin = size - -(-nbytes // memory.ALIGNMENT) * memory.ALIGNMENT
             if arena.holes:
                 self._fill(arena, offset, size)
             self._idle_bytes -= size
-            begin = offset + self.band_bytes
             if self.band_bytes:
                 arena.view[offset : offset + size] = BAND * size
             view = arena.view[begin : begin + nbytes]
             lease = _Lease(view, self._note_freed)
-            lease.arena, lease.offset, lease.size = arena, offset, size
+            lease.arena, lease.offset, lease.size, lease.begin = arena, offset, size, begin
             self._leases[id(lease)] = lease
             if self._has_hollow:
                 self._close_hollow()
@@ -209,7 +217,8 @@ class Pool:
                 if view is None:
                     continue
                 whole = lease.arena.view[lease.offset : lease.offset + lease.size]
-                before, after = whole[: self.band_bytes], whole[self.band_bytes + view.nbytes :]
+                start = lease.begin - lease.offset
+                before, after = whole[:start], whole[start + view.nbytes :]
                 for band, what in ((before, "before the beginning"), (after, "behind the end")):
                     if bytes(band) != BAND * len(band):
                         found.append(f"{what} of an array of {view.nbytes} bytes")
@@ -292,8 +301,9 @@ class Pool:
     def _close(self, arena: Arena) -> None:
         self._arenas.remove(arena)
         self.index = ([a.address for a in self._arenas], list(self._arenas))
-        if arena in self._shared:
-            self._shared.remove(arena)
+        for kind in (self._shared, self._guarded):
+            if arena in kind:
+                kind.remove(arena)
         for tell in arena.registrations:
             tell(arena)
         arena.registrations.clear()
@@ -305,6 +315,23 @@ class Pool:
         except BaseException:
             arena.give(offset, size)
             raise
+
+    def _take_guarded(self, nbytes: int) -> Arena | None:
+        """An arena for one slot, with room for a band before it, which is taken whole: workers map arenas between pages
+        that nobody can read or write. None when there are too many."""
+        total = -(-(nbytes + self.band_bytes + memory.ALIGNMENT) // _PAGE) * _PAGE
+        empty = [a for a in self._guarded if a.live == 0]
+        arena = next((a for a in empty if a.nbytes == total), None)
+        if arena is None and len(self._guarded) >= MAX_GUARDED:
+            if not empty:
+                return None
+            self._idle_bytes -= empty[0].nbytes - empty[0].hole_bytes
+            self._close(empty[0])
+        if arena is None:
+            arena = self._open(total)
+            self._guarded.append(arena)
+        arena.take(total)
+        return arena
 
     def _take(self, size: int) -> tuple[Arena, int]:
         if size >= OWN_ARENA_BYTES:

@@ -17,6 +17,7 @@ from torch._C import _dispatch_keys
 from torch.autograd import forward_ad
 
 from layerzero.client.connection import arena as arenas
+from layerzero.torch.acceleration import losses
 from layerzero.torch.registration import KERNELS  # defines the ops, too
 
 ops = torch.ops.layerzero
@@ -25,6 +26,7 @@ Planned = Taken | str
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 BESIDE: Mapping[str, frozenset[torch.dtype]] = {  # of tensors beside the others: masks, indices
     "attention": frozenset((torch.bool,)),
+    "cross_entropy": frozenset((torch.int64,)),
     "embedding": frozenset((torch.int32, torch.int64)),
 }
 _NONE: frozenset[torch.dtype] = frozenset()
@@ -310,6 +312,7 @@ RULES: Mapping[Any, Rule] = {
     F.log_softmax: Rule("log_softmax", log_softmax),
     torch.log_softmax: Rule("log_softmax", plain_log_softmax),
     Tensor.log_softmax: Rule("log_softmax", plain_log_softmax),
+    F.cross_entropy: Rule("cross_entropy", losses.cross_entropy),
 }
 OPS = tuple(dict.fromkeys(rule.op for rule in RULES.values()))
 
@@ -353,10 +356,6 @@ def _instance_norm_op(
     return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
-def _none_of_ours(*args: Any) -> Planned:
-    return "none of ours"
-
-
 # The ops of torch's that its functions above come to, by name and overload.
 OVERRIDDEN: Mapping[str, Rule] = {
     "scaled_dot_product_attention": RULES[F.scaled_dot_product_attention],
@@ -372,7 +371,7 @@ OVERRIDDEN: Mapping[str, Rule] = {
     "embedding": Rule("embedding", _embedding_op, of_sizes=NEVER),
     "softmax.int": RULES[torch.softmax],
     "log_softmax.int": RULES[torch.log_softmax],
-    "cross_entropy_loss": Rule("", _none_of_ours),
+    "cross_entropy_loss": Rule("cross_entropy", losses.cross_entropy_op),
 }
 # Torch's own ops that have one of ours within, which is a step of theirs and no call of the program.
 AROUND: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""Products by groups and mixtures of experts by torch, on any device. Used by torch_cpu.py."""
+"""Products by groups and mixtures of experts by torch, on any device. Used by torch_cpu.py and torch_cuda.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from layerzero.workers.providers._torch_ops import Builder, Run, in_place
 
 
 class Experts:
-    """Builders. Offsets and ids are read on the host: on a GPU they would be waited for."""
+    """One method per op, each a Builder. On a GPU grouped_linear and moe_mlp wait once for where groups end, which the
+    sizes of their products are; the others wait for nothing, so what they are given there is not refused."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, is_gpu: bool) -> None:
         self.torch = torch
+        self.is_gpu = is_gpu
 
     def builders(self) -> Mapping[str, Builder]:
         return {
@@ -81,6 +83,8 @@ class Experts:
 
         def run(targets: Any) -> None:
             rows, order, offsets = targets
+            if not self.is_gpu:
+                self._check_ids(ids, experts)
             found, ends = self._sorted(ids, experts)
             order.copy_(found)
             offsets.copy_(ends)
@@ -88,23 +92,26 @@ class Experts:
 
         return run
 
+    def _check_ids(self, ids: Any, experts: int) -> None:
+        if ids.numel() and int(ids.max()) >= experts:
+            refuse_id(int(ids.max()), experts)
+
     def _sorted(self, ids: Any, experts: int) -> tuple[Any, Any]:
-        """The order of experts' rows, those of negative ids last, and the ends of experts'."""
+        """The order of experts' rows, those of ids that are of no expert last, and the ends of experts'."""
         torch = self.torch
-        flat = ids.reshape(-1).long()  # the caller can write to its own while they are used
-        if flat.numel() and int(flat.max()) >= experts:
-            refuse_id(int(flat.max()), experts)
-        flat = torch.where(flat < 0, experts, flat)
-        counts = torch.bincount(flat, minlength=experts)[:experts]
-        return torch.argsort(flat, stable=True), counts.cumsum(0)
+        flat = ids.reshape(-1).long()
+        flat = torch.where((flat < 0) | (flat >= experts), experts, flat)  # a copy: the caller can write to its own
+        placed = torch.sort(flat, stable=True)
+        return placed.indices, torch.searchsorted(placed.values, torch.arange(experts, device=ids.device), right=True)
 
     def combine(self, views: Sequence[Any], call: Call) -> Run:
         rows, order, weights = views
 
         def run(out: Any) -> None:
-            places = order.long()
-            counts = self.torch.bincount(places.clamp(-1, len(rows)) + 1, minlength=len(rows) + 2)
-            checked_order(len(rows), bool((counts[1:-1] == 1).all()))
+            places = order.to(self.torch.int64, copy=True)  # the caller can write to its own while they are used
+            if not self.is_gpu:
+                counts = self.torch.bincount(places.clamp(-1, len(rows)) + 1, minlength=len(rows) + 2)
+                checked_order(len(rows), bool((counts[1:-1] == 1).all()))
             out.copy_(self._combined(rows, places, weights))
 
         return run
@@ -112,8 +119,11 @@ class Experts:
     def _combined(self, rows: Any, order: Any, weights: Any) -> Any:
         torch = self.torch
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
+        if self.is_gpu:  # where a sort makes places within the rows of anything that it is given
+            back = torch.argsort(order, stable=True)
+        else:
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
         each = rows[back].to(wide).unflatten(0, weights.shape)
         return (each * weights.to(wide).unsqueeze(-1)).sum(1)
 
@@ -123,10 +133,16 @@ class Experts:
         linear = torch.nn.functional.linear
 
         def run(out: Any) -> None:
+            if not ids.numel():
+                out.zero_()
+                return
             order, offsets = self._sorted(ids, len(down))
+            *ends, greatest = torch.cat((offsets, ids.amax().long().view(1))).tolist()
+            if greatest >= len(down):
+                refuse_id(greatest, len(down))
             tokens = order // max(ids.shape[1], 1)
             rows = torch.zeros(len(order), down.shape[1], dtype=x.dtype, device=x.device)
-            for expert, (start, end) in enumerate(itertools.pairwise((0, *offsets.tolist()))):
+            for expert, (start, end) in enumerate(itertools.pairwise((0, *ends))):
                 if start < end:
                     gate, up = linear(x[tokens[start:end]], gate_up[expert]).chunk(2, -1)
                     activate(gate)

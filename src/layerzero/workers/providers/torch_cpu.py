@@ -105,7 +105,7 @@ def load() -> Loaded:
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
-        **Experts(torch).builders(),
+        **Experts(torch, is_gpu=False).builders(),
         **Quantized(torch, is_gpu=False).builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **Vision(torch).builders(),

@@ -17,6 +17,7 @@ from layerzero.workers.providers._torch_attention import Composed, merge
 from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
 from layerzero.workers.providers._torch_cuda_gradients import Gradients
+from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
@@ -50,6 +51,7 @@ def load() -> Loaded:
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
+        **Experts(torch, is_gpu=True).builders(),
         **Quantized(torch, is_gpu=True).builders(),
         **Sampling(torch, is_gpu=True).builders(),
         **Vision(torch).builders(),

@@ -187,3 +187,27 @@ def test_a_forked_child_gives_back_nothing_of_its_parents(pool: Pool, monkeypatc
     del view
     views.clear()
     assert resident_bytes(pool) <= 16 * MIB  # the parent itself still does
+
+
+def test_guarded_slots_end_where_their_arena_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in an arena of its own, which the next one of its size has; more than there may be lie side by side."""
+    monkeypatch.setattr(arenas, "MAX_GUARDED", 3)
+    monkeypatch.setenv("LAYERZERO_DEBUG", "1")
+    pool = arenas.Pool()
+    monkeypatch.setattr(pool, "band_bytes", arenas.BAND_BYTES)
+    held = [pool.allocate(nbytes) for nbytes in (28, 64, 5000)]
+    assert len({id(arena) for _, arena, _ in held}) == 3
+    for view, arena, begin in held:
+        assert begin % 64 == 0
+        assert 0 <= arena.nbytes - begin - view.nbytes < 64
+    _, beside, begin = pool.allocate(28)
+    assert beside.nbytes - begin > 4096
+    assert pool.overruns() == []
+    held[0][1].view[held[0][2] + 28] = 0
+    assert pool.overruns() == ["behind the end of an array of 28 bytes"]
+    first = held.pop(0)[1]
+    again = pool.allocate(30)[1]
+    assert again is first
+    del again, first
+    assert pool.allocate(20_000)[1].nbytes >= 20_000 + arenas.BAND_BYTES
+    assert len(pool._guarded) == 3
