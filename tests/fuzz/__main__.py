@@ -56,6 +56,8 @@ def fuzz(target: str, seconds: int, keep: Path, seed: int = 0) -> dict[str, Any]
                 f"-seed={seed}",
                 f"-max_len={MAX_BYTES}",
                 "-timeout=60",
+                "-rss_limit_mb=8192",  # what libFuzzer reads is no less than the peak of the process that started it
+                "-malloc_limit_mb=2048",
                 f"-artifact_prefix={kept}/",
                 str(kept / "corpus"),
                 str(CORPUS / target),
