@@ -171,6 +171,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _left_to_rest() -> None:
+    """What earlier modules have left, caches and all, need not be looked at by each gc.collect() of this one's tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After the test: no process, descriptor, arena or slot that was not there before."""
