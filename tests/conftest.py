@@ -173,7 +173,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_to_rest() -> None:
-    """What earlier modules have left, caches and all, need not be looked at by each gc.collect() of this one's tests."""
+    """What earlier modules have left, caches and all, is not looked at by each gc.collect() of this one's tests."""
     gc.collect()
     gc.freeze()
 
