@@ -34,7 +34,7 @@ class Streamless:
 
     def __dlpack__(self, **_: Any) -> Any:
         x = self.owner
-        return GpuExport(x.data.ptr, "float32", x.shape, 0, lambda stream: None, (self, x)).__dlpack__()
+        return GpuExport(x.data.ptr, "float32", x.shape, 0, lambda stream: synchronize(), (self, x)).__dlpack__()
 
     @staticmethod
     def from_dlpack(export: Any) -> Any:
