@@ -133,24 +133,13 @@ def test_a_call_that_nobody_can_serve_is_kept_and_its_error_names_it(new: Sites,
     assert capsule.name in str(error.value.report)  # type: ignore[attr-defined]
 
 
-def test_a_call_that_hangs_is_kept_with_the_stacks_of_its_worker(new: Sites, capsules: Path, tmp_path: Path) -> None:
-    """By the worker's own faulthandler, and by py-spy where the broker finds one."""
-    spy = tmp_path / "bin" / "py-spy"
-    spy.parent.mkdir()
-    spy.write_text('#!/bin/sh\necho "spied: $*"\n')
-    spy.chmod(0o755)
+def test_a_call_that_hangs_is_kept(new: Sites, capsules: Path) -> None:
     site = new(timeout_s=0.5)
-    site.environ["PATH"] = f"{spy.parent}{os.pathsep}{os.environ['PATH']}"
     site.connect()
     site.wait_ready("alpha", "beta")
     with pytest.raises(lz_.DeadlineExceeded):
         lz_.silu(deadly(HANG, 4, 4), backend="alpha")
-    capsule = only(capsules)
-    assert capsule.failed.kernel_id.startswith("alpha.")
-    said = (capsules / capsule.name / form.LOG).read_text()
-    assert "most recent call first" in said
-    assert "toy.py" in said
-    assert "spied: dump --nonblocking --pid" in said
+    assert only(capsules).failed.kernel_id.startswith("alpha.")
 
 
 def test_a_failure_like_one_of_before_is_kept_once(new: Sites, capsules: Path) -> None:

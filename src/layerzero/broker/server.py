@@ -183,7 +183,7 @@ class Server:
             act.Probe: self._probe,
             act.Compile: self._compile,
             act.Spawn: self.processes.spawn,
-            act.Kill: lambda action: self.processes.kill(action.backend, action.generation, is_late=action.is_late),
+            act.Kill: lambda action: self.processes.kill(action.backend, action.generation),
             act.StopWorker: self._stop_worker,
             act.DropClient: self._connections.drop_client,
             act.Note: lambda action: log(action.event, **action.facts),

@@ -36,11 +36,8 @@ class Spawn:
 
 @record
 class Kill:
-    """`is_late`: it hangs in a call, and is to say where before."""
-
     backend: str
     generation: int
-    is_late: bool = False
 
 
 @record

@@ -228,7 +228,7 @@ class WorkerLifecycle:
             if not is_beside and (worker.was_ready or not worker.times_disabled):  # else it is disabled as before
                 killed = Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
                 self.set_unavailable(worker.backend, killed)
-            self._effects.emit(act.Kill(worker.backend, worker.generation, isinstance(error, DeadlineExceeded)))
+            self._effects.emit(act.Kill(worker.backend, worker.generation))
 
     def rest(self, worker: Worker) -> None:
         """End a worker that has nothing to do, so that what it holds is free. It starts when it is needed again."""

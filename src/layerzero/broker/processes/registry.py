@@ -13,7 +13,7 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.poller import Poller
-from layerzero.broker.processes import stacks, supervisor
+from layerzero.broker.processes import supervisor
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.ipc import oom
@@ -146,14 +146,11 @@ class Processes:
         for process in self._live.values():
             process.bound_log()
 
-    def kill(self, backend: str, generation: int, *, is_late: bool = False) -> None:
-        """Its end is seen later. Nothing happens when it has ended already. `is_late`: one of ours says first in its
-        log where it hangs."""
+    def kill(self, backend: str, generation: int) -> None:
+        """Its end is seen later. Nothing happens when it has ended already."""
         process = self.get((backend, generation))
         if isinstance(process, RemoteWorker):
             self._joined.kill(process)
-        elif process is not None and is_late:
-            stacks.tell_then_kill(process)
         elif process is not None:
             process.kill()
 

@@ -271,7 +271,7 @@ def test_deadline_kills_and_falls_back_only_after_the_exit() -> None:
     driver = Driver("alpha", "beta")
     run = driver.serve(1, timeout_s=2.0)
     assert driver.state.wakeup_s == driver.now_s + 2.0
-    assert driver.tick(2.0) == [act.Kill("alpha", 1, is_late=True)]
+    assert driver.tick(2.0) == [act.Kill("alpha", 1)]
     assert driver.ran(run) == []  # too late to count
     assert driver.state.lifecycle.stale == 1
     assert kinds(driver.dies("alpha", run.dispatch, exit_code=-9)) == ["Probe"]
@@ -288,7 +288,7 @@ def test_deadline_counts_from_the_point_of_a_call() -> None:
     driver.now_s += 1.5
     driver.ran(first)
     assert driver.tick(1.5) == []
-    assert driver.tick(0.5) == [act.Kill("alpha", 1, is_late=True)]
+    assert driver.tick(0.5) == [act.Kill("alpha", 1)]
 
 
 def test_only_the_overdue_call_is_blamed_for_a_deadline() -> None:

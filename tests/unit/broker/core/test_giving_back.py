@@ -36,7 +36,7 @@ def test_memory_of_a_client_that_left_is_closed_after_a_confirmed_exit() -> None
     driver = Driver("alpha")
     driver.serve(1, timeout_s=2.0)
     driver(ev.ClientLeft(CLIENT))
-    assert driver.tick(2.0) == [act.Kill("alpha", 1, is_late=True)]
+    assert driver.tick(2.0) == [act.Kill("alpha", 1)]
     assert driver.dies("alpha", 1, exit_code=-9) == [act.CloseArena(1, 1)]
 
 

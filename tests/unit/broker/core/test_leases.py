@@ -429,7 +429,7 @@ def test_pinned_call_gets_the_death_of_its_lane() -> None:
 def test_overdue_call_of_a_lane_is_killed_and_falls_back_as_a_deadline() -> None:
     """Its client watches the clock; only the broker can kill. A deadline is no crash."""
     driver = settled("alpha", "beta")
-    assert driver(ev.LaneOverdue(CLIENT, 1, 1, 2.0, 4)) == [act.Kill("alpha", 1, is_late=True), act.RevokeLane(1, 1)]
+    assert driver(ev.LaneOverdue(CLIENT, 1, 1, 2.0, 4)) == [act.Kill("alpha", 1), act.RevokeLane(1, 1)]
     driver.dies("alpha", mark(1, 4), exit_code=-9)
     driver.call(8, after_lane=1, after_call=4)
     (call,) = driver.state.workers["beta"].waiting
@@ -461,7 +461,7 @@ def test_calls_that_no_control_page_names_end_few_workers(nonsense: str) -> None
     can write the lane's page."""
     driver = settled("alpha", backoff_s=0.0)
     claim = ev.LaneOverdue(CLIENT, 1, 1, 60.0, 4, is_running=False, nonsense=nonsense)
-    assert driver(claim) == [act.Kill("alpha", 1, is_late=not nonsense), act.RevokeLane(1, 1)]
+    assert driver(claim) == [act.Kill("alpha", 1), act.RevokeLane(1, 1)]
     client = driver.state.clients[CLIENT]
     assert len(client.forced_s) == 1
     client.forced_s.extend([driver.now_s] * (MAX_FORCED - 1))
@@ -469,7 +469,7 @@ def test_calls_that_no_control_page_names_end_few_workers(nonsense: str) -> None
     other.state.clients[CLIENT].forced_s.extend([other.now_s] * MAX_FORCED)
     assert other(claim) == []
     other.now_s += FORCED_WINDOW_S + 1
-    assert other(claim)[0] == act.Kill("alpha", 1, is_late=not nonsense)
+    assert other(claim)[0] == act.Kill("alpha", 1)
 
 
 def waiting_head(**more: float) -> tuple[Driver, act.Run]:
@@ -489,7 +489,7 @@ def test_head_that_waits_for_a_call_of_a_lane_gets_more_time() -> None:
     assert look(driver, 2.0, mark(1, 4)) == []
     assert driver.state.wakeup_s <= driver.now_s + 2.0
     assert look(driver, 2.0, mark(1, 5)) == []
-    assert look(driver, 2.0, 4) == [act.Kill("alpha", 1, is_late=True), act.RevokeLane(1, 1)]
+    assert look(driver, 2.0, 4) == [act.Kill("alpha", 1), act.RevokeLane(1, 1)]
 
 
 def test_call_of_a_lane_that_others_wait_for_ends_in_the_end() -> None:

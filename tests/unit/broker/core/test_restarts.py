@@ -219,7 +219,7 @@ def test_deadlines_hold_during_shutdown() -> None:
     driver = Driver("alpha")
     driver.serve(1, timeout_s=2.0)
     driver(ev.ShutdownAsked())
-    assert driver.tick(2.0) == [act.Kill("alpha", 1, is_late=True)]
+    assert driver.tick(2.0) == [act.Kill("alpha", 1)]
 
 
 def test_memory_of_those_who_left_is_closed_at_shutdown() -> None:
