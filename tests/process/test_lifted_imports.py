@@ -3,6 +3,7 @@ threads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from layerzero.client.gpu.lifting import loaded
 from layerzero.envs import signing
 from layerzero.envs.lifted import folder as folders
 from layerzero.envs.lifted.contents import ExportedCall
+from layerzero.ipc.lifting.form import Lifted
+from layerzero.ipc.lifting.results import Trials
 from layerzero.ipc.lifting.specimen import SEEDS
 
 __all__ = ["exported", "importer", "kernels", "lifted_site", "lifted_store", "soft"]
@@ -151,15 +154,20 @@ def test_another_machine_serves_none_of_it(
     assert site.backend("one")["unavailable"]["code"] == "LIFTED_ELSEWHERE"
 
 
-def signed_again(exported: Exported, to: Path, **changes: Any) -> Exported:
-    """The folder with other fields in each call."""
+def zeros(lifted: Lifted) -> Trials:
+    """As numbers, where digests belong."""
+    return dict.fromkeys(SEEDS, tuple(bytes(out.span_bytes) for out in lifted.outputs))
+
+
+def signed_again(exported: Exported, to: Path, trials: Callable[[Lifted], Trials]) -> Exported:
+    """The folder with other trials of each call."""
     parts: dict[str, bytes] = {}
     for path in sorted(exported.folder.glob("*/*")):
         name = path.relative_to(exported.folder).as_posix()
         parts[name] = path.read_bytes()
         if name.startswith("calls/"):
             call = ExportedCall.unpack(parts[name], path.name)
-            parts[name] = ExportedCall(call.lifted, call.what, changes["trials"]).pack()
+            parts[name] = ExportedCall(call.lifted, call.what, trials(call.lifted)).pack()
     folders.write(to, iter(parts.items()), signing.read_private(exported.key))
     return exported._replace(folder=to)
 
@@ -167,7 +175,7 @@ def signed_again(exported: Exported, to: Path, **changes: Any) -> Exported:
 def test_what_does_not_work_here_is_not_used(exported: Exported, importer: Importers, tmp_path: Path) -> None:
     """Whoever signed it. Another import of that name is tried anew."""
     site = importer()
-    wrong = signed_again(exported, tmp_path / "wrong", trials=dict.fromkeys(SEEDS, ("00",)))
+    wrong = signed_again(exported, tmp_path / "wrong", trials=lambda _: dict.fromkeys(SEEDS, ("00",)))
     assert take(site, wrong, "--name", "a").returncode == DONE
     site.connect()
     x, values = randn(32, 32)
@@ -188,12 +196,16 @@ def test_what_is_refused_leaves_nothing(exported: Exported, importer: Importers,
     shown = run(site, "import", str(exported.folder))
     assert (shown.returncode, shown.stdout) == (FAILED, "")
     assert "trust its key if it is to be trusted" in shown.stderr.splitlines()[0]
-    harmed = signed_again(exported, tmp_path / "harmed", trials=dict.fromkeys(SEEDS, ("aa",)))
+    harmed = signed_again(exported, tmp_path / "harmed", trials=lambda _: dict.fromkeys(SEEDS, ("aa",)))
     (code,) = (harmed.folder / "code").iterdir()
     code.write_bytes(b"soft:")
     shown = take(site, harmed)
     assert (shown.returncode, shown.stdout) == (FAILED, "")
     assert "export it again" in shown.stderr.splitlines()[0]
+    loose = signed_again(exported, tmp_path / "loose", trials=zeros)
+    shown = take(site, loose)
+    assert (shown.returncode, shown.stdout) == (FAILED, "")
+    assert "repeats its bytes, and has numbers to compare" in shown.stderr
     assert data(run(site, "list", "--json"))["imports"] == []
     (harmed.folder / folders.SIGNATURE).unlink()
     assert run(site, "import", str(harmed.folder)).returncode == FAILED

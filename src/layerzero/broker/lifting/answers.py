@@ -9,6 +9,7 @@ from layerzero.broker.lifting.known import Known
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.results import has_samples
 from layerzero.ipc.lifting.specimen import MAX_BYTES, SEEDS, Specimen
 from layerzero.ipc.shm import memory
 
@@ -26,8 +27,9 @@ PASSING = frozenset(
 )
 
 
-def specimen_of(known: Known, data: bytes) -> Specimen:
-    """The specimen of the call that its worker was asked for. Raises ProtocolError."""
+def specimen_of(known: Known, data: bytes, *, is_repeatable: bool) -> Specimen:
+    """The specimen of the call that its worker was asked for; `is_repeatable` as in messages.Lift. Raises
+    ProtocolError."""
     specimen = Specimen.unpack(data)
     lifted = specimen.lifted
     if lifted.kernel_id != known.kernel_id:
@@ -36,6 +38,8 @@ def specimen_of(known: Known, data: bytes) -> Specimen:
         raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
     if set(specimen.trials) != set(() if known.is_compared else SEEDS):
         raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
+    if is_repeatable and has_samples(specimen.trials):
+        raise ProtocolError(f"{known.kernel_id} repeats its bytes, by its descriptor, and has numbers to compare")
     return specimen
 
 

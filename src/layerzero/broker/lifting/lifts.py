@@ -355,7 +355,8 @@ class Lifts:
             if len(fds) != 1:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
             data = bytes_of(fds[0])
-            specimen = specimen_of(known, data)
+            is_repeatable = self._state.engine.kernel(known.kernel_id).deterministic
+            specimen = specimen_of(known, data, is_repeatable=is_repeatable)
             if self._is_like_another(known, specimen):
                 return
             if known.is_compared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from layerzero.client.cli.options import Json
 from layerzero.envs.cli.options import STORE, Folders, StoreDir, Variant, VariantChoice
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
 CERTIFIED = "certified"
@@ -33,9 +33,7 @@ def ops(
 
     for name in names or ():
         if name not in PUBLIC_OPS:
-            near = get_close_matches(name, PUBLIC_OPS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(PUBLIC_OPS)}"
-            raise InvalidArgument(f"no op is called {name!r}; {hint}")
+            raise InvalidArgument(unknown_name("op", name, PUBLIC_OPS))
     found, problems = site(store, manifests or ()).discover()
     allowed = {name: manifest for name, manifest in found.items() if manifest.is_allowed}
     rows = list(kernel_rows(allowed, variant.value, store))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ import typer
 from layerzero.client.cli.options import Json
 from layerzero.envs.cli.options import STORE, Folders, StoreDir, Variant, VariantChoice
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
@@ -45,9 +45,7 @@ def types(
         return type_table(op, samples(op))
 
     if name is not None and name not in PUBLIC_OPS:
-        near = get_close_matches(name, PUBLIC_OPS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(PUBLIC_OPS)}"
-        raise InvalidArgument(f"no op is called {name!r}; {hint}")
+        raise InvalidArgument(unknown_name("op", name, PUBLIC_OPS))
     if name is None:
         lines = [summary(table_of(op)) for op in PUBLIC_OPS]
         print_json({"ops": lines}) if as_json else _show_all(lines)

@@ -18,7 +18,7 @@ from layerzero.envs.probe.probe import parse_record
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted
 from layerzero.ipc.lifting.keys import WHAT, call_digest, call_key
-from layerzero.ipc.lifting.results import Trials, fits
+from layerzero.ipc.lifting.results import Trials, fits, has_samples
 from layerzero.ipc.lifting.specimen import SEEDS, pack_trials, unpack_trials
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
@@ -110,9 +110,12 @@ class ExportedBackend:
         for name, value in own.items():
             if what[name] != value:
                 raise Wrong(f"calls/{call.key}: {name} is {what[name]!r:.80}, that of the backend {value!r:.80}")
-        of_op = {kernel.kernel_id for kernel in capability.ops.get(call.lifted.op, ())}
-        if call.lifted.kernel_id not in of_op:
+        of_op = {kernel.kernel_id: kernel for kernel in capability.ops.get(call.lifted.op, ())}
+        kernel = of_op.get(call.lifted.kernel_id)
+        if kernel is None:
             raise Wrong(f"calls/{call.key}: {call.lifted.kernel_id!r:.80} is no kernel of {self.name}")
+        if kernel.deterministic and has_samples(call.trials):
+            raise Wrong(f"calls/{call.key}: {kernel.kernel_id} repeats its bytes, and has numbers to compare")
 
 
 @dataclass(frozen=True)

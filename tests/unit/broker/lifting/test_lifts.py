@@ -280,6 +280,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
     "other alignments": lambda: specimen(replace(LIFTED, alignments=(4, 16))),
     "one trial": lambda: specimen(trials={SEEDS[0]: ("aa",)}),
     "trials of its own": lambda: specimen(trials={5: ("aa",), 6: ("aa",)}),
+    "numbers of a kernel that repeats": lambda: specimen(trials=dict.fromkeys(SEEDS, (bytes(16),))),
     "other code": lambda: specimen(codes={digest(b"x"): b"x"}),
     "code that was not tried": lambda: specimen(trials={}),
     "code that nobody needs": lambda: specimen(codes={digest(CODE): CODE, digest(b"x"): b"x"}),
