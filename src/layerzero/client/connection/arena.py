@@ -344,7 +344,7 @@ class Pool:
             offset = arena.take(size)
             if offset is not None:
                 return arena, offset
-        nbytes = max(FIRST_ARENA_BYTES, *(2 * a.nbytes for a in self._shared)) if self._shared else FIRST_ARENA_BYTES
+        nbytes = max(FIRST_ARENA_BYTES, -(-size // _PAGE) * _PAGE, *(2 * a.nbytes for a in self._shared))
         arena = self._open(min(nbytes, MAX_SHARED_ARENA_BYTES))
         self._shared.insert(0, arena)
         offset = arena.take(size)

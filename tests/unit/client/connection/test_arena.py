@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection.arena import FIRST_ARENA_BYTES, KEPT_IDLE_BYTES, MAX_IDLE_BYTES, Pool
+from layerzero.client.connection.arena import FIRST_ARENA_BYTES, KEPT_IDLE_BYTES, MAX_IDLE_BYTES, OWN_ARENA_BYTES, Pool
 from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory
 from layerzero.ipc.shm import memory
@@ -45,6 +45,16 @@ def resident_bytes(pool: Pool) -> int:
 def test_bounds_are_those_of_the_documents() -> None:
     """docs/design.md names them."""
     assert (MAX_IDLE_BYTES, KEPT_IDLE_BYTES) == (256 * MIB, 128 * MIB)
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, FIRST_ARENA_BYTES, FIRST_ARENA_BYTES + 1, OWN_ARENA_BYTES - 1, OWN_ARENA_BYTES]
+)
+def test_a_programs_first_array_may_be_of_any_size(pool: Pool, nbytes: int) -> None:
+    """Those between the first arena's size and that of an arena of one's own raised an AssertionError."""
+    view, arena, offset = pool.allocate(nbytes)
+    assert view.nbytes == nbytes
+    assert offset + nbytes <= arena.nbytes
 
 
 @pytest.mark.parametrize("nbytes", [MIB, 4 * MIB, 9 * MIB])
