@@ -34,7 +34,7 @@ demo: envs  ## the main job: a sentence-embedding model across environments that
 # Half as many more as there are cores: tests of processes wait for them, which leaves a quarter of the cores idle else.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist worksteal
 
-test: envs  ## all that shows behaviour and needs no GPU: some 18 minutes on two cores
+test: envs  ## all that shows behaviour and needs no GPU: some 16 minutes on two cores
 	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) LZ_EXAMPLES=$(or $(LZ_EXAMPLES),25) $(PYTEST) -m 'not long'
 
 test-all: envs  ## the rest, too: thousands of schedules, planted bugs, fuzzing, chaos
