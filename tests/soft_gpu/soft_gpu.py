@@ -209,7 +209,8 @@ class SoftDriver:
 
     def free(self, address: int) -> None:
         with self._lock:
-            os.close(self._memory.pop(address).fd)
+            if not self.is_lost:  # else it stays: the kernel that struck may still run
+                os.close(self._memory.pop(address).fd)
 
     def _found(self, address: int) -> _Memory | None:
         with self._lock:
