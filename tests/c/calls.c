@@ -237,6 +237,32 @@ static void signatures(lz_client *client) {
     CHECK(is_silu(x, y, 40));
 }
 
+/* A worker that cannot be reached: the call's memory is nobody's until the broker says that it is released. */
+static void lent(lz_client *client) {
+    int64_t shape[] = {16};
+    lz_tensor in = tensor(shape, 1, floats(client, 16)), out = tensor(shape, 1, floats(client, 16)), first = out;
+    lz_call_spec call = silu_of(&in, &out);
+    lz_report *report = NULL;
+    CHECK(lz_call(client, &call, &report, &error) == LZ_UNREACHABLE && error.retry == LZ_RETRY_SAME);
+    CHECK(report->attempt_count == 0 && !*report->kernel_id);
+    lz_report_free(report);
+    CHECK(lz_free(client, first.data, &error) == LZ_OK && lz_free(client, first.data, &error) == LZ_INVALID_ARGUMENT);
+    out.data = floats(client, 16);
+    CHECK(out.data != first.data);
+    CHECK(lz_call(client, &call, NULL, &error) == LZ_OK);
+    CHECK(floats(client, 16) == first.data);
+}
+
+/* What a call ends in that the broker does not answer as it should; the client stays unusable, and says why. */
+static void cut(lz_client *client) {
+    int64_t shape[] = {16};
+    lz_tensor in = tensor(shape, 1, floats(client, 16)), out = tensor(shape, 1, floats(client, 16));
+    lz_call_spec call = silu_of(&in, &out);
+    lz_code code = lz_call(client, &call, NULL, &error);
+    printf("%s\n%s\n", lz_code_name((int)code), error.message);
+    CHECK(!code || lz_call(client, &call, NULL, &error) == code);
+}
+
 static int entries(const char *path) {
     int count = 0;
     DIR *folder = opendir(path);
@@ -388,6 +414,10 @@ int main(int argc, char **argv) {
         threads(client);
     else if (!strcmp(mode, "signatures"))
         signatures(client);
+    else if (!strcmp(mode, "lent"))
+        lent(client);
+    else if (!strcmp(mode, "cut"))
+        cut(client);
     else if (!strcmp(mode, "in_place"))
         in_place(client);
     else if (!strcmp(mode, "wrong"))
