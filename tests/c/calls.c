@@ -227,9 +227,9 @@ static void in_place(lz_client *client) {
 
 /* More signatures than the library keeps, which forgets the oldest. */
 static void signatures(lz_client *client) {
-    float *x = floats(client, 1024), *y = floats(client, 1024);
-    for (int64_t n = 0; n < 560; n++) {
-        int64_t shape[] = {n % 530 + 1};
+    float *x = floats(client, 128), *y = floats(client, 128);
+    for (int64_t n = 0; n < 150; n++) {
+        int64_t shape[] = {n % 100 + 1};
         lz_tensor in = tensor(shape, 1, x), out = tensor(shape, 1, y);
         lz_call_spec call = silu_of(&in, &out);
         CHECK(lz_call(client, &call, NULL, &error) == LZ_OK);

@@ -115,7 +115,7 @@ def test_ops_write_into_the_callers_tensors(built: Built, broker: Site) -> None:
 
 
 def test_any_number_of_signatures(built: Built, broker: Site) -> None:
-    """The broker keeps 8192 for a client, the library 512: it forgets those that were used longest ago."""
+    """The broker keeps 8192 for a client, the library 512, here 64: it forgets those that were used longest ago."""
     called(built, broker, "signatures")
 
 
