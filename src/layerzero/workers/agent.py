@@ -29,6 +29,7 @@ MAX_WAITS = 10  # times its timeout that a child which gets on may take in all
 PIPE_BYTES = 1 << 16  # what a pipe holds
 RECORD = "lz-env.json"
 CACHE_VARIABLE = "LAYERZERO_WORKER_CACHE"
+FOLDER_VARIABLE = "LAYERZERO_CACHE_FOLDER"  # what its children are told
 _NOT_PASSED = ("LAYERZERO_SECRET_FILE", "LAYERZERO_RUNTIME_DIR")
 
 
@@ -322,6 +323,8 @@ class Children:
         caches = own.get(CACHE_VARIABLE) or str(Path(tempfile.gettempdir()) / "layerzero-caches")
         places = {"{site}": sysconfig.get_path("purelib"), "{cache}": caches, "{store}": caches}
         given = _texts(self._keep.environ)
+        if any("{cache}" in value for value in given.values()):
+            given[FOLDER_VARIABLE] = "{cache}"
         for name, (place, path) in ((n, p) for n in given for p in places.items()):
             given[name] = given[name].replace(place, path)
         return {**_texts(self._keep.defaults), **own, **given, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}

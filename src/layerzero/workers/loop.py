@@ -45,6 +45,7 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 from layerzero.workers.serving import Claimed, server_of
 
 if TYPE_CHECKING:
+    from layerzero.ipc.compile_caches.folder import User
     from layerzero.workers.failpoint import Faults
     from layerzero.workers.gpu.lifting.modules import Modules
     from layerzero.workers.gpu.serving import GpuServing
@@ -92,6 +93,7 @@ def serve(config: BootConfig) -> int:
     page = memory.ControlPage(fds[0], writable=True) if faults is None else faults.page
     os.close(fds[0])
     modules = _watched_modules() if config.lifts else None  # before a library loads any
+    kept = boot.enter_cache(os.environ)
     with loading():
         loaded = import_provider(config.provider).load()
     if loaded.per_client is not None:
@@ -103,8 +105,10 @@ def serve(config: BootConfig) -> int:
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
         wire_end = dealer if faults is None else faults.dealer(dealer)
-        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules).run()
+        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules, kept).run()
     finally:
+        if kept is not None:
+            kept.seal()
         dealer.close()
         context.term()
     return 0
@@ -134,12 +138,14 @@ class _Loop:
         faults: Faults | None,
         graph_bytes: int,
         modules: Modules | None,
+        kept: User | None,
     ) -> None:
         self._dealer = dealer
         self._control = sock
         self._page = page
         self._loaded = loaded
         self._kernels = loaded.kernels
+        self._kept = kept
         self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
@@ -270,6 +276,8 @@ class _Loop:
         message, call = read_call(body)
         bind = self._kernels[message.kernel_id]
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, message.device)
+        if self._kept is not None:
+            self._kept.mark()
         if message.device:
             self._gpu_serving().prepare(route, call, bind, message)
 
