@@ -88,7 +88,7 @@ def enter_cache(environ: Mapping[str, str]) -> User | None:
     from layerzero.workers import compile_cache
 
     try:
-        return compile_cache.enter(environ)
+        return compile_cache.enter(folder, environ)
     except OSError as exc:
         text = f"make {folder} writable for user {os.getuid()}: compilers keep what they make there: {exc.strerror}"
         raise ConfigError(text) from exc

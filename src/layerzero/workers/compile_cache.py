@@ -10,18 +10,13 @@ from pathlib import Path
 from layerzero.ipc.compile_caches import exported
 from layerzero.ipc.compile_caches.exported import Exported, Wrong
 from layerzero.ipc.compile_caches.folder import User
-from layerzero.workers.boot import CACHE_VARIABLE
 
 KEEP_VARIABLE = "LAYERZERO_KEEP_COMPILED"
 SHARED_VARIABLE = "LAYERZERO_CACHE_SHARED"  # SHA256:FOLDER, of a manifest whose signature the broker has checked
 
 
-def enter(environ: Mapping[str, str]) -> User | None:
-    """Use them until the end of this process; None where the environment has none. What does not fit is set aside, and
-    stderr says so. Raises OSError."""
-    folder = environ.get(CACHE_VARIABLE, "")
-    if not folder:
-        return None
+def enter(folder: str, environ: Mapping[str, str]) -> User:
+    """Use them until the end of this process. What does not fit is set aside, and stderr says so. Raises OSError."""
     sha256, _, shared = environ.get(SHARED_VARIABLE, "").partition(":")
     keeps = environ.get(KEEP_VARIABLE, "1") != "0"
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,6 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 from layerzero.workers.serving import Claimed, server_of
 
 if TYPE_CHECKING:
-    from layerzero.ipc.compile_caches.folder import User
     from layerzero.workers.failpoint import Faults
     from layerzero.workers.gpu.lifting.modules import Modules
     from layerzero.workers.gpu.serving import GpuServing
@@ -78,7 +78,7 @@ class _Prepared:
     bound: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
 
 
-def serve(config: BootConfig) -> int:
+def serve(config: BootConfig, on_prepare: Callable[[], object]) -> int:
     """Say hello, load the provider, serve until STOP or until the broker is gone. Returns the exit code."""
     graph_bytes = boot.read_graph_bytes(os.environ)
     sock = control.connect(Path(config.control_path), timeout_s=CONTROL_TIMEOUT_S)
@@ -93,7 +93,6 @@ def serve(config: BootConfig) -> int:
     page = memory.ControlPage(fds[0], writable=True) if faults is None else faults.page
     os.close(fds[0])
     modules = _watched_modules() if config.lifts else None  # before a library loads any
-    kept = boot.enter_cache(os.environ)
     with loading():
         loaded = import_provider(config.provider).load()
     if loaded.per_client is not None:
@@ -105,10 +104,8 @@ def serve(config: BootConfig) -> int:
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
         wire_end = dealer if faults is None else faults.dealer(dealer)
-        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules, kept).run()
+        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules, on_prepare).run()
     finally:
-        if kept is not None:
-            kept.seal()
         dealer.close()
         context.term()
     return 0
@@ -138,15 +135,14 @@ class _Loop:
         faults: Faults | None,
         graph_bytes: int,
         modules: Modules | None,
-        kept: User | None,
+        on_prepare: Callable[[], object],
     ) -> None:
         self._dealer = dealer
         self._control = sock
         self._page = page
         self._loaded = loaded
         self._kernels = loaded.kernels
-        self._kept = kept
-        self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
+        self._faults, self._graph_bytes, self._modules, self._on_prepare = faults, graph_bytes, modules, on_prepare
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
@@ -276,8 +272,7 @@ class _Loop:
         message, call = read_call(body)
         bind = self._kernels[message.kernel_id]
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, message.device)
-        if self._kept is not None:
-            self._kept.mark()
+        self._on_prepare()
         if message.device:
             self._gpu_serving().prepare(route, call, bind, message)
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from layerzero.envs.build import downloads, indexes, integrity, interpreters, overlay, stage, store
 from layerzero.envs.build.base import Base, inspect
+from layerzero.envs.build.cache_place import CACHE_VARIABLE, place_of
 from layerzero.envs.build.env import RECORD, Env, cache_folder
 from layerzero.envs.build.existing import Existing, changes, look
 from layerzero.envs.build.installers import Installer, Runner, ToolFailed, pick
 from layerzero.envs.build.interpreters import Python
-from layerzero.envs.build.cache_place import CACHE_VARIABLE, place_of
 from layerzero.envs.build.lock import Lock, find_lock, read_lock
 from layerzero.envs.build.progress import Progress, Quiet
 from layerzero.envs.build.resolution import Resolution, select

@@ -32,8 +32,8 @@ class InUse(Exception):
 
 @dataclass
 class Found:
-    """What a check has found. `changed`: other bytes than were sealed; `unknown`: never sealed; `outside`: symbolic links
-    to elsewhere; `missing`: sealed, and gone. Without a seal at all, everything is unknown."""
+    """What a check has found. `changed`: other bytes than were sealed; `unknown`: never sealed; `outside`: symbolic
+    links to elsewhere; `missing`: sealed, and gone. Without a seal at all, everything is unknown."""
 
     sealed: int = 0
     nbytes: int = 0
@@ -226,9 +226,9 @@ class User:
     def enter(
         cls, folder: Path, *, keeps: bool, say: Callable[[str], None], fill: Callable[[Path], None] | None = None
     ) -> User:
-        """Check the folder, and use it from now on. `keeps`: what earlier processes compiled is used, and sealed for later
-        ones; else it is removed. `fill`: called for a folder of which nothing is sealed, before it is used. Raises
-        OSError."""
+        """Check the folder, and use it from now on. `keeps`: what earlier processes compiled is used, and sealed for
+        later ones; else it is removed. `fill`: called for a folder of which nothing is sealed, before it is used.
+        Raises OSError."""
         try:
             fd, is_alone = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB), True
         except InUse:
@@ -269,6 +269,13 @@ class User:
             with contextlib.suppress(OSError):
                 seal(self.folder)
 
+    def leave(self) -> None:
+        """Use it no more; nothing is sealed from now on."""
+        self._keeps = False
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _work(self) -> None:
         while True:
             self._marked.wait()
@@ -276,6 +283,8 @@ class User:
             for pause_s in self.PAUSES_S:
                 if self._marked.wait(pause_s):
                     break
+                if not self._keeps:
+                    return
                 with contextlib.suppress(OSError):
                     seal(self.folder, is_last=False)
 

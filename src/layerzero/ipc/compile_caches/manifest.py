@@ -117,8 +117,8 @@ def read(folder: Path) -> dict[str, Entry] | None:
         return None
 
 
-def _entry(path: str, value: object) -> Entry:
-    size, sha256, time_ns = value  # type: ignore[misc]
+def _entry(path: str, value: tuple[int, str, int]) -> Entry:
+    size, sha256, time_ns = value
     if not (is_path(path) and type(size) is int and type(time_ns) is int and _SHA256.fullmatch(sha256)):
         raise ValueError(path)
     return Entry(size, sha256, time_ns)
