@@ -16,6 +16,7 @@ from pathlib import Path
 
 from layerzero.envs.build import stage
 from layerzero.envs.manifest import EnvManifest, VariantName
+from layerzero.ipc.compile_caches.manifest import sha256_of
 
 CACHE_VARIABLE = "LAYERZERO_CACHE_FOLDER"  # read by workers/boot.py
 NVML = "libnvidia-ml.so.1"  # comes with the driver
@@ -97,11 +98,13 @@ def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
 @cache
 def toolkit(variant: str, path: str) -> str:
     """The variant, whose libraries the lock has, and the version of the nvcc that PATH has, if it has one: "cu13",
-    "cu13.nvcc13.0"."""
+    "cu13.nvcc13.0". Of a toolkit that does not say its version it is a hash of nvcc."""
     nvcc = shutil.which("nvcc", path=path)
     if nvcc is None:
         return variant
     version = "unknown"
+    with suppress(OSError):
+        version = f".{sha256_of(Path(nvcc).resolve())[:8]}"
     with suppress(OSError, ValueError, KeyError, TypeError):
         file = Path(nvcc).resolve().parents[1] / "version.json"
         said = str(json.loads(file.read_bytes()[:_MAX_VERSION_FILE])["cuda_nvcc"]["version"])
