@@ -12,17 +12,18 @@ from layerzero.ipc.compile_caches.exported import Exported, Wrong
 from layerzero.ipc.compile_caches.folder import User
 
 KEEP_VARIABLE = "LAYERZERO_KEEP_COMPILED"
-SHARED_VARIABLE = "LAYERZERO_CACHE_SHARED"  # SHA256:FOLDER, of a manifest whose signature the broker has checked
+SHARED_VARIABLE = "LAYERZERO_CACHE_SHARED"
+"""Lines of SHA256:FOLDER, of manifests that are trusted: the broker checked their signature, or an image has them."""
 
 
 def enter(folder: str, environ: Mapping[str, str]) -> User:
     """Use them until the end of this process. What does not fit is set aside, and stderr says so. Raises OSError."""
-    sha256, _, shared = environ.get(SHARED_VARIABLE, "").partition(":")
+    shared = [line.partition(":") for line in environ.get(SHARED_VARIABLE, "").splitlines()]
     keeps = environ.get(KEEP_VARIABLE, "1") != "0"
 
     def fill(target: Path) -> None:
-        if shared:
-            _fill(target, Path(shared), sha256)
+        for sha256, _, where in shared:
+            _fill(target, Path(where), sha256)
 
     user = User.enter(Path(folder), keeps=keeps, say=_say, fill=fill)
     user.mark()
@@ -38,7 +39,7 @@ def _fill(target: Path, shared: Path, sha256: str) -> None:
     try:
         data = exported.read(shared)
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise Wrong(f"{exported.MANIFEST}: it is another one than the broker has checked")
+            raise Wrong(f"{exported.MANIFEST}: it is another one than was checked")
         found = Exported.unpack(data)
         count = exported.take_over(shared, found, target)
         exported.note(target, found)

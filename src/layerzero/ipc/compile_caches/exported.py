@@ -140,6 +140,15 @@ def read(source: Path) -> bytes:
     return files.read(source / MANIFEST, manifests.MAX_MANIFEST_BYTES)
 
 
+def shipped(top: Path, name: str, env: str) -> list[str]:
+    """What an image ships of an environment's caches, in a folder that `lz cache export` has written: "SHA256:FOLDER"
+    of each, for workers/compile_cache.py. Its files are trusted as those of the image are. Raises OSError."""
+    found = []
+    for path in sorted(top.glob(f"{name}-{env}/[!.]*/{MANIFEST}")):
+        found.append(f"{hashlib.sha256(read(path.parent)).hexdigest()}:{path.parent}")
+    return found
+
+
 def take_over(source: Path, exported: Exported, target: Path) -> int:
     """Check every file, and put those that `target` lacks into it: all of them or, when one is wrong, none. Nobody else
     may use `target`. Returns how many were new. Raises Wrong, OSError."""

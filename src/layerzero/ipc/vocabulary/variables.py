@@ -139,6 +139,7 @@ OTHERS = (
     Variable("CUPTI", "", "path of libcupti, by which workers see machine code; else it is looked for", "workers"),
     Variable("FUNCTIONS", "", "the backend of an environment of functions; its manifest sets it", "workers"),
     Variable("HUB_KERNELS", "", "where kernels of the HF Kernel Hub lie; `lz env build` sets it", "workers"),
+    Variable("WORKER_WARM", "", "a folder of `lz cache export` that an image ships (docs/caches.md)", "agent"),
     Variable("CACHE_FOLDER", "", "the folder of an environment's compile caches; `lz` and agents set it", "workers"),
     Variable("CACHE_SHARED", "", "what a worker takes over of LAYERZERO_SHARED_CACHE; the broker sets it", "workers"),
     Variable("WORKER_CACHE", "a temporary folder", "where a joined worker's compilers keep what they make", "agent"),

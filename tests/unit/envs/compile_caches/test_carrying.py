@@ -20,7 +20,9 @@ from layerzero.envs.probe.caches import compiled, note_compiled
 from layerzero.envs.probe.probe import probe_key
 from layerzero.ipc.compile_caches import folder as folders
 from layerzero.ipc.compile_caches import manifest
+from layerzero.ipc.compile_caches.exported import shipped
 from layerzero.ipc.errors import ConfigError
+from layerzero.workers import compile_cache
 
 PLACE = "sm_90-driver580-cu13-1a2b3c4d"
 UNIT = ("null.null", "row=1")
@@ -212,6 +214,26 @@ def test_a_fleets_folder_is_looked_up_where_nothing_is_here(way: Way, tmp_path: 
     shutil.rmtree(way.keys)
     with pytest.raises(ConfigError, match="trusted: none"):
         shared(way.folder, elsewhere, way.keys)
+
+
+def test_an_image_ships_caches_that_its_worker_begins_with(
+    way: Way, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the agent of a joined worker tells its children (workers/agent.py)."""
+    lines = shipped(way.folder, "null", way.here.id)
+    assert lines == [f"{manifest.sha256_of(way.cache / 'manifest.json')}:{way.cache}"]
+    assert shipped(way.folder, "null", "0" * 16) == []
+    target = tmp_path / "cache"
+    compile_cache.enter(str(target), {compile_cache.SHARED_VARIABLE: "\n".join(lines)}).leave()
+    assert "took over 2 files" in capfd.readouterr().err
+    assert folders.look(target).sealed == 2
+    group = json.loads((target / GROUP).read_text())["child_paths"]
+    assert group == {"k.cubin": str(target / "triton/ABC/k.cubin")}
+    edit(way)
+    other = tmp_path / "other"
+    compile_cache.enter(str(other), {compile_cache.SHARED_VARIABLE: lines[0]}).leave()
+    assert "another one than was checked" in capfd.readouterr().err
+    assert list(manifest.walk(other)) == []
 
 
 def test_the_form_has_bounds() -> None:
