@@ -170,7 +170,7 @@ def import_(
             "name": name,
             "place": env.place,
             "signer": opened.signer or None,
-            "new": carrying.take(opened, env),
+            "new": carrying.take(opened, env, launcher.manifests[name]),
         }
         taken.append({**row, "files": len(opened.exported.files), "bytes": opened.exported.nbytes})
     if as_json:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from layerzero.envs import signing
 from layerzero.envs.build.env import Env
 from layerzero.envs.manifest import EnvManifest
-from layerzero.envs.probe.caches import compiled
+from layerzero.envs.probe.caches import compiled, note_compiled
 from layerzero.envs.probe.probe import probe_key
 from layerzero.ipc import files
 from layerzero.ipc.compile_caches import exported as form
@@ -141,9 +141,9 @@ def differs(opened: Opened, env: Env) -> str:
     return ""
 
 
-def take(opened: Opened, env: Env) -> int:
-    """Check every file and put what is lacking into the environment's caches: all of it, or nothing. Returns how many
-    files were new. Raises ConfigError."""
+def take(opened: Opened, env: Env, manifest: EnvManifest) -> int:
+    """Check every file and put what is lacking into the environment's caches: all of it, or nothing. What is noted to
+    be compiled is added, where our code is the same. Returns how many files were new. Raises ConfigError."""
     if why := differs(opened, env):
         raise _refused(opened.folder, why)
     try:
@@ -153,7 +153,8 @@ def take(opened: Opened, env: Env) -> int:
             if found.unfit:
                 folders.set_aside(env.cache, found.unfit)
             count = form.take_over(opened.folder, opened.exported, env.cache)
-            form.note(env.cache, opened.exported)
+            if opened.exported.units and opened.exported.key == probe_key(env, manifest):
+                note_compiled(env, opened.exported.key, opened.exported.units)
         return count
     except InUse:
         raise ConfigError(f"end its workers first (lz down): a process uses {env.cache}") from None

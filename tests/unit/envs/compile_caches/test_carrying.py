@@ -59,7 +59,7 @@ class Way:
 
     def take(self, env: Env | None = None, *, allows_unsigned: bool = False) -> int:
         (opened,) = open_all(self.folder, self.keys, allows_unsigned=allows_unsigned)
-        return take(opened, env or self.there)
+        return take(opened, env or self.there, resolve("null"))
 
     def change(self, change: Callable[[Any], object]) -> None:
         """The manifest, which is signed again: who signs may be mistaken, too."""
@@ -89,6 +89,14 @@ def test_a_cache_arrives_as_it_left_and_triton_finds_its_files(way: Way) -> None
     assert folders.look(way.there.cache).unfit == []
     assert list(compiled(way.there, probe_key(way.there, resolve("null")))) == [UNIT]
     assert way.take() == 0  # what is here stays
+
+
+def test_what_is_noted_is_added_to_what_is_noted_here(way: Way) -> None:
+    """It once was not, and a kernel that had come was handed to a compiler."""
+    key = probe_key(way.there, resolve("null"))
+    note_compiled(way.there, key, [("null.null", "row=7")])
+    way.take()
+    assert list(compiled(way.there, key)) == [("null.null", "row=7"), UNIT]
 
 
 def corrupt(way: Way) -> None:
