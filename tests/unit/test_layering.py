@@ -50,6 +50,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/policy.py": {"broker", "rich"},
     "client/cli/replay_log.py": {"broker", "rich"},  # the core alone, on what was recorded
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
+    "client/cli/compile_caches.py": {"broker"},
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
     "client/cli/top.py": {"top"},
@@ -84,7 +85,12 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("ipc", "msgpack"): {"ipc/transport/plain.py"},
     ("client", "zmq"): {"client/connection"},
     ("client", "prometheus_client"): {"client/metrics"},
-    ("envs", "cryptography"): {"envs/signing.py", "envs/lifted/folder.py", "envs/hub/lock.py"},
+    ("envs", "cryptography"): {
+        "envs/signing.py",
+        "envs/lifted/folder.py",
+        "envs/hub/lock.py",
+        "envs/compile_caches/carrying.py",
+    },
     ("envs", "huggingface_hub"): {"envs/hub/repository.py"},
     ("broker", "yaml"): {"broker/configuration"},
     ("broker", "zmq"): {"broker/io"},
