@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "dashboard": ({"", "client", "envs", "ipc"}, {"anyio", "starlette", "uvicorn"}),
     "top": ({"", "client"}, {"rich", "textual"}),
     "otel": ({"", "client"}, {"opentelemetry"}),
+    # Nodes of a Ray cluster: what a program with several machines could have written itself.
+    "cluster": ({"client", "ipc"}, {"ray"}),
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {
@@ -51,6 +53,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/replay_log.py": {"broker", "rich"},  # the core alone, on what was recorded
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/lift.py": {"broker", "rich"},
+    "client/cli/cluster.py": {"cluster", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
     "client/cli/top.py": {"top"},
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
@@ -91,6 +94,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("broker", "subprocess"): {"broker/processes"},
     ("broker", "sqlite3"): {"broker/storage"},
     ("client", "sqlite3"): {"client/history"},
+    ("cluster", "ray"): {"cluster/ray_link.py"},
     # Bytes of other processes are parsed in ipc.
     ("broker", "struct"): set(),
     ("client", "struct"): {"client/arrays/recognition.py"},  # sizes of C's types

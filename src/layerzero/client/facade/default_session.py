@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.connection import arena, overlay
+from layerzero.client.connection import arena, node, overlay
 from layerzero.client.connection import start as starting
 from layerzero.client.session import settings_check
 from layerzero.client.session.checked import CheckedSession
@@ -33,16 +33,18 @@ def connect(
     A broker started here ends with its last client; `lz up` starts one that stays. Calling again returns the same
     session while its broker lives, and a new one after it was lost. All threads share the session; a forked child
     connects anew at its first call.
-    runtime_dir: folder of the broker's sockets; default LAYERZERO_RUNTIME_DIR or the platform's runtime folder.
+    runtime_dir: folder of the broker's sockets; default: in Ray's tasks and actors that of the node's broker, where
+    lz cluster up has started one, else LAYERZERO_RUNTIME_DIR or the platform's runtime folder.
     secret_file: the secret of a broker that asks for one (lz keys secret); default LAYERZERO_SECRET_FILE.
     start: whether to start a broker where none runs, in place of waiting for one; default: unless there is a secret
-    file, for then the broker is another container's.
+    file, for then the broker is another container's, or a node's agent, which starts it.
     Raises BrokerLost when no broker can be started, VersionMismatch when one of another version runs.
     """
     global _session, _arguments
     key = starting.secret_key(None if secret_file is None else Path(secret_file))
-    where = starting.endpoints(None if runtime_dir is None else Path(runtime_dir), is_shared=key is not None)
-    starts = key is None if start is None else start
+    folder = node.broker_folder(starting.runtime_dir()) if runtime_dir is None else Path(runtime_dir)
+    where = starting.endpoints(folder, is_shared=key is not None)
+    starts = key is None and not node.has_agent(where.folder) if start is None else start
     with _lock:
         _arguments = {"runtime_dir": runtime_dir, "secret_file": secret_file, "start": start}
         if _session is not None:
@@ -62,7 +64,10 @@ def connect(
                 raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc
             except (FileNotFoundError, ConnectionRefusedError, BrokerLost) as exc:
                 if time.monotonic() > deadline_s:
-                    raise BrokerLost(f"no broker answers on {where.control}: {exc}") from exc
+                    why = f"no broker answers on {where.control}: {exc}"
+                    if node.has_agent(where.folder):
+                        why = f"lz cluster status says what became of this node's broker: {why}"
+                    raise BrokerLost(why) from exc
                 if starts:  # the last client left just now, and the broker with it
                     starting.wait_for_end(where, ENDING_POLL_S)
                 else:
