@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, on its loopback alone. Runs in the environment that has Ray, started by
+"""Ray clusters of a few nodes on this machine, on its loopback alone. Runs in the environment that has Ray, started by
 tests/envs/test_clusters.py."""
 
 from __future__ import annotations
@@ -35,6 +35,24 @@ RAY = {
     "RAY_health_check_timeout_ms": "500",
     "RAY_health_check_failure_threshold": "3",
 }
+
+
+SLOWLY = """
+import time
+
+_at_once = _silu
+
+def _silu(call, inputs, outputs):
+    bound = _at_once(call, inputs, outputs)
+    if call.inputs[0].numel < 1024:
+        return bound
+
+    def run():
+        time.sleep(0.03)
+        return bound()
+
+    return run
+"""
 
 
 @dataclass
@@ -120,16 +138,30 @@ def cluster_of(**environ: str) -> Iterator[Cluster]:
         shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
+def slow_backends(folder: Path) -> Path:
+    """Of the first node: the toys without matmul, and with a silu that takes long for a thousand numbers."""
+    made = folder / "slow"
+    made.mkdir()
+    (made / "toy.py").write_text((BACKENDS / "toy.py").read_text() + SLOWLY)
+    for name in ("alpha", "beta", "gamma"):
+        (made / f"{name}.toml").write_text((BACKENDS / f"{name}.toml").read_text())
+        descriptor = json.loads((BACKENDS / f"{name}.json").read_text())
+        descriptor["ops"].pop("matmul", None)
+        (made / f"{name}.json").write_text(json.dumps(descriptor))
+    return made
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes with an agent each."""
+    """Three nodes with an agent each, the first with slow kernels, the others with all toy backends."""
     from layerzero.cluster.agent import fleet
 
     with cluster_of() as made:
+        made.add_node(LAYERZERO_MANIFEST_DIRS=str(slow_backends(made.folder)))
         for _ in range(2):
             made.add_node()
-        states = fleet.up(made.address)
-        assert [one.state for one in states] == ["ok", "ok"], states
+        assert [one.state for one in fleet.up(made.address)] == ["ok"] * 3
+        del os.environ["LAYERZERO_MANIFEST_DIRS"]
         yield made
 
 

@@ -61,6 +61,7 @@ EXTRA: dict[str, set[str]] = {
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
+    "client/facade/default_session.py": {"cluster"},  # where lz.connect(cluster=) asks for it
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
     # The model that a kernel of onnxruntime is: the provider makes it, which imports its library only where it runs.

@@ -10,6 +10,7 @@ from typing import Any
 
 from layerzero.client.connection import node as nodes
 from layerzero.client.connection import start
+from layerzero.cluster.agent import served
 from layerzero.cluster.agent.supervision import NodeBroker
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.transport.plain import pack_body, unpack_body
@@ -27,7 +28,11 @@ class NodeAgent:
         self._node = node.decode()
         _as_the_node_has_it(os.environ, os.getppid())
         self._broker = NodeBroker(nodes.folder_of(self._node, start.runtime_dir()))
-        self._methods: dict[str, Callable[..., Any]] = {"state": self._state, "stop": self._stop}
+        self._methods: dict[str, Callable[..., Any]] = {
+            "state": self._state,
+            "stop": self._stop,
+            "explain": self._explain,
+        }
 
     def answer(self, question: bytes) -> bytes:
         """The answer to a method and its params, or the error."""
@@ -57,6 +62,22 @@ class NodeAgent:
         except LayerZeroError as exc:
             state["problem"] = state["problem"] or exc.message
         return state
+
+    def call(self, head: bytes, *memory: bytes) -> list[bytes]:
+        """A call of another node (served.py)."""
+        try:
+            session = self._broker.session(ASK_S)
+        except LayerZeroError as exc:
+            return served.failed(head, exc)
+        return served.serve(session, head, memory)
+
+    def echo(self, data: bytes) -> bytes:
+        """For whoever measures the way."""
+        return data
+
+    def _explain(self, route: bytes) -> Any:
+        """As the broker's `explain`."""
+        return self._broker.session(ASK_S).ask("explain", within_s=ASK_S, route=route)
 
     def _stop(self) -> None:
         """End the broker. Ray ends the actor after that."""
