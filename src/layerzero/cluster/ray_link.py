@@ -80,10 +80,10 @@ def ask(agent: Any, method: str, **params: Any) -> Any:
     return agent.answer.options(concurrency_group=QUESTIONS).remote(pack_body([method, params]))
 
 
-def answer_of(ray: Any, reference: Any, within_s: float = ANSWER_S) -> Any:
+def answer_of(ray: Any, reference: Any, within_s: float | None = ANSWER_S) -> Any:
     """What an agent has answered. Raises its LayerZeroError, and NotConnected where it is lost or silent."""
     try:
-        found = unpack_body(ray.get(reference, timeout=max(within_s, 0.0)))
+        found = unpack_body(ray.get(reference, timeout=None if within_s is None else max(within_s, 0.0)))
     except ray.exceptions.GetTimeoutError:
         raise NotConnected(f"its agent has not answered within {within_s:.0f} s") from None
     except ray.exceptions.RayError as exc:

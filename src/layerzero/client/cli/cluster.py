@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,6 +47,26 @@ def down(ray: Ray = "auto", as_json: Json = False) -> None:
         if one.problem:
             out().print(f"{one.node[:12]}: {one.problem}", soft_wrap=True)
     out().print(f"{counted(len(ended), 'agent')} ended")
+
+
+@cluster_app.command("share")
+def share(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Of lz env export.", dir_okay=False)],
+    ray: Ray = "auto",
+    as_json: Json = False,
+) -> None:
+    """Hand an environment to all nodes: each checks, builds and probes it as lz env import does. Exit code 1 when one
+    does not have it then."""
+    from layerzero.client.cli.output import FAILED, out, print_json
+    from layerzero.cluster.agent import handing_out
+
+    found = handing_out.share(ray, file)
+    if as_json:
+        print_json({"nodes": [vars(one) for one in found]})
+    else:
+        for one in found:
+            out().print(f"{one.node[:12]}: {one.problem or 'built'}", soft_wrap=True, markup=False, highlight=False)
+    raise typer.Exit(FAILED if any(one.problem for one in found) else 0)
 
 
 @cluster_app.command("status")

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.client.connection import node as nodes
 from layerzero.client.connection import start
-from layerzero.cluster.agent import served
+from layerzero.cluster.agent import handing_out, served
 from layerzero.cluster.agent.supervision import NodeBroker
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.transport.plain import pack_body, unpack_body
@@ -28,6 +28,7 @@ class NodeAgent:
         self._node = node.decode()
         _as_the_node_has_it(os.environ, os.getppid())
         self._broker = NodeBroker(nodes.folder_of(self._node, start.runtime_dir()))
+        self._files = handing_out.Received()
         self._methods: dict[str, Callable[..., Any]] = {
             "state": self._state,
             "stop": self._stop,
@@ -70,6 +71,10 @@ class NodeAgent:
         except LayerZeroError as exc:
             return served.failed(head, exc)
         return served.serve(session, head, memory)
+
+    def receive(self, head: bytes, data: bytes) -> bytes:
+        """A piece of an environment (handing_out.py)."""
+        return handing_out.receive(self._files, head, data, self._broker.where.folder)
 
     def echo(self, data: bytes) -> bytes:
         """For whoever measures the way."""

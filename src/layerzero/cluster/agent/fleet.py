@@ -95,7 +95,7 @@ def differences(nodes: Sequence[NodeState]) -> list[str]:
     for name in sorted({name for known in rows.values() for name in known}):
         has = {node: _environment(known.get(name)) for node, known in rows.items()}
         if len(set(has.values())) > 1:
-            lines.append(f"{name}: {_by_value(has)}; repair: lz env build {name} there")
+            lines.append(f"{name}: {_by_value(has)}; repair: lz env export {name} FILE, lz cluster share FILE")
     return lines
 
 

@@ -13,7 +13,6 @@ from layerzero.client.connection.report import Candidate
 from layerzero.cluster import ray_link
 from layerzero.cluster.calls.price import Way, way_of
 from layerzero.ipc.errors import LayerZeroError, NotConnected
-from layerzero.ipc.logs import log
 
 KNOWN_S = 10.0  # so old may be what is known of which nodes there are
 WAY_S = 300.0  # and the way to one
@@ -87,9 +86,7 @@ class Others:
         self._echo(other, load)  # the first one connects
         empty = [self._echo(other, b"") for _ in range(EMPTY_RUNS)]
         loaded = [self._echo(other, load) for _ in range(LOADED_RUNS)]
-        found = way_of(empty, loaded, 2 * LOADED_BYTES)
-        log("node.way", node=other.short, hops_us=round(found.hops_us), mb_per_s=round(found.bytes_per_s / 1e6))
-        return found
+        return way_of(empty, loaded, 2 * LOADED_BYTES)
 
     def _echo(self, other: Other, data: bytes) -> float:
         start_s = time.perf_counter()

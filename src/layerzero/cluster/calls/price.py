@@ -40,10 +40,12 @@ def priced(
     so it serves only what nobody here does."""
     kernel_us = candidate.measured_us if candidate.measured_us is not None else here_us or 0.0
     price_us = way.hops_us + way.transfer_us(nbytes) + kernel_us
-    known = "" if candidate.measured_us is not None else ", not measured there"
+    kernel = f"kernel {time_text(kernel_us)}"
+    if candidate.measured_us is None:
+        kernel = f"{kernel} as here, not measured there" if kernel_us else "its kernel, not measured there"
     note = (
         f"on another node: {time_text(way.hops_us)} two hops + {time_text(way.transfer_us(nbytes))} for "
-        f"{nbytes:,} bytes at {way.bytes_per_s / 1e6:,.0f} MB/s + kernel {time_text(kernel_us)}{known}"
+        f"{nbytes:,} bytes at {way.bytes_per_s / 1e6:,.0f} MB/s + {kernel}"
     )
     score = 1000.0 if here_us is None or here_score is None else here_score * here_us / price_us
     return replace(
