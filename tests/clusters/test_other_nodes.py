@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.backends.toy import KILL, fault
 from tests.clusters.conftest import Cluster, states_of
 from tests.process.harness import wait_until
 
 import layerzero as lz
-from layerzero.ipc.errors import InvalidArgument, LayerZeroError, NoBackend
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, NoBackend, Poison
 
 X = np.linspace(-2, 2, 4096, dtype=np.float32)
 SILU = X / (1 + np.exp(-X))
@@ -102,6 +103,16 @@ def test_what_cannot_travel_stays(cluster: Cluster) -> None:
         lz.matmul(A, B, out=np.empty((2, 2), np.float32))
     with pytest.raises(InvalidArgument, match="'ray'"):
         lz.connect(cluster="nomad")
+
+
+def test_what_kills_workers_is_not_carried_from_node_to_node(cluster: Cluster) -> None:
+    """Two deaths are enough, of all nodes together: else one call would kill the workers of a whole cluster."""
+    with pytest.raises(LayerZeroError) as caught:
+        lz.silu(np.array([fault(KILL), 0.0], np.float64))
+    assert isinstance(caught.value, Poison)
+    attempts = caught.value.report.attempts
+    assert len([one for one in attempts if one.exit_signal is not None]) == 2
+    assert len({node_of(cluster, one.kernel_id) for one in attempts}) == 1
 
 
 class Load:

@@ -12,7 +12,8 @@ from layerzero.client.connection import node as nodes
 from layerzero.client.connection.report import Candidate
 from layerzero.cluster import ray_link
 from layerzero.cluster.calls.price import Way, way_of
-from layerzero.ipc.errors import LayerZeroError, NotConnected
+from layerzero.ipc.errors import BackendError, LayerZeroError, NotConnected, OutOfMemory
+from layerzero.ipc.logs import log
 
 KNOWN_S = 10.0  # so old may be what is known of which nodes there are
 WAY_S = 300.0  # and the way to one
@@ -53,7 +54,10 @@ class Others:
         now_s = time.monotonic()
         with self._lock:
             if now_s >= self._until_s:
-                self._look()
+                try:
+                    self._look()
+                except (self.ray.exceptions.RayError, RuntimeError) as exc:  # Ray's head is gone: what is known stays
+                    log("nodes.unknown", detail=ray_link.why_lost(exc))
                 self._until_s = now_s + KNOWN_S
             found = [one for one in self._known.values() if one.away_until_s <= now_s]
         after = [one for one in found if one.id > self._own]
@@ -117,11 +121,21 @@ class Others:
     def call(
         self, other: Other, head: bytes, memory: Sequence[bytes], results: int, within_s: float | None
     ) -> list[Any]:
-        """What the agent has answered (agent/served.py). Raises NotConnected where the node is lost."""
-        references = other.agent.call.options(num_returns=1 + results).remote(head, *memory)
+        """What the agent has answered (agent/served.py). Raises NotConnected where the node is lost, OutOfMemory where
+        Ray has no room for the arrays, BackendError where the agent itself failed."""
+        failures = self.ray.exceptions
         try:
+            references = other.agent.call.options(num_returns=1 + results).remote(head, *memory)
             found: list[Any] = self.ray.get(references, timeout=within_s)
-        except self.ray.exceptions.RayError as exc:
+        except (failures.ObjectStoreFullError, failures.OutOfDiskError) as exc:
+            nbytes = sum(map(len, memory))
+            raise OutOfMemory(
+                f"give Ray's object store more memory: {nbytes:,} bytes do not fit ({ray_link.why_lost(exc)})",
+                nbytes=nbytes,
+            ) from exc
+        except failures.RayTaskError as exc:
+            raise BackendError(f"the agent failed, see Ray's log of it: {ray_link.why_lost(exc)}") from exc
+        except failures.RayError as exc:
             self.lose(other)
             raise NotConnected(ray_link.why_lost(exc)) from exc
         return found

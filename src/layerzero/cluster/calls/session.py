@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.connection import observing, start
-from layerzero.client.connection.call import Request
+from layerzero.client.connection.call import Request, seconds
 from layerzero.client.connection.report import NODE, NODE_LOST, Attempt, Candidate, SelectionReport
 from layerzero.client.session.session import Session
 from layerzero.cluster import ray_link
@@ -24,10 +24,10 @@ from layerzero.cluster.calls.price import is_cheaper, priced
 from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,
-    InvalidArgument,
     LayerZeroError,
     NoBackend,
     NotConnected,
+    Poison,
     from_wire,
 )
 from layerzero.ipc.transport.endpoints import Endpoints
@@ -36,7 +36,8 @@ from layerzero.ipc.transport.plain import unpack_body
 COARSE_NS = 3_000_000  # calls that take less are never worth the way
 DECIDED_S = 30.0  # so long it holds where calls of a kind go
 MAX_KINDS = 4096
-GRACE_S = 30.0  # beyond a call's own time limit, until a node that says nothing counts as lost
+ATTEMPTS, GRACE_S = 3, 30.0  # a node that says nothing for so many times a call's limit, and this, counts as lost
+DEATHS = 2  # of workers, on all nodes together: as many as make a call poisonous on one
 
 
 @dataclass(frozen=True)
@@ -208,21 +209,38 @@ class ClusterSession(Session):
                 found = self._forward(call, other, one, here, tried)
                 if found is not None:
                     return found
+                if sum(one.exit_signal is not None or one.exit_code is not None for one in tried) >= DEATHS:
+                    raise self._poison(call, here, tried)
         return None
+
+    def _poison(self, call: Forwarded, here: tuple[Candidate, ...], tried: Sequence[Attempt]) -> Poison:
+        """The error of a call that no further node is to see."""
+        error = Poison(f"change the inputs: this call of {call.request.op} has killed {DEATHS} workers of the cluster")
+        elapsed_us = (time.perf_counter_ns() - call.start_ns) / 1e3
+        self.last.record = error.report = SelectionReport(
+            call.request.op, None, None, None, NODE, elapsed_us=elapsed_us, attempts=tuple(tried), candidates=here
+        )
+        return error
 
     def _forward(
         self, call: Forwarded, other: Other, one: Candidate, here: tuple[Candidate, ...], tried: list[Attempt]
     ) -> tuple[Any] | None:
-        timeout_s = call.request.timeout_s
-        within_s = None if timeout_s is None else timeout_s + GRACE_S
+        within_s = ATTEMPTS * seconds(call.request, self._link.welcome.timeout_s) + GRACE_S
+        head = call.head()  # it refuses gradients, as everywhere
         try:
-            answer, *results = self.others.call(other, call.head(), call.memory(), len(call.plan.outputs), within_s)
+            answer, *results = self.others.call(other, head, call.memory(), len(call.plan.outputs), within_s)
             told = unpack_body(answer)
             if "error" in told:
-                raise from_wire(told["error"])
+                tried += [_on_node(other.short, attempt) for attempt in told["attempts"]]
+                error = from_wire(told["error"])
+                if isinstance(error, Poison):
+                    raise self._poison(call, here, tried) from error
+                if told["attempts"]:
+                    return None
+                raise error
             value, copies = call.result(self, results)
-        except InvalidArgument:
-            raise  # of gradients, which are refused everywhere
+        except Poison:
+            raise
         except LayerZeroError as exc:
             code = NODE_LOST if isinstance(exc, NotConnected) else exc.code
             tried.append(Attempt(one.backend, one.kernel_id, code, f"on node {other.short}: {exc.message}"))
