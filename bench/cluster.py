@@ -129,7 +129,9 @@ def main() -> int:
     times: dict[str, list[list[float]]] = {"alone": [], "node": [], "cluster": []}
     with tempfile.TemporaryDirectory(prefix="lz-") as name:
         folder = Path(name)
-        os.environ.update({**RAY, "LAYERZERO_RUNTIME_DIR": name, "HOME": name, "PYTHONPATH": str(ROOT / "src")})
+        os.environ.update(
+            {**RAY, "LAYERZERO_RUNTIME_DIR": name, "HOME": name, "RAY_TMPDIR": name, "PYTHONPATH": str(ROOT / "src")}
+        )
         os.environ["LAYERZERO_STORE"] = str(settings.load().store)
         (folder / "any.yaml").touch()
         (folder / "no_matmul.yaml").write_text("rules: [{match: {op: matmul}, avoid: ['*']}]\n")

@@ -119,6 +119,7 @@ def cluster_of(**environ: str) -> Iterator[Cluster]:
         "XDG_CONFIG_HOME": str(folder),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "HOME": str(folder),  # Ray writes its token there
+        "RAY_TMPDIR": str(folder),  # and logs, sockets, and which cluster runs on this machine, here
         **environ,
     }
     before = dict(os.environ)
