@@ -1,5 +1,5 @@
-"""What the two ends of an express lane do to its page, in any order that a processor allows: tests/interleavings/lane.c,
-which runs the headers that the client and the worker are compiled of. Its own comment says what is promised."""
+"""What the two ends of an express lane do to its page, in any order that a processor allows: tests/interleavings/lane.c
+runs the headers that both are compiled of. Its own comment says what is promised."""
 
 from __future__ import annotations
 
