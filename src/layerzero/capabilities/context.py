@@ -28,7 +28,7 @@ class SelectionContext:
     conditions that policy sets.
 
     Extents are counted in elements; a property is None (or empty) where the op or the call has no such thing. dtypes
-    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (KV cache, packed weights,
+    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (layout of caches, packed weights,
     dropout) are read from `attrs` under the name of their property."""
 
     op: str
@@ -253,17 +253,17 @@ class SelectionContext:
         """The quantization is asymmetric."""
         return self.quantization is not None and self.quantization.has_zero_point
 
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """dtype of a paged cache that has scales; None for others, and where there is none."""
+        return self.given["k_cache"].dtype if "k_scale" in self.given else None
+
     # --- attributes that no op of ours has yet
 
     @property
     def kv_cache_layout(self) -> str | None:
         """Order of a paged cache: NHD or HND."""
         return self.attrs.get("kv_cache_layout")
-
-    @property
-    def kv_cache_dtype(self) -> str | None:
-        """dtype of a paged cache."""
-        return self.attrs.get("kv_cache_dtype")
 
     @property
     def packed_weights_id(self) -> str | None:

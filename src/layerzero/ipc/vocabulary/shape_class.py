@@ -121,8 +121,12 @@ def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
-    q, k_cache, v_cache, block_tables, _ = inputs
+    """With scales the class is the dtype of the caches, and the room for keys, folded: what is read is scaled, and then
+    all goes on as without. So it is with several queries."""
+    q, k_cache, v_cache, block_tables, _, k_scale, _ = inputs
     page = k_cache.shape[1]
+    if k_scale is not None:
+        return k_cache.dtype, _folded(page * block_tables.shape[1])
     extents = (page, page * block_tables.shape[1], q.shape[2], v_cache.shape[3])
     return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
 
@@ -135,9 +139,12 @@ def _varlen_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _paged_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    _, k_cache, _, tables, _, ends, sinks, slopes = inputs
+    _, k_cache, _, tables, _, ends, sinks, slopes, k_scale, _ = inputs
     variant = "decode" if ends is None else "causal" if attrs["is_causal"] else "plain"
-    return _option(sinks, slopes, attrs) or variant, _folded(k_cache.shape[1] * tables.shape[1])
+    option = _option(sinks, slopes, attrs)
+    if k_scale is not None:
+        variant, option = k_cache.dtype, f"{k_cache.dtype}+options" if option else ""
+    return option or variant, _folded(k_cache.shape[1] * tables.shape[1])
 
 
 def _mla_decode(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
@@ -147,14 +154,16 @@ def _mla_decode(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
 
 
 def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
-    key, value, k_cache, _, slots = inputs
-    return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
+    key, value, k_cache, _, slots, k_scale, _ = inputs
+    extents = (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
+    return (slots.dtype, extents) if k_scale is None else (f"{slots.dtype}+{k_cache.dtype}", _folded(max(extents)))
 
 
-def _of_cache(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
-    """What copies rows or blocks of a cache."""
+def _of_cache(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """What copies rows or blocks of a cache; rows that are scaled have another dtype."""
     k_cache, v_cache, places = inputs[:3]
-    return places.dtype, _folded(max(places.shape[0], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3]))
+    variant = f"{places.dtype}+{attrs['dtype']}" if "dtype" in attrs else places.dtype
+    return variant, _folded(max(places.shape[0], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3]))
 
 
 def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:

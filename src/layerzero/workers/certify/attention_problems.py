@@ -227,7 +227,7 @@ def packed(
     return Problem("attention_varlen", name, attrs, (q, k, v, *ends), ("", "", "", "int32", "int32"))
 
 
-def _paged_attention(claims: Claims) -> Iterator[Problem]:
+def paged_attention(claims: Claims) -> Iterator[Problem]:
     numbers = Numbers(13)
     # keys of each sequence, size of a block, head_dim, dimension of values
     sizes = (
@@ -272,10 +272,11 @@ def paged(numbers: Numbers, name: str, lengths: Sequence[int], page: int, group:
                 cache.flat[slot * row : (slot + 1) * row] = numbers(row).flat  # type: ignore[index]
     q = numbers(len(lengths), heads, dims[0])
     where = (Values((len(lengths), wide), tables), Values((len(lengths),), list(lengths)))
-    return Problem("paged_attention", name, {"scale": 0.25}, (q, *caches, *where), ("", "", "", "int32", "int32"))
+    kinds = ("", "", "", "int32", "int32", "float32", "float32")
+    return Problem("paged_attention", name, {"scale": 0.25}, (q, *caches, *where, None, None), kinds)
 
 
-def _append_kv(_: Claims) -> Iterator[Problem]:
+def append_kv(_: Claims) -> Iterator[Problem]:
     numbers = Numbers(15)
     # slots, blocks, size of a block, extent of keys, of values
     sizes = (
@@ -299,7 +300,8 @@ def _appended(
     rows = [numbers(len(slots), heads, dim) for dim in dims]
     caches = [numbers(*blocks, heads, dim) for dim in dims]
     where = Values((len(slots),), list(slots))
-    return Problem("append_kv", name, {}, (*rows, *caches, where), ("", "", "", "", dtype))
+    kinds = ("", "", "", "", dtype, "float32", "float32")
+    return Problem("append_kv", name, {}, (*rows, *caches, where, None, None), kinds)
 
 
 def _rope(claims: Claims) -> Iterator[Problem]:
@@ -339,8 +341,6 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention_backward": _attention_backward,
     "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
-    "paged_attention": _paged_attention,
-    "append_kv": _append_kv,
     "rope": _rope,
     "rope_qk": _rope_qk,
 }
