@@ -120,7 +120,7 @@ def attention_forward(
     **options: Any,
 ) -> tuple[F64, F64]:
     """attention, and log(sum(exp(scores))) of each row, its sink among them; -inf for one that sees no key.
-    `options`: window_left, window_right, softcap."""
+    `options`: window_left, window_right, softcap, mask_block_q, mask_block_k."""
     beside = (sinks, alibi_slopes)
     weights, lse = _weights(q, k, attn_mask, is_causal, scale, causal_alignment, *beside, **options)
     values = np.repeat(v.astype(np.float64), q.shape[1] // max(k.shape[1], 1), axis=1)
@@ -170,11 +170,18 @@ def _weights(
     window_left: int | None = None,
     window_right: int | None = None,
     softcap: float | None = None,
+    mask_block_q: int = 1,
+    mask_block_k: int = 1,
 ) -> tuple[F64, F64]:
     """Weights (batch, heads, queries, keys), 0 in rows that see nothing, and the logarithm of what they are divided by,
     one row at a time."""
     batch, heads, queries, _ = q.shape
     keys, group = k.shape[2], heads // max(k.shape[1], 1)
+    if attn_mask is not None and (mask_block_q, mask_block_k) != (1, 1):
+        blocks = np.broadcast_to(
+            attn_mask, (*attn_mask.shape[:2], -(-queries // mask_block_q), -(-keys // mask_block_k))
+        )
+        attn_mask = blocks.repeat(mask_block_q, 2).repeat(mask_block_k, 3)[:, :, :queries, :keys]
     found, lse = np.zeros((batch, heads, queries, keys)), np.full((batch, heads, queries), -np.inf)
     places = np.arange(queries) + (keys - queries if causal_alignment == "bottom_right" else 0)
     distance = np.arange(keys)[None, :] - places[:, None]

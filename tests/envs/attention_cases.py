@@ -57,6 +57,23 @@ def option_cases(rng: np.random.Generator) -> Iterator[Case]:
         for kind, one in (("bool", mask), ("float", bias)):
             yield case(f"{kind} mask {shape} and causal", mask=one, causal="bottom_right")
             yield case(f"{kind} mask {shape} and a window", mask=one, window_left=2, window_right=1)
+    for blocks, queries, keys, shape in (
+        ((2, 3), 7, 9, (2, 2, 4, 3)),
+        ((4, 1), 7, 9, (1, 2, 2, 9)),
+        ((16, 64), 60, 150, (1, 1, 4, 3)),
+        ((1, 128), 1, 300, (2, 2, 1, 3)),
+        ((64, 64), 7, 9, (2, 1, 1, 1)),
+        ((3, 2), 7, 9, (1, 1, 1, 5)),
+    ):
+        made: dict[str, Any] = {"mask_block_q": blocks[0], "mask_block_k": blocks[1], "mask": rng.random(shape) < 0.5}
+        size = f"blocks {blocks} of {queries}x{keys}"
+        yield case(size, queries, keys, **made)
+        if shape[0] == 1:
+            yield case(f"{size}, causal", queries, keys, **made, causal="bottom_right", group=2)
+        yield case(
+            f"{size}, everything", queries, keys, **made, window_left=5, softcap=2.0, sinks=np.array([0.5, -1.0])
+        )
+    yield case("blocks that hide all", mask=np.zeros((1, 1, 4, 3), bool), mask_block_q=2, mask_block_k=3)
     yield case(
         "everything",
         group=2,

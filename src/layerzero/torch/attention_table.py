@@ -7,6 +7,7 @@ from layerzero.torch.op_entry import ANY, OpEntry
 
 _TABLES = frozenset({"cos", "sin"})
 _OPTIONS = "int[2] window_size=[-1, -1], float softcap=0.0"
+_BLOCKS = "int[2]? mask_block_size=None"
 _OF_HEADS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
 _SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
 _RULE = (
@@ -18,7 +19,7 @@ ENTRIES: tuple[OpEntry, ...] = (
         "attention",
         "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
         f"float? scale=None, bool enable_gqa=False, {_OF_HEADS}, *, "
-        f'str layout="BHSD", str causal_alignment="top_left", {_OPTIONS}',
+        f'str layout="BHSD", str causal_alignment="top_left", {_OPTIONS}, {_BLOCKS}',
         fakes.attention,
         gradients.attention,
         dict.fromkeys(("q", "k", "v", "attn_mask", "sinks", "alibi_slopes", "out", "lse"), ANY),
@@ -32,7 +33,7 @@ ENTRIES: tuple[OpEntry, ...] = (
     ),
     OpEntry(
         "attention_forward",
-        f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, {_OF_HEADS}, *, {_RULE}, {_OPTIONS}",
+        f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, {_OF_HEADS}, *, {_RULE}, {_OPTIONS}, {_BLOCKS}",
         fakes.attention_forward,
         autocast=autocasting.lower,
         singles=frozenset({"alibi_slopes"}),

@@ -52,6 +52,7 @@ def attention(
     causal_alignment: str = "top_left",
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: Sequence[int] | None = None,
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
@@ -65,6 +66,7 @@ def attention(
     causal_alignment: for is_causal with seq_q != seq_k: row i sees columns up to i ("top_left", as in torch) or up to
     i + seq_k - seq_q ("bottom_right", as in FlashAttention): that column is the row's place. Rows that see nothing are
     zero. dropout_p must be 0.
+    mask_block_size: (rows, columns): attn_mask, bool, has an element for each block of so many.
     window_size: (left, right), how many columns before and after its place a row sees, -1 for all. softcap: 0 for none.
     sinks: (heads,) of q's dtype: a further score of each row, which takes weight and has no value. alibi_slopes:
     float32 (heads,) or (batch, heads): minus the slope times |column - place| is added to scores.
@@ -80,6 +82,7 @@ def attention(
         "causal_alignment": causal_alignment,
         "window_size": extents_of(window_size),
         "softcap": softcap,
+        "mask_block_size": None if mask_block_size is None else extents_of(mask_block_size),
     }
     args = (q, k, v, attn_mask, sinks, alibi_slopes)
     return perform(Request("attention", args, params, attention_plans.plan_attention, out, backend, timeout_s))

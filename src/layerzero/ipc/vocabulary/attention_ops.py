@@ -9,6 +9,7 @@ _INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
 _OF_HEADS = _INPUTS[4:]
 SCALES = ("k_scale", "v_scale")
 OPTIONS = ("window_left", "window_right", "softcap")
+MASK_BLOCKS = ("mask_block_q", "mask_block_k")
 MERGE_INPUTS = tuple(f"{name}{n}" for n in range(4) for name in ("out", "lse"))
 
 ATTENTION_FAMILY = (
@@ -17,14 +18,16 @@ ATTENTION_FAMILY = (
     # sinks (Hq), q's dtype: one more score of each row, whose value is 0. alibi_slopes float32 (1|B,Hq): minus the
     # slope times the distance of query and key is added to scores. window_left, window_right: integers from 0 on,
     # how many keys before and after its own place a query sees. softcap: a float above 0, c tanh(scores / c).
+    # mask_block_q, mask_block_k: both or neither, integers from 1 on, of a bool mask: an element of it is for a block
+    # of so many queries and keys, and its last extents are the numbers of blocks, the last of which may be shorter.
     # `layout` says how the caller's memory is ordered; the views are BHSD either way.
     Op(
         "attention",
         _INPUTS,
         optional=frozenset(_INPUTS[3:]),
         singles=frozenset({"alibi_slopes"}),
-        attrs=(*_ATTRS, *OPTIONS),
-        options=frozenset(OPTIONS),
+        attrs=(*_ATTRS, *OPTIONS, *MASK_BLOCKS),
+        options=frozenset((*OPTIONS, *MASK_BLOCKS)),
     ),
     # attention, and the log-sum-exp of each row of scaled and masked scores, natural, float32 (B,Hq,Sq), sinks
     # among them; -inf where a row sees nothing.
@@ -34,8 +37,8 @@ ATTENTION_FAMILY = (
         ("out", "lse"),
         optional=frozenset(_INPUTS[3:]),
         singles=frozenset({"alibi_slopes"}),
-        attrs=(*_ATTRS, *OPTIONS),
-        options=frozenset(OPTIONS),
+        attrs=(*_ATTRS, *OPTIONS, *MASK_BLOCKS),
+        options=frozenset((*OPTIONS, *MASK_BLOCKS)),
     ),
     # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
     # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from layerzero.ipc.vocabulary.attention_ops import MASK_BLOCKS
 from layerzero.ipc.vocabulary.quantized_shapes import SCALED_DTYPES
 from layerzero.ipc.vocabulary.shape_checks import (
     INDEX_DTYPES,
@@ -71,17 +72,28 @@ def _plain_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...
     equal(op, "head_dim", q=q.shape[3], k=k.shape[3])
     grouped_heads(op, q.shape[1], k.shape[1])
     flag(op, attrs, "is_causal")
+    if any(name in attrs for name in MASK_BLOCKS):
+        for name in MASK_BLOCKS:
+            integer(op, {name: None, **attrs}, name, 1, MAX_WINDOW)
     if mask is not None:
         if mask.dtype not in ("bool", dtype):
             refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {dtype} like q")
-        target = (*q.shape[:3], k.shape[2])
+        target = masked_shape(q, k, attrs)
         if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, target, strict=True)):
             refuse(op, f"attn_mask has shape {list(mask.shape)}", f"4 dimensions that broadcast to {list(target)}")
     number(op, attrs, "scale")
     choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
     choice(op, attrs, "layout", LAYOUTS)
     _options(op, attrs)
+    if any(name in attrs for name in MASK_BLOCKS) and (mask is None or mask.dtype != "bool"):
+        refuse(op, f"attn_mask is {mask} with blocks", "a bool mask")
     return ((dtype, (*q.shape[:3], v.shape[3])),)
+
+
+def masked_shape(q: TensorSpec, k: TensorSpec, attrs: Attrs) -> tuple[int, ...]:
+    """What a mask of attention broadcasts to."""
+    rows, keys = (int(attrs.get(name, 1)) for name in MASK_BLOCKS)
+    return (*q.shape[:2], -(-q.shape[2] // rows), -(-k.shape[2] // keys))
 
 
 def _attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:

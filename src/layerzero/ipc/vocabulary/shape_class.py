@@ -3,7 +3,8 @@ broker asks for the class of a call.
 
 A class is `variant/size/memory`, or "empty" when an extent is 0:
 variant   what the kernel is asked to compute: causal rule, mask, grouped heads, weight, bias, broadcast ...; of
-          attention with options (window, soft cap, sinks, slopes, mask beside the causal rule) which one, or "several"
+          attention with options (window, soft cap, sinks, slopes, mask of blocks or beside the causal rule) which
+          one, or "several"
 size      of the extents that kernels cut into blocks: small (all below 16), aligned (those from 16 on are multiples of
           16), ragged (some are not: there is a remainder to handle), long (one is above 256: several blocks)
 memory    the worst of all tensors: dense, rows (only the last dimension is without gaps), strided; bshd for attention
@@ -99,6 +100,7 @@ def _option(sinks: Any, slopes: Any, attrs: Mapping[str, Any], mask: Any = None)
         "sinks": sinks is not None,
         "alibi": slopes is not None,
         "causal+mask": attrs["is_causal"] and mask is not None,
+        "blocks": "mask_block_q" in attrs,
     }
     given = [name for name, is_given in options.items() if is_given]
     return given[0] if len(given) == 1 else "several" if given else ""

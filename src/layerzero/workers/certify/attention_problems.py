@@ -104,6 +104,19 @@ _OPTIONS: tuple[tuple[str, tuple[int, int], str, str, int, dict[str, Any], bool,
     ("window and softcap", (6, 9), "bottom_right", "", 2, {"window_left": 3, "softcap": 1.5}, False, False),
     ("window and softcap", (2, 272), "bottom_right", "", 1, {"window_left": 100, "softcap": 1.5}, False, False),
     ("window and sinks", (6, 6), "top_left", "", 2, {"window_left": 3}, True, False),
+    ("blocks", (7, 20), "", "bool", 2, {"mask_block_q": 2, "mask_block_k": 3}, False, False),
+    ("blocks", (40, 272), "", "bool", 1, {"mask_block_q": 16, "mask_block_k": 64}, False, False),
+    ("blocks and causal", (9, 9), "top_left", "bool", 2, {"mask_block_q": 4, "mask_block_k": 2}, False, False),
+    (
+        "blocks and window",
+        (3, 272),
+        "bottom_right",
+        "bool",
+        1,
+        {"mask_block_q": 2, "mask_block_k": 8, "window_left": 99},
+        True,
+        False,
+    ),
     ("all options", (5, 7), "top_left", "float", 2, {"window_left": 2, "softcap": 1.5}, True, True),
     ("all options", (3, 272), "", "bool", 1, {"window_left": 99, "window_right": 30, "softcap": 9.0}, True, True),
 )
@@ -120,7 +133,8 @@ def _option_problems(op: str, claims: Claims, numbers: Numbers) -> Iterator[Prob
             "layout": "BHSD",
             **options,
         }
-        mask = _mask(numbers, (batch, 1, queries, keys), mask_kind) if mask_kind else None
+        blocks = (-(-queries // attrs.get("mask_block_q", 1)), -(-keys // attrs.get("mask_block_k", 1)))
+        mask = _mask(numbers, (batch, 1, *blocks), mask_kind) if mask_kind else None
         q = numbers(batch, heads, queries, dim)
         k, v = (numbers(batch, heads // group, keys, dim) for _ in "kv")
         sinks = numbers(heads) if has_sinks else None

@@ -81,7 +81,7 @@ def _rows_of_weights(
     kv_heads, keys = k.shape[1], k.shape[2]
     shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
     left, right = attrs.get("window_left", math.inf), 0 if attrs["is_causal"] else attrs.get("window_right", math.inf)
-    cap = attrs.get("softcap")
+    cap, of_rows, of_keys = attrs.get("softcap"), attrs.get("mask_block_q", 1), attrs.get("mask_block_k", 1)
     for b, h in itertools.product(range(batch), range(heads)):
         head = b * kv_heads + h // (heads // kv_heads)
         k_rows = rows_of(k.flat, dim, head * keys, keys)
@@ -95,7 +95,7 @@ def _rows_of_weights(
             for j in range(keys):
                 bias = -slope * abs(i + shift - j)
                 if mask is not None:
-                    value = broadcast_value(mask, (b, h, i, j))
+                    value = broadcast_value(mask, (b, h, i // of_rows, j // of_keys))
                     bias += (0.0 if value else -math.inf) if isinstance(value, bool) else value
                 if not -left <= j - (i + shift) <= right:
                     bias = -math.inf

@@ -13,6 +13,8 @@ from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
 FLOATS = "bfloat16, float16, float32, float64"
 SCALES: Change = {"k_scale": "float32 1", "v_scale": "float32 3"}
+BLOCKS: Change = {"mask_block_q": 2, "mask_block_k": 3}
+INTEGERS = "an integer from 1 to 2147483647"
 OF_HEADS = "float32, (1 or 3), one for each head of the caches"
 EIGHT_BITS = "int8, float8_e4m3fn, float8_e5m2"
 EACH = "one for each head of q"
@@ -54,6 +56,7 @@ ACCEPTED: list[tuple[str, Change, str]] = [
     ("attention", {"q": "float32 2 3 5 7"}, "float32 2 3 5 13"),
     ("attention_forward", {"attn_mask": "bool 1 6 5 1"}, "float32 2 6 5 13"),
     ("attention", {"attn_mask": "bool 1 1 1 1", "is_causal": True}, "float32 2 6 5 13"),
+    ("attention", {**BLOCKS, "attn_mask": "bool 1 6 3 4"}, "float32 2 6 5 13"),
     ("attention", {"sinks": "float32 6", "alibi_slopes": "float32 2 6", "softcap": 2.0}, "float32 2 6 5 13"),
     ("attention", {"window_left": 0, "window_right": 3, "alibi_slopes": "float32 1 6"}, "float32 2 6 5 13"),
     ("attention_backward", {"attn_mask": "float16 2 1 1 11"}, "float16 2 6 5 7"),
@@ -228,6 +231,21 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("attention", {"window_left": -1}, "window_left is -1", "an integer from 0 to 2147483647"),
     ("attention", {"window_right": 1.0}, "window_right is 1.0", "an integer from 0 to 2147483647"),
     ("attention", {"softcap": 1}, "softcap is 1", "a finite float"),
+    ("attention", {"mask_block_q": 2, "mask_block_k": 3}, "attn_mask is None with blocks", "a bool mask"),
+    (
+        "attention",
+        {**BLOCKS, "attn_mask": "float32 2 6 3 4"},
+        "attn_mask is float32[2, 6, 3, 4] with blocks",
+        "a bool mask",
+    ),
+    (
+        "attention",
+        {**BLOCKS, "attn_mask": "bool 2 6 5 11"},
+        "attn_mask has shape [2, 6, 5, 11]",
+        "4 dimensions that broadcast to [2, 6, 3, 4]",
+    ),
+    ("attention", {"mask_block_q": 2}, "mask_block_k is None", INTEGERS),
+    ("attention_forward", {**BLOCKS, "mask_block_q": 0}, "mask_block_q is 0", INTEGERS),
     ("attention", {"softcap": 0.0}, "softcap is 0.0", "above 0, or left out"),
     ("attention_forward", {"softcap": -2.0}, "softcap is -2.0", "above 0, or left out"),
     ("attention", {"scale": 1}, "scale is 1", "a finite float"),

@@ -77,7 +77,7 @@ WIDEST: dict[str, Any] = {
         *("zero_point", "a_zero_point", "b_zero_point", "x_zero_point", "weight_zero_point", "x_scale"),
         *("k_scale", "v_scale"),
     ],
-    "optional_attrs": ["dtype"],
+    "optional_attrs": ["dtype", "mask_block_q", "mask_block_k"],
     "supports_kv_cache_dtypes": SCALED_CACHES,
     "supported_quant_dtypes": ["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"],
     "quantization_scale_granularities": ["per_tensor", "per_channel", "blockwise"],
@@ -210,12 +210,17 @@ def calls(
         if draw(st.booleans()):
             shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, sq, sk)]
             mask = draw(tensors(draw(st.sampled_from(["bool", dtype])), shape))
+        blocks: dict[str, Any] = {}
+        if "mask_block_q" in kernel.optional_attrs and draw(st.booleans()):
+            blocks = {"mask_block_q": 16, "mask_block_k": 3}
+            shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, -(-sq // 16), -(-sk // 3))]
+            mask = draw(tensors("bool", shape))
         alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal and sq != sk else "top_left"
         attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
         out = draw(place(dtype, (b, hk * group, sq, dv)))
         if op != "attention_backward":
             beside, more = draw(options(dtype, shapes[0][1], kernel))
-            return [*inputs, mask, *beside], out, {**attrs, **more}
+            return [*inputs, mask, *beside], out, {**attrs, **more, **blocks}
         output, lse = draw(place(dtype, out.shape)), draw(tensors("float32", out.shape[:3]))
         return [out, *inputs, output, lse, mask], out, attrs
     if op == "merge_attention":
