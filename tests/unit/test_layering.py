@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "text": ({""}, {"jinja2", "numpy"}),
     "rotary": ({"", "ipc"}, {"numpy"}),
+    "paging": ({"ipc"}, {"numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
     # What people look at: of the broker by its questions, of files by their readers.
