@@ -153,6 +153,10 @@ def test_a_call_that_hangs_is_kept_with_the_stacks_of_its_worker(
         lz_.silu(x, backend="alpha")
     capsule = only(capsules)
     assert capsule.failed.kernel_id.startswith("alpha.")
+    assert (capsule.failed.what, "deadline" in capsule.name) == (
+        "deadline",
+        True,
+    )  # not the signal that it was killed by
     said = (capsules / capsule.name / form.LOG).read_text()
     assert re.search(
         r"its last call had taken 0\.\d s; stacks of its Python threads then, by py-spy:\nspied: dump", said
