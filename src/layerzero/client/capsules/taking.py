@@ -240,7 +240,7 @@ def _bytes_at(address: int, nbytes: int) -> Any:
 
 
 def _word(failure: Failure) -> str:
-    if failure.exit_signal is None:
+    if failure.exit_signal is None or failure.is_late:
         return failure.what
     with suppress(ValueError):
         return signal.Signals(failure.exit_signal).name
