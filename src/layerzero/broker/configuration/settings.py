@@ -96,6 +96,11 @@ class Settings(BaseModel):
     functions_rest_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         600.0, description="a worker of functions that keeps nothing ends when it was not called for so long; 0: never"
     )
+    stacks_after_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        1.0,
+        description="where py-spy is installed, the stacks of a worker are taken that is in one call for so long; "
+        "0: never",
+    )
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(
         False, description="lz doctor finds MPS in order, although a fault of one process ends others"

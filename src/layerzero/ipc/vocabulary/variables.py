@@ -45,6 +45,7 @@ SETTINGS = (
     "rest_s",
     "counts",
     "functions_rest_s",
+    "stacks_after_s",
     "express",
     "allow_mps",
     "joined",
