@@ -79,6 +79,16 @@ class Settings(BaseModel):
     )
     retry_disabled_max_s: Seconds = Field(600.0, description="longest delay of such a try")
     poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
+    keep_compiled: bool = Field(
+        True, description="what compilers make is kept for later workers; false: each begins anew (docs/caches.md)"
+    )
+    cache_mib: Annotated[int, Field(ge=0)] = Field(
+        16_384, description="MiB that compilers' caches may take together; 0: any amount"
+    )
+    cache_entries: Annotated[int, Field(ge=0)] = Field(64, description="how many caches there may be; 0: any number")
+    shared_cache: Path | None = Field(
+        None, description="folder of lz cache export that is looked up first, and never written (docs/caches.md)"
+    )
     rest_s: Seconds = Field(
         60.0, description="a worker for GPUs whose calls are all lifted ends when it was not needed for so long"
     )

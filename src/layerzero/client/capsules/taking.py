@@ -183,11 +183,13 @@ def _is_end(outcome: str, exit_signal: int | None, exit_code: int | None) -> boo
 
 
 def _can_be_kept(submitted: Submitted) -> bool:
-    """Texts and functions have no arguments that a capsule describes; memory of a GPU may be lost with it."""
+    """Texts, functions and what came from another node have no arguments that a capsule describes; memory of a GPU may
+    be lost with it."""
     request = submitted.request
     return (
         request.places is None
         and request.output_bytes is None
+        and request.finish is None
         and all(array is None or array.device == CPU for array in submitted.arrays)
         and len(submitted.arrays) <= MAX_SEGMENTS
     )
