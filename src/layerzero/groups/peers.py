@@ -220,10 +220,9 @@ class Peers:
             if box and box[0].startswith(opening):
                 theirs = "a call of all ranks" if other == COLLECTIVE else f"send(to={self.rank})"
                 self.is_crossed = True
-                given = {str(self.rank): self.doing, str(rank): theirs}
-                text = (
-                    f"let all ranks make the same calls: rank {self.rank} is in {self.doing}, rank {rank} in {theirs}"
-                )
+                given = {str(one): what for one, what in sorted([(self.rank, self.doing), (rank, theirs)])}
+                met = ", ".join(f"rank {one} is in {what}" for one, what in given.items())
+                text = f"let all ranks make the same calls: {met}"
                 raise RanksDisagree(f"{text} (group {self.name!r})", group=self.name, given=given)
 
     def _error(self, reason: str, what: str, ranks: Iterable[int]) -> GroupBroken:
