@@ -3,6 +3,7 @@ examples/tensor_parallel.py, as a newcomer runs it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,9 +33,9 @@ def site() -> Iterator[Site]:
         made.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks(site: Site) -> Iterator[list[Rank]]:
-    """Two, whose gloo runs."""
+    """Two, whose gloo runs; one that has died is replaced by the test."""
     made = [Rank(site) for _ in range(2)]
     try:
         assert form(made) == [1, 1]
@@ -48,7 +49,12 @@ def ranks(site: Site) -> Iterator[list[Rank]]:
 
 
 def gloo_workers(site: Site) -> list[int]:
-    return [pid for pid, command in processes(site.folder).items() if "groups-gloo" in command]
+    found = []
+    for pid in processes(site.folder):
+        with contextlib.suppress(OSError):
+            if "groups-gloo" in os.readlink(f"/proc/{pid}/fd/2"):
+                found.append(pid)
+    return found
 
 
 @pytest.mark.timeout(300)
@@ -89,7 +95,7 @@ def test_a_death_is_told_to_all_ranks_and_the_group_forms_again(site: Site, rank
     assert time.monotonic() - start_s < SOON_S
     assert {one["error"] for one in told} == {"GROUP_BROKEN"}, told
     reasons = {"worker": "WORKER_DIED", "rank": "RANK_DIED", "broker": "BROKER_LOST"}
-    assert {one["facts"]["reason"] for one in told} == {reasons[who]}
+    assert {one["facts"]["reason"] for one in told} == {reasons[who]}, told
     if who == "broker":
         os.kill(stopped, signal.SIGCONT)
         site.start()
@@ -99,7 +105,8 @@ def test_a_death_is_told_to_all_ranks_and_the_group_forms_again(site: Site, rank
         ranks[1].ask("form", "tp", 1, 2)
     for rank in left:
         rank.ask("reform")
-    assert [rank.told() for rank in ranks][0][0] == 2
+    generations = [rank.told() for rank in ranks]
+    assert generations[0][0] > 1
     again: list[Any] = all_of(ranks, "call", "all_reduce", [2], backend="gloo")
     assert again == [[3.0, 3.0]] * 2
 

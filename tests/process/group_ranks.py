@@ -86,12 +86,12 @@ def _form(name: str, rank: int, size: int, **options: Any) -> int:
     return _groups[name].generation
 
 
-def _call(op: str, shape: list[int], dtype: str = "float32", name: str = "tp", **options: Any) -> list[Any]:
+def _call(method: str, shape: list[int], dtype: str = "float32", name: str = "tp", **options: Any) -> list[Any]:
     """Of an array that is full of this rank's number; the result, as a list."""
     group = _groups[name]
     if options.get("out") is not None:
         options["out"] = np.empty(options["out"], dtype)
-    result = getattr(group, op)(np.full(shape, group.rank + 1, dtype), **options)
+    result = getattr(group, method)(np.full(shape, group.rank + 1, dtype), **options)
     return result.ravel()[:8].tolist()  # type: ignore[no-any-return]
 
 

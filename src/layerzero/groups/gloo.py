@@ -57,6 +57,7 @@ class Gloo:
         self._rank, self._where = rank, where
         self._object: Any = None
         self._class: Any = None
+        self._process: int | None = None  # a descriptor, which its end makes readable
         self.copies: tuple[Any, ...] = ()
 
     @property
@@ -85,6 +86,8 @@ class Gloo:
         pids = [pid for pid in (*peers.pids.values(), os.getpid()) if pid > 0]
         arguments = (str(self._path), self._rank, size, pids, START_S / 2)
         self._object = self._do(peers, lambda: self._class(*arguments), until_s)
+        with contextlib.suppress(OSError):  # a kernel that has none: the broker's word is waited for
+            self._process = os.pidfd_open(self._do(peers, self._object.pid, until_s))
 
     def started(self) -> None:
         """By all ranks: the file has done its work."""
@@ -102,18 +105,19 @@ class Gloo:
 
         return self._do(peers, call, until_s)
 
-    def drop(self) -> None:
-        """Let the process end; nobody waits for it."""
+    def drop(self) -> Any:
+        """Let the process end, at the latest when the call ends that it is in; nobody waits for it. Gives its proxy."""
         self._path.unlink(missing_ok=True)
-        proxy, self._object = self._object, None
-        if proxy is not None:
-            threading.Thread(target=_close, args=(proxy,), name="gloo-end", daemon=True).start()
+        if self._process is not None:
+            os.close(self._process)
+        proxy, self._object, self._process = self._object, None, None
+        return proxy  # an object whose proxy was collected is released
 
     def close(self) -> None:
-        self._path.unlink(missing_ok=True)
-        proxy, self._object = self._object, None
+        proxy = self.drop()
         if proxy is not None:
-            _close(proxy)
+            with contextlib.suppress(LayerZeroError):
+                proxy.close()
 
     def _do(self, peers: Peers, work: Callable[[], Any], until_s: float) -> Any:
         """What `work` gives, in a thread, while this one hears of the other ranks. Raises GroupBroken."""
@@ -130,10 +134,10 @@ class Gloo:
 
         threading.Thread(target=run, name="gloo", daemon=True).start()
         try:
-            peers.wait_for(reader, lambda: bool(ended), until_s)
+            peers.wait_for([reader] if self._process is None else [reader, self._process], until_s)
         finally:
             os.close(reader)
-        value, error = ended[0]
+        value, error = ended[0] if ended else (None, BackendError("it has ended"))
         if error is None:
             return value
         raise self._understood(peers, error) from error
@@ -162,8 +166,3 @@ def _code() -> Code:
     """A file of its own, below no package: in torch's environment there is no layerzero.groups."""
     digest = hashlib.sha256(_FILE.read_bytes()).hexdigest()
     return Code(_FILE.stem, "Rank", str(_FILE), digest, str(_FILE.parent), False)
-
-
-def _close(proxy: Any) -> None:
-    with contextlib.suppress(LayerZeroError):
-        proxy.close()

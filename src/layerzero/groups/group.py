@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -278,7 +279,7 @@ class Group:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_pid", None) == os.getpid():
+        if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
             self._drop()
 
     def _form(self, timeout_s: float) -> None:

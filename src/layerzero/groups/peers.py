@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from layerzero.groups import faults
@@ -46,7 +46,6 @@ class Peers:
         self._inbox = {kind: {rank: deque[bytes]() for rank in self.ranks} for kind in (COLLECTIVE, POINT)}
         self._lost: dict[int, str] = {}
         self._fault: LayerZeroError | None = None
-        self._others: set[int] = set()
         for rank, sock in self._sockets.items():
             sock.setblocking(False)
             self._poll.register(sock.fileno(), select.POLLIN)
@@ -96,17 +95,18 @@ class Peers:
                 self.waited_ns += time.perf_counter_ns() - start_ns
         return {rank: boxes[rank].popleft() for rank in wanted}
 
-    def wait_for(self, fd: int, is_over: Callable[[], bool], until_s: float) -> None:
-        """Until something else is over, which makes `fd` readable. Raises GroupBroken where a rank is lost before."""
-        self._others.add(fd)
-        self._poll.register(fd, select.POLLIN)
+    def wait_for(self, fds: Iterable[int], until_s: float) -> None:
+        """Until one of these can be read, or was closed by its writer. Raises GroupBroken where a rank is lost
+        before."""
+        others = list(fds)
+        for fd in others:
+            self._poll.register(fd, select.POLLIN)
         try:
-            while not is_over():
-                self._step(self.ranks, until_s)
+            while not self._step(self.ranks, until_s) & set(others):
                 self._demand(self.ranks)
         finally:
-            self._others.discard(fd)
-            self._poll.unregister(fd)
+            for fd in others:
+                self._poll.unregister(fd)
 
     def hear_fault(self, within_s: float) -> LayerZeroError | None:
         """What another rank says of why it gave the call up, if it says so soon."""
@@ -140,8 +140,9 @@ class Peers:
 
     # --- looking
 
-    def _step(self, missing: Iterable[int], until_s: float) -> None:
-        """Wait for the next things that happen, and take them in. Raises GroupBroken when the time is over."""
+    def _step(self, missing: Iterable[int], until_s: float) -> set[int]:
+        """Wait for the next things that happen, and take them in; of which descriptors. Raises GroupBroken when the
+        time is over."""
         left_s = until_s - time.monotonic()
         events = self._poll.poll(max(left_s, 0.0) * 1000)
         if not events and left_s <= 0:
@@ -155,6 +156,7 @@ class Peers:
                 rank = self._pidfds[fd]
                 self._drain(rank)
                 self._lose(rank, faults.RANK_DIED)
+        return {fd for fd, _ in events}
 
     def _receive(self, rank: int) -> bool:
         """One message; False where there is none."""

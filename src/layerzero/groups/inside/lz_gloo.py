@@ -36,6 +36,9 @@ class Rank:
         self._group._set_default_timeout(timedelta(days=1))
         threading.Thread(target=self._watch, args=(pids,), daemon=True).start()
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def all_reduce(self, data: Any, op: str, dtype: str) -> Any:
         values = self._torch.from_numpy(data.copy()).view(getattr(self._torch, dtype))
         options = self._kinds.AllreduceOptions()
