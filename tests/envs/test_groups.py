@@ -73,7 +73,9 @@ def test_both_ways_give_the_same_and_the_faster_one_is_taken(ranks: list[Rank]) 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("who", ["worker", "rank", "broker"])
+@pytest.mark.parametrize(
+    "who", ["worker", pytest.param("rank", marks=pytest.mark.long), pytest.param("broker", marks=pytest.mark.long)]
+)
 def test_a_death_is_told_to_all_ranks_and_the_group_forms_again(site: Site, ranks: list[Rank], who: str) -> None:
     """A process of gloo, a rank's own, or the broker, while a call waits in gloo: for the one that is stopped."""
     stopped = gloo_workers(site)[0]

@@ -32,9 +32,11 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.functions.surface import surface_of
+from layerzero.ipc.transport import control
 
 START_S = 60.0  # so long may a worker take until it has torch and all connections
 _BLAME_S = 0.5  # so long a rank whose gloo failed waits for the one that knows why
+_WORD_S = 0.25
 _FILE = Path(lz_gloo.__file__)
 
 
@@ -135,6 +137,8 @@ class Gloo:
         threading.Thread(target=run, name="gloo", daemon=True).start()
         try:
             peers.wait_for([reader] if self._process is None else [reader, self._process], until_s)
+            if not ended:  # the process has gone; with the broker, as the call itself says then
+                control.is_readable(reader, _WORD_S)
         finally:
             os.close(reader)
         value, error = ended[0] if ended else (None, BackendError("it has ended"))
