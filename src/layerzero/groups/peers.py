@@ -164,6 +164,8 @@ class Peers:
             data = self._sockets[rank].recv(MESSAGE_BYTES)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it has closed without reading all; what it has sent is still to be read
+            return self._receive(rank)
         except OSError:
             data = b""
         kind = data[:1]

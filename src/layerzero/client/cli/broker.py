@@ -247,6 +247,9 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         rows["imported"] = ", ".join(
             f"{row['name']}: {counted(row['imported']['calls'], 'lifted call')}" for row in imported
         )
+    if damaged := [row for row in answer["backends"] if (row.get("cache") or {}).get("set_aside")]:
+        told = ", ".join(f"{row['name']} ({row['cache']['set_aside']})" for row in damaged)
+        rows["caches"] = f"set aside, not as it was sealed, of {told}; lz cache verify"
     if answer["users"]:
         rows["users"] = "with a broker of their own each: " + ", ".join(
             f"{user['uid']} (pid {user['pid']}, LAYERZERO_RUNTIME_DIR={user['runtime_dir']})"
