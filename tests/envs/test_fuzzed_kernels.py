@@ -95,6 +95,43 @@ def test_a_query_with_nan_gives_nan(harnesses: Harnesses, backend: str, op: str)
         assert np.isneginf(lse[..., 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("backend", "op"), [("torch", "attention"), ("torch", "attention_forward"), ("zentorch", "attention")]
+)
+def test_keys_with_nan_give_nan(harnesses: Harnesses, backend: str, op: str) -> None:
+    """Where all that a query sees are such, too, and none of them its own: the kernels gave 0 as well."""
+    numbers = np.random.default_rng(1).standard_normal((1, 2, 3, 8)).astype("f4")
+    odd = numbers.copy()
+    odd[0, 0, :, 3] = np.nan
+    q, rows = TensorSpec.contiguous("float32", odd.shape), TensorSpec.contiguous("float32", odd.shape[:3])
+    specs = [q, q, q, None, None, None]
+    outs = [q, rows] if op == "attention_forward" else [q]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [numbers.tobytes(), odd.tobytes(), numbers.tobytes(), b"", b"", b""]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, specs, outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(odd.shape)
+    assert np.isnan(found[0, 0]).all()
+    assert np.isfinite(found[0, 1]).all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
+def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, activation: str) -> None:
+    """ZenDNN's relu of a product is its maximum with 0, which has no NaN."""
+    x, weight = np.ones((2, 16), "f4"), np.ones((8, 16), "f4")
+    x[1, 3] = np.nan
+    specs = [TensorSpec.contiguous("float32", x.shape), TensorSpec.contiguous("float32", weight.shape), None]
+    out = TensorSpec.contiguous("float32", (2, 8))
+    data = [x.tobytes(), weight.tobytes(), b""]
+    answer, written = harnesses["zentorch"].run(
+        "zentorch.linear", "linear", specs, [out], {"activation": activation}, [data]
+    )
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(2, 8)
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx"])
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_the_largest_of_a_window_with_nan_is_nan(harnesses: Harnesses, backend: str, place: int) -> None:

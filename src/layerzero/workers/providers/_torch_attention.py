@@ -15,24 +15,36 @@ ROWS = 256  # queries at a time where each sees some of the keys
 CHUNK = 1 << 22  # scores or biases at a time
 
 
-def restore_nan(out: Any, q: Any, mask: Any = None) -> Any:
+def restore_nan(out: Any, q: Any, k: Any, mask: Any = None) -> Any:
     """torch's and ZenDNN's kernels for CPUs (2.13, 5.3) take a row of nothing but NaN scores for one that sees nothing,
-    and give 0: what comes of a query with NaN is NaN, unless its mask hides all keys."""
+    and give 0: what comes of NaN is NaN, unless the mask hides it."""
     lost = out[..., 0] == 0.0
     if lost.any():
-        lost &= q.isnan().any(-1)
-        if mask is not None:
-            lost &= (mask if not mask.is_floating_point() else mask > -math.inf).any(-1)
+        lost &= _has_nan(q, k, mask)
         out.masked_fill_(lost.unsqueeze(-1), math.nan)
     return out
 
 
+def _has_nan(q: Any, k: Any, mask: Any) -> Any:
+    """Of each query whether one of the scores that its mask lets it see is NaN."""
+    seen = None if mask is None else mask > -math.inf if mask.is_floating_point() else mask
+    found = q.isnan().any(-1)
+    if seen is not None:
+        found = found & seen.any(-1)
+    if not k.isfinite().all() or q.isinf().any():  # else no key adds to it
+        wide = q.double() if q.itemsize > 4 else q.float()
+        keys = k.to(wide.dtype).repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
+        scores = (wide @ keys.mT).isnan()
+        found = found | (scores if seen is None else scores & seen).any(-1)
+    return found
+
+
 def sdpa_with_nan(torch: Any) -> Any:
-    """torch's scaled_dot_product_attention, with NaN for queries with NaN."""
+    """torch's scaled_dot_product_attention, with NaN for rows of NaN scores."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def attend(q: Any, k: Any, v: Any, *, attn_mask: Any = None, **options: Any) -> Any:
-        return restore_nan(sdpa(q, k, v, attn_mask=attn_mask, **options), q, attn_mask)
+        return restore_nan(sdpa(q, k, v, attn_mask=attn_mask, **options), q, k, attn_mask)
 
     return attend
 
@@ -75,9 +87,7 @@ class FlashAttention:
         )
         lost = rows == 0.0
         if lost.any():  # as restore_nan
-            lost &= q.isnan().any(-1)
-            if bias is not None:
-                lost &= (bias > -math.inf).any(-1)
+            lost &= _has_nan(q, k, bias)
             found.masked_fill_(lost.unsqueeze(-1), math.nan)
             rows.masked_fill_(lost, math.nan)
         if bias is not None:  # the kernel gives 0 for a row that sees nothing

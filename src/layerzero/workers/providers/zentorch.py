@@ -74,21 +74,23 @@ class _Zentorch:
                     bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, -math.inf)
                 bias = bias.expand(*bias.shape[:2], queries, keys).contiguous()
             sdpa(adapt(q), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=scale, out=padded_out)
-            restore_nan(padded_out, q, mask)
+            restore_nan(padded_out, q, k, mask)
             if padded_out is not out:
                 out.copy_(padded_out[..., :value_width])
 
         return bound
 
     def linear(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        """The activation is ZenDNN's, fused into the product (a "post op")."""
+        """The activation is ZenDNN's, fused into the product (a "post op"), but for relu: its relu of NaN is 0."""
         x, weight, bias = self.views(inputs)
         out = self.view(outputs[0])
         kernel = self.ops.zentorch_linear_unary.out
         activation = {"": "none", "gelu": "gelu_erf"}.get(call.attrs["activation"], call.attrs["activation"])
 
         def bound() -> None:
-            kernel(x, weight, bias, post_op=activation, out=out)
+            kernel(x, weight, bias, post_op="none" if activation == "relu" else activation, out=out)
+            if activation == "relu":
+                self.torch.relu_(out)
 
         return bound
 
