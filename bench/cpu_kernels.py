@@ -1,4 +1,4 @@
-"""Kernels that Numba compiles beside torch's, on the CPU: small and large arrays. Writes results/cpu_kernels.md.
+"""The backends numba and openblas beside torch, on the CPU: small and large arrays. Writes results/cpu_kernels.md.
 
     python bench/cpu_kernels.py [--quick]
 
@@ -20,7 +20,6 @@ from common import backend_versions, finish, own_broker, parser
 import layerzero as lz
 
 SIZES = ((8, 1024), (2048, 1024))
-BACKENDS = ("numba", "torch")
 LEAD = 3  # rounds that do not count
 
 
@@ -28,36 +27,40 @@ def arrays(*shape: int) -> Any:
     return lz.share(np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
 
 
-def calls(rows: int, width: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Ops and their arguments."""
+def calls(rows: int, width: int) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Backends, ops and their arguments."""
     x, y, weight = arrays(rows, width), arrays(rows, width), arrays(width)
-    yield "add", (x, y)
+    yield "numba", "add", (x, y)
     for op in ("relu", "silu", "gelu", "mish"):
-        yield op, (x,)
-    yield "swiglu", (x, y)
-    yield "geglu", (x, y)
-    yield "softmax", (x, -1)
-    yield "layer_norm", (x, (width,), weight, weight)
-    yield "rms_norm", (x, (width,), weight)
+        yield "numba", op, (x,)
+    yield "numba", "swiglu", (x, y)
+    yield "numba", "geglu", (x, y)
+    yield "numba", "softmax", (x, -1)
+    yield "numba", "layer_norm", (x, (width,), weight, weight)
+    yield "numba", "rms_norm", (x, (width,), weight)
+    square = arrays(width, width)
+    yield "openblas", "matmul", (x, square)
+    yield "openblas", "linear", (x, square, weight)
 
 
 def rows(rounds: int) -> Iterator[list[str]]:
     for height, width in SIZES:
-        for op, given in calls(height, width):
+        for backend, op, given in calls(height, width):
             call, out = getattr(lz, op), arrays(height, width)
-            times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+            times: dict[str, list[float]] = {backend: [], "torch": []}
             for number in range(rounds + LEAD):
-                for backend in BACKENDS:
+                for one, found in times.items():
                     began_ns = time.perf_counter_ns()
-                    call(*given, out=out, backend=backend)
+                    call(*given, out=out, backend=one)
                     if number >= LEAD:
-                        times[backend].append((time.perf_counter_ns() - began_ns) / 1e3)
-            lz.tune(op, *given, budget_s=1)
-            ours_us, torchs_us = (statistics.median(times[backend]) for backend in BACKENDS)
-            ratio = statistics.median(map(operator.truediv, times["torch"], times["numba"]))
+                        found.append((time.perf_counter_ns() - began_ns) / 1e3)
+            lz.tune(op, *given, budget_s=0.5)
+            ours_us, torchs_us = map(statistics.median, times.values())
+            ratio = statistics.median(map(operator.truediv, times["torch"], times[backend]))
             chosen = lz.explain(op, *given).kernel_id
             yield [
                 f"{op}, {height:,} x {width:,}",
+                backend,
                 f"{ours_us:,.0f} us",
                 f"{torchs_us:,.0f} us",
                 f"{ratio:.2f}",
@@ -68,13 +71,13 @@ def rows(rounds: int) -> Iterator[list[str]]:
 def main() -> None:
     args = parser(__doc__, "ten rounds").parse_args()
     with own_broker():
-        found = list(rows(10 if args.quick else 100))
+        found = list(rows(10 if args.quick else 50))
         versions = backend_versions()
     finish(
         "cpu_kernels",
-        "Kernels that Numba compiles beside torch's, on the CPU, in float32",
+        "numba and openblas beside torch, on the CPU, in float32",
         versions,
-        ["call", "numba", "torch", "torch / numba", "chosen after tuning"],
+        ["call", "by", "its", "torch's", "torch's / its", "chosen after tuning"],
         found,
         ["Medians; the ratio is the median of those of the rounds. Below 1 torch is faster."],
         is_quick=args.quick,
