@@ -39,6 +39,15 @@ if [ -n "$ENVIRONMENT" ]; then
     lz env build "$ENVIRONMENT" --variant "$VARIANT" --installer pip ${env_source:-} ${no_probe:-}
     ln -s $root/store/envs/"$ENVIRONMENT"-* $root/environment
     ln -s $root/store/stage/* $root/code
+    # Compile caches of this very environment, if somebody has exported them (docs/containers.md).
+    name=$(basename "$(readlink -f $root/environment)")
+    mkdir -p /image$root/warm
+    if [ -d "containers/caches/$name" ]; then
+        cp -r "containers/caches/$name" /image$root/warm
+    elif ls -d containers/caches/"$ENVIRONMENT"-* >/dev/null 2>&1; then
+        echo "containers/caches has no $name: what is there of $ENVIRONMENT is of another lock or Python, and left out" >&2
+    fi
+    chmod -R a+rX /image$root/warm
     rm -rf $root/store/probes $root/store/*/.locks
     chmod 755 $root/store/envs/* $root/store/stage/*
     mv $root/store $root/environment $root/code /image$root

@@ -120,7 +120,7 @@ def attention_forward(
     **options: Any,
 ) -> tuple[F64, F64]:
     """attention, and log(sum(exp(scores))) of each row, its sink among them; -inf for one that sees no key.
-    `options`: window_left, window_right, softcap."""
+    `options`: window_left, window_right, softcap, mask_block_q, mask_block_k."""
     beside = (sinks, alibi_slopes)
     weights, lse = _weights(q, k, attn_mask, is_causal, scale, causal_alignment, *beside, **options)
     values = np.repeat(v.astype(np.float64), q.shape[1] // max(k.shape[1], 1), axis=1)
@@ -170,11 +170,18 @@ def _weights(
     window_left: int | None = None,
     window_right: int | None = None,
     softcap: float | None = None,
+    mask_block_q: int = 1,
+    mask_block_k: int = 1,
 ) -> tuple[F64, F64]:
     """Weights (batch, heads, queries, keys), 0 in rows that see nothing, and the logarithm of what they are divided by,
     one row at a time."""
     batch, heads, queries, _ = q.shape
     keys, group = k.shape[2], heads // max(k.shape[1], 1)
+    if attn_mask is not None and (mask_block_q, mask_block_k) != (1, 1):
+        blocks = np.broadcast_to(
+            attn_mask, (*attn_mask.shape[:2], -(-queries // mask_block_q), -(-keys // mask_block_k))
+        )
+        attn_mask = blocks.repeat(mask_block_q, 2).repeat(mask_block_k, 3)[:, :, :queries, :keys]
     found, lse = np.zeros((batch, heads, queries, keys)), np.full((batch, heads, queries), -np.inf)
     places = np.arange(queries) + (keys - queries if causal_alignment == "bottom_right" else 0)
     distance = np.arange(keys)[None, :] - places[:, None]
@@ -247,9 +254,18 @@ def attention_varlen(
 
 
 def paged_attention(
-    q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Array, *, scale: float
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    *,
+    scale: float,
 ) -> F64:
     """`attention` of each query to its keys, which are gathered first."""
+    k_cache, v_cache = in_numbers(k_cache, k_scale), in_numbers(v_cache, v_scale)
     out = np.zeros((*q.shape[:2], v_cache.shape[3]))
     page = k_cache.shape[1]
     for b, length in enumerate(seq_lens):
@@ -297,6 +313,8 @@ def paged_attention_forward(
     cu_seqlens_q: Array | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     is_causal: bool,
     scale: float,
@@ -305,6 +323,7 @@ def paged_attention_forward(
     softcap: float | None = None,
 ) -> tuple[F64, F64]:
     """`attention_forward` of each sequence's queries to its keys, which are gathered first."""
+    k_cache, v_cache = in_numbers(k_cache, k_scale), in_numbers(v_cache, v_scale)
     attrs: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "causal_alignment": "bottom_right"}
     attrs |= {"window_left": window_left, "window_right": window_right, "softcap": softcap}
     out, lse = np.zeros((*q.shape[:2], v_cache.shape[3])), np.zeros(q.shape[:2])
@@ -355,8 +374,22 @@ def _of_sequence(
     return out[0].swapaxes(0, 1), lse[0].T
 
 
-def gather_kv(k_cache: Array, v_cache: Array, slots: Array) -> tuple[Array, Array]:
+def in_numbers(cache: Array, scale: Array | None) -> Array:
+    """What a cache (..., heads, extent) stands for."""
+    return cache if scale is None else np.asarray(cache.astype(np.float64) * scale[:, None])
+
+
+def gather_kv(
+    k_cache: Array,
+    v_cache: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    *,
+    dtype: str | None = None,
+) -> tuple[Array, Array]:
     """A row for each slot, 0 for a negative one."""
+    k_cache, v_cache = in_numbers(k_cache, k_scale), in_numbers(v_cache, v_scale)
     page = max(k_cache.shape[1], 1)
     made = [np.zeros((len(slots), *cache.shape[2:]), cache.dtype) for cache in (k_cache, v_cache)]
     for n, slot in enumerate(slots.tolist()):
@@ -677,9 +710,21 @@ def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
 
-def append_kv(key: Array, value: Array, k_cache: Array, v_cache: Array, slots: Array) -> tuple[Array, Array]:
+def append_kv(
+    key: Array,
+    value: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    *,
+    dtype: str = "int8",
+) -> tuple[Array, Array]:
+    """With scales in `dtype`."""
     caches = []
-    for rows, cache in ((key, k_cache), (value, v_cache)):
+    for tokens, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        rows = tokens if scale is None else quantize(tokens, scale.reshape(1, -1, 1), dtype=dtype)
         changed = wide(cache).copy()
         for row, slot in zip(wide(rows), slots.tolist(), strict=True):
             if slot >= 0:

@@ -28,6 +28,7 @@ from layerzero.client.planning import (
 )
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
+from layerzero.ipc.vocabulary.attention_shapes import SCALED_CACHES
 from layerzero.ipc.vocabulary.ops import CAST_DTYPES, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
@@ -142,8 +143,7 @@ def _varlen_forward(rng: Random) -> Plan:
 
 
 def _paged_forward(rng: Random) -> Plan:
-    plain = _paged(rng)
-    q, *cached = plain.inputs
+    q, *cached = _paged(rng).inputs[:5]
     sequences, layout = cached[3].shape[0], rng.choice(("NHD", "HND"))  # type: ignore[union-attr]
     assert q is not None
     ends = None
@@ -168,12 +168,12 @@ def _mla_decode(rng: Random) -> Plan:
 
 
 def _moved(rng: Random, op: str) -> Plan:
-    _, _, k_cache, v_cache, slots = _append(rng).inputs
+    _, _, k_cache, v_cache, slots, *scales = _append(rng).inputs
     assert k_cache is not None
     assert v_cache is not None
     assert slots is not None
     if op == "gather_kv":
-        return cache_plans.plan_gather_kv(k_cache, v_cache, slots)
+        return cache_plans.plan_gather_kv(k_cache, v_cache, slots, *scales)
     return cache_plans.plan_copy_kv_blocks(k_cache, v_cache, slots, slots)
 
 
@@ -190,7 +190,15 @@ def _append(rng: Random) -> Plan:
     rows = [_tensor(rng, dtype, tokens, groups, d) for d in dims]
     caches = [_tensor(rng, dtype, blocks, page, groups, d) for d in dims]
     slots = TensorSpec.contiguous(rng.choice(("int32", "int64")), (tokens,))
+    if dtype != "float64" and rng.random() < 0.3:
+        kind = rng.choice(SCALED_CACHES)
+        caches = [_tensor(rng, kind, blocks, page, groups, d) for d in dims]
+        return token_plans.plan_append_kv(*rows, *caches, slots, *_scales(rng, groups))
     return token_plans.plan_append_kv(*rows, *caches, slots)
+
+
+def _scales(rng: Random, heads: int) -> list[TensorSpec]:
+    return [TensorSpec.contiguous("float32", (rng.choice((1, heads)),)) for _ in "kv"]
 
 
 def _rope(rng: Random) -> Plan:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from layerzero.client.tools.calls import Call as Call
     from layerzero.client.tools.compile import compile as compile
+    from layerzero.client.tools.executor import Executor as Executor, jit as jit
     from layerzero.client.tools.dry_run import PlanReport as PlanReport, dry_run as dry_run
     from layerzero.client.facade.activation_ops import (
         geglu as geglu,
@@ -202,6 +203,7 @@ _HOME = {
     "layerzero.client.tools.compare_report": "CompareReport",
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
+    "layerzero.client.tools.executor": "Executor jit",
     "layerzero.client.facade.activation_ops": "geglu hardswish mish quick_gelu reglu relu sigmoid tanh",
     "layerzero.client.facade.attention_ops": "attention_backward attention_forward merge_attention",
     "layerzero.client.facade.cache_ops": (

@@ -137,7 +137,7 @@ def _append_kv(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Blo
     """The first element of key may ask for a fault, as that of a silu input; then the first token is stored before."""
     import numpy as np
 
-    key, value, _, _, where = inputs
+    key, value, _, _, where, *_ = inputs
     assert key is not None
     assert value is not None
     assert where is not None

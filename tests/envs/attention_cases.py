@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from tests.envs.case import Case, normal
 
+from layerzero.ipc.vocabulary.attention_shapes import SCALED_CACHES
+
 
 def option_cases(rng: np.random.Generator) -> Iterator[Case]:
     def case(name: str, queries: int = 7, keys: int = 9, *, group: int = 1, causal: str = "", **more: Any) -> Case:
@@ -55,6 +57,23 @@ def option_cases(rng: np.random.Generator) -> Iterator[Case]:
         for kind, one in (("bool", mask), ("float", bias)):
             yield case(f"{kind} mask {shape} and causal", mask=one, causal="bottom_right")
             yield case(f"{kind} mask {shape} and a window", mask=one, window_left=2, window_right=1)
+    for blocks, queries, keys, shape in (
+        ((2, 3), 7, 9, (2, 2, 4, 3)),
+        ((4, 1), 7, 9, (1, 2, 2, 9)),
+        ((16, 64), 60, 150, (1, 1, 4, 3)),
+        ((1, 128), 1, 300, (2, 2, 1, 3)),
+        ((64, 64), 7, 9, (2, 1, 1, 1)),
+        ((3, 2), 7, 9, (1, 1, 1, 5)),
+    ):
+        made: dict[str, Any] = {"mask_block_q": blocks[0], "mask_block_k": blocks[1], "mask": rng.random(shape) < 0.5}
+        size = f"blocks {blocks} of {queries}x{keys}"
+        yield case(size, queries, keys, **made)
+        if shape[0] == 1:
+            yield case(f"{size}, causal", queries, keys, **made, causal="bottom_right", group=2)
+        yield case(
+            f"{size}, everything", queries, keys, **made, window_left=5, softcap=2.0, sinks=np.array([0.5, -1.0])
+        )
+    yield case("blocks that hide all", mask=np.zeros((1, 1, 4, 3), bool), mask_block_q=2, mask_block_k=3)
     yield case(
         "everything",
         group=2,
@@ -153,8 +172,12 @@ def paged_forward_cases(rng: np.random.Generator) -> Iterator[Case]:
             row[-(-length // page) :] = -(2**31)  # never followed
         q = normal(rng, sum(queries) if queries else len(lengths), 2 * group, 16)
         ends = np.cumsum([0, *queries]).astype("int32") if queries else None
+        scales: tuple[Any, Any] = (None, None)
+        if "kinds" in more:
+            caches, scales = [unread(cache, more["kinds"]["k_cache"]) for cache in caches], _scales(rng, 2)
         beside, attrs, placed = _asked(rng, 2 * group, len(lengths), more)
-        return Case(name, (q, *caches, tables, np.array(lengths, "int32"), ends, *beside), attrs, **placed)
+        where = tables, np.array(lengths, "int32")
+        return Case(name, (q, *caches, *where, ends, *beside, *scales), attrs, **placed)
 
     mixed = ([5, 33, 0, 16, 100], [5, 2, 0, 20, 30])
     for options in ({}, *_WITH):
@@ -169,6 +192,36 @@ def paged_forward_cases(rng: np.random.Generator) -> Iterator[Case]:
     yield case("blocks of one key", [5, 3], [2, 3], 1, is_causal=True)
     yield case("no sequences", [])
     yield case("no keys", [0, 0], [1, 2], sinks=True)
+    for kind in SCALED_CACHES:
+        kinds = {"k_cache": kind, "v_cache": kind}
+        yield case(f"{kind}, one query each", [1, 17, 64], group=2, kinds=kinds)
+        yield case(f"{kind} causal", *mixed, is_causal=True, window_left=3, kinds=kinds)
+        yield case(f"{kind}, all", *mixed, is_causal=True, softcap=2.0, sinks=True, slopes=True, kinds=kinds)
+        yield case(f"{kind}, by heads", *mixed, kinds=kinds, layouts=("contiguous", "heads", "heads"))
+
+
+def unread(cache: Any, kind: str) -> Any:
+    """A cache in this dtype: integers have no NaN."""
+    return np.nan_to_num(cache, nan=7.0) if kind == "int8" else cache
+
+
+def _scales(rng: np.random.Generator, heads: int) -> tuple[Any, Any]:
+    """Of keys one, of values one for each head."""
+    return rng.random(1) / 32 + 0.01, rng.random(heads) / 16 + 0.01
+
+
+def scaled_append_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Infinities, NaN and what is beyond the range among the numbers."""
+    for kind in SCALED_CACHES:
+        for name, slots in (("decode", [11, 3, 8]), ("padding", [-1, 5, -(2**31), 2]), ("nothing", [-1, -1])):
+            for layout in ("contiguous", "heads"):
+                rows = [normal(rng, len(slots), 2, dim) for dim in (16, 12)]
+                for one in rows:
+                    one[-1, 0, :5] = [1e4, -1e4, np.inf, -np.inf, np.nan]
+                caches = [normal(rng, 3, 4, 2, dim) for dim in (16, 12)]
+                tensors = (*rows, *caches, np.array(slots, "int64"), *_scales(rng, 2))
+                kinds, layouts = {"k_cache": kind, "v_cache": kind}, ("contiguous",) * 2 + (layout,) * 2
+                yield Case(f"{kind} {name}, {layout}", tensors, {}, layouts, kinds=kinds, told={"dtype": kind})
 
 
 def latent_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -190,6 +243,7 @@ def latent_cases(rng: np.random.Generator) -> Iterator[Case]:
     yield case("mixed", [5, 33, 0, 16, 1])
     yield case("long", [300, 20], 16, 512)
     yield case("blocks of one key", [5, 3], 1)
+    yield case("a sequence alone", [40])
     for layout in ("transposed", "gaps", "rows"):
         yield case(f"{layout} inputs", [5, 17], layouts=(layout,) * 4)
     yield case("no sequences", [])
@@ -200,19 +254,23 @@ def _asked(
     rng: np.random.Generator, heads: int, sequences: int, more: dict[str, Any]
 ) -> tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]:
     """Sinks and slopes, attributes, and how tensors lie."""
-    placed = {one: more.pop(one) for one in ("layouts",) if one in more}
+    placed = {one: more.pop(one) for one in ("layouts", "kinds") if one in more}
     sinks = rng.standard_normal(heads) if more.pop("sinks", False) else None
     slopes = rng.random((sequences, heads)).astype(np.float32) if more.pop("slopes", False) and sequences else None
     return (sinks, slopes), {"is_causal": False, "scale": 0.25, **more}, placed
 
 
 def gather_cases(rng: np.random.Generator) -> Iterator[Case]:
+    exact = np.array([0.125]), np.array([0.5, 0.0625])
     for dtype in ("int32", "int64"):
         for name, (caches, placed) in _caches(rng).items():
             room = caches[0].shape[0] * caches[0].shape[1]
             slots = np.array([room - 1, 0, -1, 3, 3, -(2**31), 1] if room else [-1], dtype)
-            yield Case(f"{name} {dtype}", (*caches, slots), {}, placed)
-    yield Case("no tokens", (*caches, np.array([], "int64")))
+            yield Case(f"{name} {dtype}", (*caches, slots, None, None), {}, placed)
+            for made in ("float32", "bfloat16", "float16") if caches[0].shape[2] == 2 else ():  # by powers of 2: exact
+                attrs = {"dtype": made}
+                yield Case(f"{name} {dtype} to {made}", (*caches, slots, *exact), attrs, placed)
+    yield Case("no tokens", (*caches, np.array([], "int64"), None, None))
 
 
 def copy_block_cases(rng: np.random.Generator) -> Iterator[Case]:

@@ -16,11 +16,14 @@ from tests.envs.attention_cases import (
     merge_cases,
     option_cases,
     paged_forward_cases,
+    scaled_append_cases,
+    unread,
     varlen_forward_cases,
 )
 from tests.envs.case import LAYOUTS, SWAPS, Case, normal
 from tests.envs.sampling_cases import filter_cases, penalize_cases, sample_cases, tree_cases, verify_cases
 
+from layerzero.ipc.vocabulary.attention_shapes import SCALED_CACHES
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS
 from layerzero.ipc.vocabulary.sampling import LIMITS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
@@ -256,7 +259,11 @@ def paged_cases(rng: np.random.Generator) -> Iterator[Case]:
         for cache in caches:
             cache[free] = np.nan
         q = normal(rng, len(lengths), heads, dim)
-        tensors = (q, *caches, tables, np.array(lengths, "int32"))
+        scales: tuple[Any, Any] = (None, None)
+        if "kinds" in more:
+            scales = np.array([0.03]), rng.random(kv_heads) / 16 + 0.01
+            caches = [unread(cache, more["kinds"]["k_cache"]) for cache in caches]
+        tensors = (q, *caches, tables, np.array(lengths, "int32"), *scales)
         return Case(name, tensors, {"scale": more.pop("scale", 0.25)}, **more)
 
     for lengths in ([1], [16], [17], [5, 33, 0, 16, 100]):
@@ -270,6 +277,11 @@ def paged_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield case(f"{layout} inputs", [9, 40], layouts=(layout,) * 3)
         yield case(f"{layout} output", [9, 40], out_layout=layout)
     yield case("gaps in tables", [9, 40], layouts=("contiguous",) * 3 + ("gaps", "gaps"))
+    for kind in SCALED_CACHES:
+        kinds = {"k_cache": kind, "v_cache": kind}
+        yield case(f"{kind}", [5, 33, 0, 16, 100], kinds=kinds)
+        yield case(f"{kind}, grouped heads", [16, 17], kv_heads=2, kinds=kinds)
+        yield case(f"{kind}, transposed", [9, 40], kinds=kinds, layouts=("transposed",) * 3)
     yield case("no sequences", [])
     yield case("no keys", [0, 0])
 
@@ -279,7 +291,7 @@ def append_cases(rng: np.random.Generator) -> Iterator[Case]:
         dims = more.pop("dims", (16, 16))
         rows = [normal(rng, len(slots), heads, dim) for dim in dims]
         caches = [normal(rng, blocks, page, heads, dim) for dim in dims]
-        return Case(name, (*rows, *caches, np.array(slots, more.pop("dtype", "int64"))), **more)
+        return Case(name, (*rows, *caches, np.array(slots, more.pop("dtype", "int64")), None, None), **more)
 
     for dtype in ("int32", "int64"):
         yield case(f"decode {dtype}", [40, 3, 16], dtype=dtype)
@@ -294,6 +306,7 @@ def append_cases(rng: np.random.Generator) -> Iterator[Case]:
     yield case("no tokens", [])
     yield case("no blocks", [-1], 0)
     yield case("no heads", [1, 2], heads=0)
+    yield from scaled_append_cases(rng)
 
 
 def rope_cases(rng: np.random.Generator) -> Iterator[Case]:

@@ -192,3 +192,40 @@ def test_a_quantized_cache_gives_back_what_quantize_made_of_its_tokens() -> None
         back = lz.dequantize(raw, scales)
         exact = reference.dequantize(reference.quantize(row, scales, dtype="int8"), scales, dtype="float32")
         assert reference.error(np.asarray(back, np.float64), exact) <= 1e-6
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_cache_with_scales_gives_what_dequantize_and_attention_give(kv_layout: str) -> None:
+    """Stored as quantize makes it, whatever backend stores it; read by each of them, with its options."""
+    lead = (BLOCKS, PAGE, KV_HEADS) if kv_layout == "NHD" else (BLOCKS, KV_HEADS, PAGE)
+    caches = [lz.empty((*lead, DIM), np.int8) for _ in "kv"]
+    scales = np.array([0.03, 0.01], np.float32), np.array(0.02, np.float32)
+    count, total = int(LENGTHS.sum()), int(LENGTHS.sum()) - 1
+    rows = [numbers(n, count, KV_HEADS, DIM) * 3 for n in (1, 2)]
+    rows[1][0, 0, :3] = np.inf, -np.inf, 1e9
+    places, starts = slots(np.zeros(3, int), LENGTHS), ends(LENGTHS)
+    for part, backend in ((slice(0, total), "torch"), (slice(total, count), "mlx")):
+        lz.append_kv(*(one[part] for one in rows), *caches, places[part], *scales, kv_layout=kv_layout, backend=backend)
+    held = lz.gather_kv(*caches, places, kv_layout=kv_layout)
+    exact = []
+    for raw, row, step in zip(held, rows, (scales[0].reshape(1, 2, 1), scales[1].reshape(1, 1, 1)), strict=True):
+        stored = np.asarray(raw).astype(np.float32)
+        assert np.array_equal(stored, reference.quantize(row, step, dtype="int8").astype(np.float32))
+        exact.append(stored * step)
+    q, options = numbers(7, 3, HEADS, DIM), {"window_size": (9, -1), "softcap": 5.0}
+    wanted = lz.attention_varlen_forward(
+        q, *exact, ends(np.ones(3, int)), starts, causal_alignment="bottom_right", is_causal=True, **options
+    )
+    turned = [np.asarray(one).astype(np.float32) for one in caches]
+    turned = [one if kv_layout == "NHD" else one.swapaxes(1, 2) for one in turned]
+    plain = reference.paged_attention(q, *turned, TABLES, LENGTHS, scales[0], scales[1].reshape(1), scale=0.25)
+    for backend in ("torch", "mlx"):
+        place: dict[str, Any] = {"kv_layout": kv_layout, "backend": backend}
+        read = lz.gather_kv(*caches, places, *scales, **place)
+        for one, expected in zip(read, exact, strict=True):
+            assert np.array_equal(one, expected)
+        given = q, *caches, TABLES, LENGTHS
+        found = lz.paged_attention_forward(*given, k_scale=scales[0], v_scale=scales[1], **options, **place)
+        decoded = lz.paged_attention(*given, *scales, scale=0.25, **place)
+        for one, expected in ((found[0], wanted[0]), (found[1], wanted[1]), (decoded, plain)):
+            assert reference.error(np.asarray(one, np.float64), np.asarray(expected, np.float64)) <= 1e-5

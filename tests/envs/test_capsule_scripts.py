@@ -6,13 +6,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.envs.harness import STORE
+from tests.envs.harness import STORE, Harness
 from typer.testing import CliRunner
 
 from layerzero.client.capsules import form
@@ -115,6 +117,29 @@ def with_bytes(backend: str, rows: int, folder: Path) -> tuple[Path, np.ndarray]
     assert "the process ended by SIGSEGV" in text
     target.write_text(f"{text}np.save(__file__ + '.npy', np.asarray(out))\n")
     return target, x
+
+
+def test_a_script_ends_by_the_signal_that_the_kernel_ended_by(tmp_path: Path) -> None:
+    """A real fault of a real library: onnxruntime 1.18 reads where nothing is when InstanceNormalization gets no
+    numbers. (Its descriptor keeps such calls away from it.)"""
+    x = TensorSpec.contiguous("float32", (2, 2, 0))
+    request = api.request("group_norm", x, 2)
+    plan = request.planner(*request.args, **request.params)
+    with closing(Harness("onnxruntime")) as harness:
+        with pytest.raises(pytest.fail.Exception, match=f"ended with -{signal.SIGSEGV:d}$"):
+            harness.run("onnxruntime.group_norm", "group_norm", plan.inputs, plan.outputs, dict(plan.attrs), [[b""]])
+    bare = capsule_of("group_norm", "onnxruntime.group_norm")
+    failure = replace(bare.failed, exit_signal=int(signal.SIGSEGV))
+    capsule = replace(bare, arguments=(Argument("x", x, 0, 0),), segments=(Segment(0, 0),), failures=(failure,))
+    path = tmp_path / "report.py"
+    path.write_text(script.write(replace(capsule, params=request.params), [], [], None, 0))
+    env = ensure(resolve("onnxruntime"), store=STORE)
+    environ = worker_environ(env.environ, os.environ)
+    environ.pop("PYTHONPATH", None)
+    done = subprocess.run([env.python, path], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    assert "the process ended by SIGSEGV" in path.read_text()
+    assert "run_with_iobinding" in done.stderr, "the stack is there for the issue"
 
 
 @pytest.mark.parametrize(("op", "kernel"), [("rope", "torch.rope"), ("silu", "mlx.silu"), ("silu", "alpha.silu")])

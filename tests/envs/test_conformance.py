@@ -77,7 +77,8 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
                 argument.append(None)
             continue
         for content, argument, blobs in zip((values, other), arguments, sets, strict=True):
-            name, exact = in_dtype(content, "float32" if argument_name in OPS[op].singles else dtype)
+            kind = "float32" if argument_name in OPS[op].singles else case.kinds.get(argument_name, dtype)
+            name, exact = in_dtype(content, kind)
             spec, view = lay_out(exact, name, layout)
             argument.append(reference.from_bits(view, name))
             blobs.append(memory_of(spec, view))
@@ -86,7 +87,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
         shapes = outputs_of(op, specs, case.attrs)
     except InvalidArgument as exc:  # no call: the op has it for other dtypes
         raise Refused from exc
-    results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
+    results = [reference.TENSOR_OPS[op](*argument, **case.attrs, **case.told) for argument in arguments]
     expected = [result if isinstance(result, tuple) else (result,) for result in results]
     places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
     outs = [spec for i in places if (spec := specs[i])] or [

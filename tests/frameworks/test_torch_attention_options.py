@@ -24,6 +24,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slopes": {"alibi_slopes": SLOPES, "causal_alignment": "bottom_right"},
     "mask and causal": {"is_causal": True, "attn_mask": torch.arange(9) % 3 != 1},
 }
+BLOCKS = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]]).bool().expand(2, 1, 3, 3)
+OPTIONS["blocks"] = {"attn_mask": BLOCKS, "mask_block_size": (2, 4)}
+OPTIONS["blocks and causal"] = {**OPTIONS["blocks"], **OPTIONS["causal window"]}
 OPTIONS["all"] = {
     **OPTIONS["causal window"],
     **OPTIONS["softcap"],
@@ -44,6 +47,8 @@ def plain(q: Any, k: Any, v: Any, **options: Any) -> tuple[torch.Tensor, torch.T
     if (slopes := options.get("alibi_slopes")) is not None:
         scores = scores - slopes[..., None, None] * distance.abs()
     if (mask := options.get("attn_mask")) is not None:
+        if size := options.get("mask_block_size"):
+            mask = mask.repeat_interleave(size[0], 2).repeat_interleave(size[1], 3)[:, :, : q.shape[2], : k.shape[2]]
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     left, right = options.get("window_size", (-1, -1))
     hidden = (distance < -left if left >= 0 else distance < -99) | (distance > right if right >= 0 else distance > 99)
@@ -92,7 +97,7 @@ def test_results_and_gradients_are_those_of_plain_torch(name: str) -> None:
     torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
     for one, other in zip(found, torch.autograd.grad(right, leaves, grad), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 if one.dtype == torch.float32 else 1e-11)
-    assert (lz.last_report().kernel_id == BY_FORMULA) == (name != "mask and causal")
+    assert (lz.last_report().kernel_id == BY_FORMULA) == (name not in ("mask and causal", "blocks"))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

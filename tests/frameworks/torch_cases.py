@@ -29,6 +29,9 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
 
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
     tables, lengths = torch.tensor([[1, 0], [2, 1]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    in_eight_bits = [(random(2, 4, 2, dim, seed=dim) * 32).to(torch.int8) for dim in (8, 6)]
+    of_three = [(random(3, 2, 2, 8, seed=n) * 4).to(torch.float8_e5m2) for n in (1, 2)]
+    steps = torch.tensor([0.25, 0.5]), torch.tensor([0.125])
     mask = random(3, 5, seed=9) > 0
     mask[1] = False  # a row that sees nothing
     over_a_dimension: list[Case] = [
@@ -251,7 +254,10 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             ),
         ],
         "attention_varlen": [((t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends), {"is_causal": True})],
-        "paged_attention": [((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {})],
+        "paged_attention": [
+            ((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {}),
+            ((random(2, 4, 8), *of_three, tables, lengths, *steps), {}),
+        ],
         "attention_varlen_forward": [
             (
                 (t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends, t(4, seed=3)),
@@ -262,7 +268,8 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
             (
                 (t(5, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths, ends),
                 {"is_causal": True, "softcap": 2.0, "kv_layout": "HND"},
-            )
+            ),
+            ((random(5, 4, 8), *of_three, tables, lengths, ends, None, None, *steps), {"window_size": [1, 0]}),
         ],
         "mla_decode": [
             (
@@ -273,6 +280,10 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
         "gather_kv": [
             ((t(2, 4, 2, 8), t(2, 4, 2, 6, seed=1), torch.tensor([5, -1, 2])), {}),
             ((t(2, 2, 4, 8), t(2, 2, 4, 6, seed=1), torch.tensor([5, -1, 2])), {"kv_layout": "HND"}),
+            (
+                (*in_eight_bits, torch.tensor([5, -1, 2]), *steps),
+                {"dtype": "bfloat16"},
+            ),
         ],
         "copy_kv_blocks": [
             ((t(3, 4, 2, 8), t(3, 4, 2, 6, seed=1), torch.tensor([0, -1]), torch.tensor([2, 1])), {}),
@@ -282,12 +293,23 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 (
                     t(3, 2, 8),
                     t(3, 2, 6, seed=1),
+                    torch.zeros(2, 4, 2, 8, dtype=torch.int8),
+                    torch.zeros(2, 4, 2, 6, dtype=torch.int8),
+                    torch.tensor([5, -1, 2]),
+                    *steps,
+                ),
+                {},
+            ),
+            (
+                (
+                    t(3, 2, 8),
+                    t(3, 2, 6, seed=1),
                     t(2, 4, 2, 8, seed=2),
                     t(2, 4, 2, 6, seed=3),
                     torch.tensor([5, -1, 2]),
                 ),
                 {},
-            )
+            ),
         ],
         "add": [((t(3, 4), t(3, 4, seed=1)), {}), ((t(3, 1), t(2, 1, 4, seed=1)), {}), ((t(0, 4), t(4, seed=1)), {})],
         "mul": [((t(3, 4), t(3, 4, seed=1)), {}), ((t(4, 3).t(), t(seed=1)), {}), ((t(4), t(2, 3, 4, seed=1)), {})],

@@ -130,7 +130,7 @@ def _problems(target: Target) -> list[Problem]:
     return [
         one
         for one in PROBLEMS[target.op](claims)
-        if (not one.families or family(target.dtype) in one.families)
+        if one.is_of(target.dtype)
         and sum(math.prod(values.shape) for values in one.inputs if values is not None) <= MAX_ELEMENTS
     ]
 

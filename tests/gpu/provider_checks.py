@@ -219,7 +219,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             attrs = {"scale": dim**-0.5}
             caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
-            inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
+            inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where, None, None]
         elif op == "mla_decode":
             heads, latent, rope, page = (
                 rng.choice((1, 5, 16)),
@@ -247,14 +247,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             else:
                 caches = (numbers(16, 8, kv_heads, dim) for _ in "kv")
                 tables = Values((2, 8), rng.sample(range(16), 16))
-                inputs = [q, *caches, tables, Values((2,), keys), ends[0], *beside]
+                inputs = [q, *caches, tables, Values((2,), keys), ends[0], *beside, None, None]
         elif op == "append_kv":
             heads, dim, page, blocks, tokens = (rng.choice(FEWER) for _ in range(5))
             slots = rng.sample(range(-3, blocks * page), min(tokens, blocks * page))
             rows = (numbers(len(slots), heads, width) for width in (dim, extent()))
             key, value = rows
             caches = (numbers(blocks, page, heads, tensor.shape[2]) for tensor in (key, value))
-            inputs = [key, value, *caches, Values((len(slots),), slots)]
+            inputs = [key, value, *caches, Values((len(slots),), slots), None, None]
         elif op in ("gather_kv", "copy_kv_blocks"):
             heads, page, blocks = (rng.choice(FEWER[:10]) for _ in range(3))
             caches = (numbers(blocks, page, heads, rng.choice(FEWER)) for _ in "kv")
@@ -263,6 +263,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             if op == "gather_kv":
                 places = [[rng.randrange(-2, blocks * page) for _ in range(5)]]
             inputs = [*caches, *(Values((len(one),), one) for one in places)]
+            inputs += [None] * (len(OPS[op].inputs) - len(inputs))
         elif op in ("rope", "rope_qk"):
             batch, sequence, heads, dim = rng.choice((1, 2)), rng.choice(FEWER), rng.choice((1, 3)), rng.choice(dims)
             pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])

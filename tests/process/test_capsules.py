@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.toy import EXIT0, HANG, RAISE, SEGV, fault
-from tests.process.harness import Site
+from tests.process.harness import Site, made_on
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_
@@ -133,13 +134,33 @@ def test_a_call_that_nobody_can_serve_is_kept_and_its_error_names_it(new: Sites,
     assert capsule.name in str(error.value.report)  # type: ignore[attr-defined]
 
 
-def test_a_call_that_hangs_is_kept(new: Sites, capsules: Path) -> None:
-    site = new(timeout_s=0.5)
+@pytest.mark.parametrize("path", ["broker", "express"])
+def test_a_call_that_hangs_is_kept_with_the_stacks_of_its_worker(
+    new: Sites, capsules: Path, tmp_path: Path, path: str
+) -> None:
+    """By a py-spy that the broker finds; they are taken before the deadline, and nobody waits for them."""
+    spy = tmp_path / "bin" / "py-spy"
+    spy.parent.mkdir()
+    spy.write_text('#!/bin/sh\necho "spied: $*"\n')
+    spy.chmod(0o755)
+    site = new(timeout_s=0.5, stacks_after_s=0.1, express=path == "express")
+    site.environ["PATH"] = f"{spy.parent}{os.pathsep}{os.environ['PATH']}"
     site.connect()
     site.wait_ready("alpha", "beta")
+    x = deadly(HANG, 4, 4)
+    made_on(path, lambda: lz_.silu(np.zeros_like(x), backend="alpha"))
     with pytest.raises(lz_.DeadlineExceeded):
-        lz_.silu(deadly(HANG, 4, 4), backend="alpha")
-    assert only(capsules).failed.kernel_id.startswith("alpha.")
+        lz_.silu(x, backend="alpha")
+    capsule = only(capsules)
+    assert capsule.failed.kernel_id.startswith("alpha.")
+    assert (capsule.failed.what, "deadline" in capsule.name) == (
+        "deadline",
+        True,
+    )  # not the signal that it was killed by
+    said = (capsules / capsule.name / form.LOG).read_text()
+    assert re.search(
+        r"its last call had taken 0\.\d s; stacks of its Python threads then, by py-spy:\nspied: dump", said
+    )
 
 
 def test_a_failure_like_one_of_before_is_kept_once(new: Sites, capsules: Path) -> None:

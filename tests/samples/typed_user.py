@@ -41,6 +41,7 @@ def kinds(x: Floats, t: Tensor, ids: NDArray[np.int64], half: NDArray[np.float16
     assert_type(lz.empty(3, np.float16), NDArray[np.float16])
     assert_type(lz.share({"w": x, "b": [x]}), dict[str, object])
     assert_type(lz.share(t), Tensor)
+    assert_type(lz.jit("silu", x).export("silu.json"), None)
 
 
 def untyped(x: Any) -> Any:

@@ -148,5 +148,5 @@ class _Kernels:
         return (self._kernel("layer_norm<float>", outputs[0], *inputs, ndim, eps),)
 
     def append_kv(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Block]) -> Sequence[Launch]:
-        key, value, _, _, slots = inputs
+        key, value, _, _, slots, *_ = inputs
         return (self._kernel("append<float>", key, value, *outputs, slots),)

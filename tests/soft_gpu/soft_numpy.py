@@ -155,7 +155,7 @@ def _layer_norm(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Calla
 
 def _append_kv(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[], None]:
     def run() -> None:
-        key, value, _, _, slots = inputs
+        key, value, _, _, slots, *_ = inputs
         for rows, cache in zip((key, value), out, strict=True):
             for row, slot in zip(rows, slots.tolist(), strict=True):
                 if 0 <= slot < cache.shape[0] * cache.shape[1]:

@@ -35,12 +35,15 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "text": ({""}, {"jinja2", "numpy"}),
     "rotary": ({"", "ipc"}, {"numpy"}),
+    "paging": ({"ipc"}, {"numpy"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
     # What people look at: of the broker by its questions, of files by their readers.
     "dashboard": ({"", "client", "envs", "ipc"}, {"anyio", "starlette", "uvicorn"}),
     "top": ({"", "client"}, {"rich", "textual"}),
     "otel": ({"", "client"}, {"opentelemetry"}),
+    # Nodes of a Ray cluster: what a program with several machines could have written itself.
+    "cluster": ({"client", "ipc"}, {"ray"}),
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {
@@ -50,7 +53,9 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/policy.py": {"broker", "rich"},
     "client/cli/replay_log.py": {"broker", "rich"},  # the core alone, on what was recorded
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
+    "client/cli/compile_caches.py": {"broker"},
     "client/cli/lift.py": {"broker", "rich"},
+    "client/cli/cluster.py": {"cluster", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
     "client/cli/top.py": {"top"},
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
@@ -58,6 +63,7 @@ EXTRA: dict[str, set[str]] = {
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
+    "client/facade/default_session.py": {"cluster"},  # where lz.connect(cluster=) asks for it
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
     # The model that a kernel of onnxruntime is: the provider makes it, which imports its library only where it runs.
@@ -84,13 +90,19 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("ipc", "msgpack"): {"ipc/transport/plain.py"},
     ("client", "zmq"): {"client/connection"},
     ("client", "prometheus_client"): {"client/metrics"},
-    ("envs", "cryptography"): {"envs/signing.py", "envs/lifted/folder.py", "envs/hub/lock.py"},
+    ("envs", "cryptography"): {
+        "envs/signing.py",
+        "envs/lifted/folder.py",
+        "envs/hub/lock.py",
+        "envs/compile_caches/carrying.py",
+    },
     ("envs", "huggingface_hub"): {"envs/hub/repository.py"},
     ("broker", "yaml"): {"broker/configuration"},
     ("broker", "zmq"): {"broker/io"},
     ("broker", "subprocess"): {"broker/processes"},
     ("broker", "sqlite3"): {"broker/storage"},
     ("client", "sqlite3"): {"client/history"},
+    ("cluster", "ray"): {"cluster/ray_link.py"},
     # Bytes of other processes are parsed in ipc.
     ("broker", "struct"): set(),
     ("client", "struct"): {"client/arrays/recognition.py"},  # sizes of C's types

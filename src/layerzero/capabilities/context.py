@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from layerzero.capabilities.device import DeviceSpec, DeviceType
+from layerzero.ipc.vocabulary.attention_shapes import masked_shape
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, PAGED_OPS, TOKENIZER_ATTRS, Heads, heads
 from layerzero.ipc.vocabulary.quantization import Quantization, quantization
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -28,7 +29,7 @@ class SelectionContext:
     conditions that policy sets.
 
     Extents are counted in elements; a property is None (or empty) where the op or the call has no such thing. dtypes
-    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (KV cache, packed weights,
+    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (layout of caches, packed weights,
     dropout) are read from `attrs` under the name of their property."""
 
     op: str
@@ -174,7 +175,7 @@ class SelectionContext:
 
     @cached_property
     def attn_mask_layout(self) -> str | None:
-        """broadcast (one mask for all heads) or per_head. Our ops carry no block-sparse masks."""
+        """broadcast (one mask for all heads) or per_head."""
         mask = self._mask
         if mask is None:
             return None
@@ -189,7 +190,7 @@ class SelectionContext:
         q, k = self.given["q"], self.given["k"]
         if mask.dtype not in ("bool", q.dtype):
             return f"attn_mask is {mask.dtype}; allowed: bool, {q.dtype}"
-        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        full = masked_shape(q, k, self.attrs)
         if any(extent not in (1, n) for extent, n in zip(mask.shape, full, strict=True)):
             return f"attn_mask has shape {list(mask.shape)}; allowed: 1 or the extent in each of {list(full)}"
         return None
@@ -253,17 +254,17 @@ class SelectionContext:
         """The quantization is asymmetric."""
         return self.quantization is not None and self.quantization.has_zero_point
 
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """dtype of a paged cache that has scales; None for others, and where there is none."""
+        return self.given["k_cache"].dtype if "k_scale" in self.given else None
+
     # --- attributes that no op of ours has yet
 
     @property
     def kv_cache_layout(self) -> str | None:
         """Order of a paged cache: NHD or HND."""
         return self.attrs.get("kv_cache_layout")
-
-    @property
-    def kv_cache_dtype(self) -> str | None:
-        """dtype of a paged cache."""
-        return self.attrs.get("kv_cache_dtype")
 
     @property
     def packed_weights_id(self) -> str | None:

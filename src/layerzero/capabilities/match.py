@@ -136,7 +136,8 @@ def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
         if name in OPS[context.op].singles:
             allowed = ("float32",)
         is_bool_mask = name == "attn_mask" and spec.dtype == "bool"  # attn_mask_types covers it
-        if spec.dtype not in allowed and not is_bool_mask:
+        is_scaled = name in ("k_cache", "v_cache") and context.kv_cache_dtype is not None  # supports_kv_cache_dtypes
+        if spec.dtype not in allowed and not is_bool_mask and not is_scaled:
             yield Reason.DTYPE_UNSUPPORTED, f"{name} is {spec.dtype}; allowed: {', '.join(allowed) or 'none'}"
         if spec.numel == 0 and not kernel.supports_empty:
             yield Reason.EMPTY_UNSUPPORTED, f"{name} has shape {list(spec.shape)}; extents of 0 are not supported"
@@ -175,10 +176,18 @@ def _data(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.ATTR_UNSUPPORTED, f"compute_dtype={wanted!r}; the kernel computes in {actual}"
     if context.quant_dtype is not None:
         yield from _quantization(context, kernel)
+    yield from _scaled_cache(context, kernel)
     if kernel.requires_packed_weights and context.packed_weights_id is None:
         yield Reason.PACKED_WEIGHTS_REQUIRED, "packed_weights_id=None; the kernel takes packed weights only"
     elif context.packed_weights_id is not None and not (kernel.requires_packed_weights or kernel.supports_prepack):
         yield Reason.ATTR_UNSUPPORTED, f"packed_weights_id={context.packed_weights_id!r}; allowed: plain weights"
+
+
+def _scaled_cache(context: SelectionContext, kernel: KernelCapability) -> Found:
+    dtype, dtypes = context.kv_cache_dtype, kernel.supports_kv_cache_dtypes
+    if dtype is not None and dtype not in dtypes:
+        text = f"caches with scales are {dtype}; allowed: {', '.join(dtypes) or 'none'}"
+        yield Reason.KV_CACHE_DTYPE_MISMATCH, text
 
 
 def _quantization(context: SelectionContext, kernel: KernelCapability) -> Found:
@@ -254,7 +263,7 @@ def _pages(context: SelectionContext, kernel: KernelCapability) -> Found:
 
 
 def _attention_features(context: SelectionContext, kernel: KernelCapability) -> Found:
-    """Scale, dropout, log-sum-exp and paged caches."""
+    """Scale, dropout, log-sum-exp and layouts of paged caches."""
     if not kernel.supports_scale and not context.has_default_scale:
         yield Reason.ATTR_UNSUPPORTED, f"scale={context.scale!r}; allowed: 1/sqrt({context.head_dim})"
     if context.dropout_p and not kernel.supports_dropout:
@@ -269,10 +278,6 @@ def _attention_features(context: SelectionContext, kernel: KernelCapability) -> 
     if layout is not None and layout not in layouts:
         text = f"kv_cache_layout={layout!r}; allowed: {', '.join(layouts) or 'no paged cache'}"
         yield Reason.KV_CACHE_LAYOUT_MISMATCH, text
-    dtype, dtypes = context.kv_cache_dtype, kernel.supports_kv_cache_dtypes
-    if dtype is not None and dtype not in dtypes:
-        text = f"kv_cache_dtype={dtype!r}; allowed: {', '.join(dtypes) or 'no paged cache'}"
-        yield Reason.KV_CACHE_DTYPE_MISMATCH, text
 
 
 # Field of the kernel, property of the context, code. A kernel limited to some of them refuses calls that say nothing.

@@ -172,7 +172,8 @@ class EnvChanged(EnvError):
 
 class OutOfMemory(LayerZeroError):
     """Shared memory for a tensor could not be reserved; nothing was changed. Facts: `nbytes`; where the machine or a
-    control group has too little, `available_bytes`, `margin_bytes` (what stays free) and `limited_by`, too."""
+    control group has too little, `available_bytes`, `margin_bytes` (what stays free) and `limited_by`, too. Of blocks
+    of a paged cache (layerzero.paging) `needed` and `free`."""
 
     code = "NO_MEMORY"
 

@@ -36,14 +36,15 @@ def attention_forward(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """lz.attention_forward. Where no kernel gives the log-sum-exp, one of attention serves, and it is computed here.
-    `options`: is_causal, scale, enable_gqa, layout, causal_alignment, window_size, softcap. Raises what lz.attention
-    raises."""
+    `options`: is_causal, scale, enable_gqa, layout, causal_alignment, window_size, softcap, mask_block_size. Raises
+    what lz.attention raises."""
     pinned: Any = {"backend": backend, "timeout_s": timeout_s}
     of_heads: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     with contextlib.suppress(lz.NoBackend):
         return lz.attention_forward(q, k, v, attn_mask, **of_heads, **options, **pinned)
     out = lz.attention(q, k, v, attn_mask, **of_heads, **options, **pinned)
-    scores = scores_of(q, k, attn_mask, alibi_slopes, **_of_scores(options)).total
+    mask = of_each(attn_mask, options.get("mask_block_size"), q, k, options.get("layout", "BHSD"))
+    scores = scores_of(q, k, mask, alibi_slopes, **_of_scores(options)).total
     if sinks is not None:
         scores = torch.cat((scores, _of_each(sinks, scores)), -1)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
@@ -154,6 +155,7 @@ def with_dropout(
     causal_alignment: str = "top_left",
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: Sequence[int] | None = None,
     **_: Any,
 ) -> Tensor | None:
     """torch's own attention, with its gradients, where weights are to be dropped: kernels of ours draw no random
@@ -170,6 +172,7 @@ def with_dropout(
         raise lz.InvalidArgument(f"attention: dropout_p is {dropout_p}; allowed: 0 to 1; pass a probability")
     if not torch.compiler.is_compiling():
         tell("attention", BY_TORCH, "dropout_p above 0: torch's own kernel, in this process")
+    attn_mask = of_each(attn_mask, mask_block_size, q, k, layout)
     if layout == "BSHD":
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     rows, columns = q.shape[-2], k.shape[-2]
@@ -189,7 +192,20 @@ def with_dropout(
 
 
 def _of_scores(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "enable_gqa"}
+    return {name: value for name, value in options.items() if name not in ("enable_gqa", "mask_block_size")}
+
+
+def of_each(
+    mask: Tensor | None, block_size: Sequence[int] | None, q: Tensor, k: Tensor, layout: str = "BHSD"
+) -> Tensor | None:
+    """A mask of blocks of so many queries and keys as one of queries and keys."""
+    if mask is None or block_size is None:
+        return mask
+    axis = -3 if layout == "BSHD" else -2
+    for dim, size, extent in zip((-2, -1), block_size, (q.shape[axis], k.shape[axis]), strict=True):
+        if mask.dim() >= -dim and mask.shape[dim] > 1:
+            mask = mask.index_select(dim, torch.arange(extent, device=mask.device) // size)
+    return mask
 
 
 class Scores(NamedTuple):

@@ -7,7 +7,9 @@ from layerzero.torch.op_entry import ANY, OpEntry
 
 _TABLES = frozenset({"cos", "sin"})
 _OPTIONS = "int[2] window_size=[-1, -1], float softcap=0.0"
+_BLOCKS = "int[2]? mask_block_size=None"
 _OF_HEADS = "Tensor? sinks=None, Tensor? alibi_slopes=None"
+_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
 _RULE = (
     'bool is_causal=False, float? scale=None, bool enable_gqa=False, str layout="BHSD", str causal_alignment="top_left"'
 )
@@ -17,7 +19,7 @@ ENTRIES: tuple[OpEntry, ...] = (
         "attention",
         "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
         f"float? scale=None, bool enable_gqa=False, {_OF_HEADS}, *, "
-        f'str layout="BHSD", str causal_alignment="top_left", {_OPTIONS}',
+        f'str layout="BHSD", str causal_alignment="top_left", {_OPTIONS}, {_BLOCKS}',
         fakes.attention,
         gradients.attention,
         dict.fromkeys(("q", "k", "v", "attn_mask", "sinks", "alibi_slopes", "out", "lse"), ANY),
@@ -31,7 +33,7 @@ ENTRIES: tuple[OpEntry, ...] = (
     ),
     OpEntry(
         "attention_forward",
-        f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, {_OF_HEADS}, *, {_RULE}, {_OPTIONS}",
+        f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, {_OF_HEADS}, *, {_RULE}, {_OPTIONS}, {_BLOCKS}",
         fakes.attention_forward,
         autocast=autocasting.lower,
         singles=frozenset({"alibi_slopes"}),
@@ -70,16 +72,18 @@ ENTRIES: tuple[OpEntry, ...] = (
     ),
     OpEntry(
         "paged_attention",
-        "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, *, float? scale=None, "
-        'str kv_layout="NHD"',
+        f"Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, {_SCALES}, *, "
+        'float? scale=None, str kv_layout="NHD"',
         fakes.paged_attention,
+        singles=frozenset({"k_scale", "v_scale"}),
     ),
     OpEntry(
         "paged_attention_forward",
         "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
-        f"Tensor? cu_seqlens_q=None, {_OF_HEADS}, *, bool is_causal=False, float? scale=None, {_OPTIONS}, "
-        'str kv_layout="NHD"',
+        f"Tensor? cu_seqlens_q=None, {_OF_HEADS}, {_SCALES}, *, bool is_causal=False, float? scale=None, "
+        f'{_OPTIONS}, str kv_layout="NHD"',
         fakes.paged_attention_forward,
+        singles=frozenset({"alibi_slopes", "k_scale", "v_scale"}),
         results=2,
     ),
     OpEntry(
@@ -91,14 +95,17 @@ ENTRIES: tuple[OpEntry, ...] = (
     ),
     OpEntry(
         "append_kv",
-        'Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, *, str kv_layout="NHD"',
+        f"Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, {_SCALES}, *, "
+        'str kv_layout="NHD"',
         fakes.append_kv,
+        singles=frozenset({"k_scale", "v_scale"}),
         mutates=True,
     ),
     OpEntry(
         "gather_kv",
-        'Tensor k_cache, Tensor v_cache, Tensor slots, *, str kv_layout="NHD"',
+        f'Tensor k_cache, Tensor v_cache, Tensor slots, {_SCALES}, *, str? dtype=None, str kv_layout="NHD"',
         fakes.gather_kv,
+        singles=frozenset({"k_scale", "v_scale"}),
         results=2,
     ),
     OpEntry(

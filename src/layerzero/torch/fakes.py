@@ -306,11 +306,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, **_: Any
-) -> Tensor:
-    """As `q`, with v_cache's last extent."""
-    _same("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache)
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: Tensor | None, **_: Any) -> Tensor:
+    """As `q`, with v_cache's last extent. The last two, if there are four, are scales."""
+    _same_or_scaled("paged_attention", k_cache, v_cache, more[2:], q=q)
     _need(q.dim() == 3, lambda: _shapes("paged_attention", "(sequences, heads, head_dim)", q=q))
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
 
@@ -320,9 +318,9 @@ def attention_varlen_forward(q: Tensor, k: Tensor, v: Tensor, *ends: Tensor, **_
     return attention_varlen(q, k, v, *ends[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def paged_attention_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: Tensor, **_: Any) -> Any:
+def paged_attention_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, *more: Tensor | None, **_: Any) -> Any:
     """As paged_attention, and (tokens, heads) in float32."""
-    return paged_attention(q, k_cache, v_cache, *more[:2]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return paged_attention(q, k_cache, v_cache, *more[:2], *more[5:]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def mla_decode(q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, *more: Tensor, **_: Any) -> Any:
@@ -332,16 +330,38 @@ def mla_decode(q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tenso
     return q_nope.new_empty(q_nope.shape), q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32)
 
 
-def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: Any) -> None:
+def append_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *scales: Tensor | None, **_: Any
+) -> None:
     """Nothing: the caches are changed."""
-    _same("append_kv", key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+    _same_or_scaled("append_kv", k_cache, v_cache, scales, key=key, value=value)
 
 
-def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, *, kv_layout: str = "NHD", **_: Any) -> Any:
-    """(tokens, heads, extent) of each cache."""
+def gather_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    *_: Any,
+    dtype: str | None = None,
+    kv_layout: str = "NHD",
+    **__: Any,
+) -> Any:
+    """(tokens, heads, extent) of each cache, with scales in `dtype`."""
     _same("gather_kv", k_cache=k_cache, v_cache=v_cache)
+    made = k_cache.dtype if k_scale is None else getattr(torch, dtype or "float32")
     heads = 2 if kv_layout == "NHD" else 1
-    return tuple(cache.new_empty((slots.shape[0], cache.shape[heads], cache.shape[3])) for cache in (k_cache, v_cache))
+    shapes = [(slots.shape[0], cache.shape[heads], cache.shape[3]) for cache in (k_cache, v_cache)]
+    return tuple(k_cache.new_empty(shape, dtype=made) for shape in shapes)
+
+
+def _same_or_scaled(op: str, k_cache: Tensor, v_cache: Tensor, scales: Sequence[Any], **data: Tensor) -> None:
+    """One dtype and device for all; with scales one for `data` and one for caches."""
+    if any(scale is not None for scale in scales):
+        _same(op, **data)
+        _same(op, k_cache=k_cache, v_cache=v_cache)
+    else:
+        _same(op, **data, k_cache=k_cache, v_cache=v_cache)
 
 
 def copy_kv_blocks(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor, **_: Any) -> None:

@@ -294,7 +294,7 @@ def attention(grad: Tensor, call: Call) -> Gradients:
     """By the op attention_backward, which is selected like any other. In this process, which may take seq_q * seq_k
     numbers for each head: where the log-sum-exp was not kept, for a float mask, with windows, a soft cap, sinks or
     slopes, and where what lies outside differentiates once more."""
-    mask = call["attn_mask"]
+    mask = by_formula.of_each(call["attn_mask"], call["mask_block_size"], call["q"], call["k"], call["layout"])
     options = {name: call[name] for name in ("is_causal", "scale", "enable_gqa", "layout", "causal_alignment")}
     beside = {name: call[name] for name in ("window_size", "softcap", "sinks", "alibi_slopes")}
     tensors = call["q"], call["k"], call["v"]

@@ -23,7 +23,12 @@ def main() -> int:
     boot.point_stdout_at_stderr()
     try:
         boot.confine(os.environ)
-        return serve(config)
+        kept = boot.enter_cache(os.environ)
+        if kept is None:
+            return serve(config, lambda: None)
+        code = serve(config, kept.mark)
+        kept.seal()
+        return code
     except BaseException as exc:
         # Ends with all descriptors open: the broker kills a worker that closes its connection, and an end by a signal
         # would look like a crash that may pass.

@@ -9,11 +9,9 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 #include <errno.h>
-#include <linux/futex.h>
 #include <stddef.h>
 #include <structmember.h>
 #include <sys/epoll.h>
-#include <sys/syscall.h>
 
 #include "../ipc/shm/_lane.h"
 
@@ -142,20 +140,10 @@ static int write_page(Server *self, uint64_t dispatch, uint64_t phase) {
     return done ? 0 : -1;
 }
 
-/* Wake who sleeps until this call has ended: its end is on the page. */
-static void tell(Line *line, uint64_t call) {
-    uint64_t page = line->address, naps, waits;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    naps = load64(page + NAPS), waits = load64(page + WAITS);
-    if (naps && naps <= call) syscall(SYS_futex, (uint32_t *)(page + DONE), FUTEX_WAKE, 1, NULL, NULL, 0);
-    if (waits && waits <= call && send(line->answer, "\1", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) { /* rung already, or nobody hears it */
-    }
-}
-
 static PyObject *Line_tell(Line *self, PyObject *call) {
     uint64_t number = PyLong_AsUnsignedLongLong(call);
     if (PyErr_Occurred()) return NULL;
-    tell(self, number);
+    tell(self->address, self->answer, number);
     Py_RETURN_NONE;
 }
 
@@ -165,14 +153,8 @@ static int end_call(Line *line, uint64_t call, uint64_t plan, uint64_t kernel_ns
         Py_XDECREF(done);
         return done ? 0 : -1;
     }
-    uint64_t page = line->address, at = place_of(page, call);
-    store64(at + STATUS, OK);
-    store64(at + KERNEL_NS, kernel_ns);
-    store64(at + WORD_BYTES, 0);
-    store64(at + END_PLAN, plan);
-    store64(at + END_AT, call);
-    store64(page + DONE, call);
-    tell(line, call);
+    put_end(line->address, call, OK, plan, kernel_ns);
+    tell(line->address, line->answer, call);
     return 0;
 }
 

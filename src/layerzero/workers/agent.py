@@ -29,6 +29,8 @@ MAX_WAITS = 10  # times its timeout that a child which gets on may take in all
 PIPE_BYTES = 1 << 16  # what a pipe holds
 RECORD = "lz-env.json"
 CACHE_VARIABLE = "LAYERZERO_WORKER_CACHE"
+WARM_VARIABLE = "LAYERZERO_WORKER_WARM"
+FOLDER_VARIABLE = "LAYERZERO_CACHE_FOLDER"  # what its children are told
 _NOT_PASSED = ("LAYERZERO_SECRET_FILE", "LAYERZERO_RUNTIME_DIR")
 
 
@@ -322,9 +324,24 @@ class Children:
         caches = own.get(CACHE_VARIABLE) or str(Path(tempfile.gettempdir()) / "layerzero-caches")
         places = {"{site}": sysconfig.get_path("purelib"), "{cache}": caches, "{store}": caches}
         given = _texts(self._keep.environ)
+        if any("{cache}" in value for value in given.values()):
+            given |= {FOLDER_VARIABLE: "{cache}", **self._warm(own.get(WARM_VARIABLE, ""))}
         for name, (place, path) in ((n, p) for n in given for p in places.items()):
             given[name] = given[name].replace(place, path)
         return {**_texts(self._keep.defaults), **own, **given, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+
+    def _warm(self, folder: str) -> dict[str, str]:
+        """What the caches of this environment begin with, where nothing of them is here."""
+        if not folder or not self._place.env:
+            return {}
+        from layerzero.ipc.compile_caches import exported
+
+        try:
+            lines = exported.shipped(Path(folder), self._place.backend, self._place.env)
+        except OSError as exc:
+            log("cache.warm_unreadable", backend=self._place.backend, folder=folder, cause=str(exc))
+            return {}
+        return {"LAYERZERO_CACHE_SHARED": "\n".join(lines)} if lines else {}
 
 
 def _texts(variables: Mapping[str, object]) -> dict[str, str]:

@@ -12,15 +12,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from layerzero.ipc import confinement
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.transport.plain import unpack_body
 from layerzero.workers.provider import Provider
 
+if TYPE_CHECKING:
+    from layerzero.ipc.compile_caches.folder import User
+
 _PR_SET_PDEATHSIG = 1
 GRAPH_VARIABLE = "LAYERZERO_WORKER_GRAPH_MIB"
+CACHE_VARIABLE = "LAYERZERO_CACHE_FOLDER"
 GRAPH_BYTES = 256 << 20  # without it
 
 
@@ -73,6 +77,21 @@ def confine(environ: Mapping[str, str]) -> None:
         raise ConfigError(str(exc)) from None
     except OSError as exc:
         print(f"layerzero: not kept from the memory of other processes: {exc.strerror}", file=sys.stderr)
+
+
+def enter_cache(environ: Mapping[str, str]) -> User | None:
+    """Use the compilers' caches of this environment, which are checked first; None where it has none. Raises
+    ConfigError where they cannot be locked and checked: what lies there is loaded as code."""
+    folder = environ.get(CACHE_VARIABLE)
+    if not folder:
+        return None
+    from layerzero.workers import compile_cache
+
+    try:
+        return compile_cache.enter(folder, environ)
+    except OSError as exc:
+        text = f"make {folder} writable for user {os.getuid()}: compilers keep what they make there: {exc.strerror}"
+        raise ConfigError(text) from exc
 
 
 def point_stdout_at_stderr() -> None:

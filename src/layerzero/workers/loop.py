@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class _Prepared:
     bound: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
 
 
-def serve(config: BootConfig) -> int:
+def serve(config: BootConfig, on_prepare: Callable[[], object]) -> int:
     """Say hello, load the provider, serve until STOP or until the broker is gone. Returns the exit code."""
     graph_bytes = boot.read_graph_bytes(os.environ)
     sock = control.connect(Path(config.control_path), timeout_s=CONTROL_TIMEOUT_S)
@@ -103,7 +104,7 @@ def serve(config: BootConfig) -> int:
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
         wire_end = dealer if faults is None else faults.dealer(dealer)
-        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules).run()
+        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules, on_prepare).run()
     finally:
         dealer.close()
         context.term()
@@ -134,13 +135,14 @@ class _Loop:
         faults: Faults | None,
         graph_bytes: int,
         modules: Modules | None,
+        on_prepare: Callable[[], object],
     ) -> None:
         self._dealer = dealer
         self._control = sock
         self._page = page
         self._loaded = loaded
         self._kernels = loaded.kernels
-        self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
+        self._faults, self._graph_bytes, self._modules, self._on_prepare = faults, graph_bytes, modules, on_prepare
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
@@ -270,6 +272,7 @@ class _Loop:
         message, call = read_call(body)
         bind = self._kernels[message.kernel_id]
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, message.device)
+        self._on_prepare()
         if message.device:
             self._gpu_serving().prepare(route, call, bind, message)
 

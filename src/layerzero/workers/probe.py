@@ -100,7 +100,10 @@ def main(argv: Sequence[str]) -> int:
     answer = os.fdopen(os.dup(1), "w")
     boot.point_stdout_at_stderr()
     position = Position(answer.fileno())
+    kept = boot.enter_cache(os.environ)
     verdict = json.dumps(probe(provider, Path(descriptor), position))
+    if kept is not None:
+        kept.seal()
     position.clear()
     print(verdict, file=answer, flush=True)
     return 0

@@ -71,7 +71,6 @@ ATTRIBUTES = {
     "normalizer_id": "n",
     "return_offsets": True,
     "kv_cache_layout": "NHD",
-    "kv_cache_dtype": "float16",
     "packed_weights_id": "w",
     "dropout_p": 0.5,
 }
@@ -136,7 +135,6 @@ DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
     "dropout": lambda: attention_call(Q, dropout_p=0.5),
     "lse": lambda: attention_call(Q, lse_base="2"),
     "cache layout": lambda: attention_call(Q, kv_cache_layout="NHD"),
-    "cache dtype": lambda: attention_call(Q, kv_cache_dtype="int8"),
     "packed": lambda: attention_call(Q, packed_weights_id="w"),
     "other op": lambda: call("matmul", Q, Q),
     "ndim": lambda: call("matmul", spec(8, 6, 16), Q),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "paged_attention": (
             *(dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
+            *(None, None),
         ),
         "attention_varlen_forward": (
             *[dense(256, 16, 64)] * 3,
@@ -84,17 +86,17 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "paged_attention_forward": (
             *(dense(40, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,), (5,))),
-            *(None, None),
+            *[None] * 4,
         ),
         "mla_decode": (
             *(dense(4, 16, 512), dense(4, 16, 64), dense(32, 64, 512), dense(32, 64, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
         ),
-        "gather_kv": (*[dense(32, 256, 16, 64)] * 2, TensorSpec.contiguous("int64", (4,))),
+        "gather_kv": (*[dense(32, 256, 16, 64)] * 2, TensorSpec.contiguous("int64", (4,)), None, None),
         "copy_kv_blocks": (*[dense(32, 256, 16, 64)] * 2, *[TensorSpec.contiguous("int64", (4,))] * 2),
         "append_kv": (
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
-            TensorSpec.contiguous("int64", (4,)),
+            *(TensorSpec.contiguous("int64", (4,)), None, None),
         ),
         **dict.fromkeys(("add", "mul"), (dense(64, 128), dense(128))),
         "where": (TensorSpec.contiguous("bool", (64, 1)), dense(64, 128), dense(128)),
@@ -145,6 +147,12 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs if name not in OPS[op].options}
     specs = inputs.get(op, (dense(64, 128),))
+    if kernel.supports_kv_cache_dtypes:  # scales, and caches of the first of these dtypes
+        kind, known = kernel.supports_kv_cache_dtypes[0], dict(zip(OPS[op].inputs, specs, strict=True))
+        known |= {name: replace(one, dtype=kind) for name, one in known.items() if one and name.endswith("_cache")}
+        specs = tuple(known.values())
+        specs = (*specs[:-2], single, single)
+        given |= {"dtype": "float16"} if "dtype" in OPS[op].options else {}
     return SelectionContext(op, tuple(specs), (dense(64, 128),), given, device)
 
 

@@ -58,6 +58,9 @@ def scaled(
 
 PAGED = (spec(2, 4, 16), *[spec(9, 24, 4, 16)] * 2, spec(2, 3, dtype="int32"), spec(2, dtype="int32"))
 PAGES = {"index_dtypes": ["int32"]}
+SCALES = {"required_args": ["k_scale", "v_scale"], "supports_kv_cache_dtypes": ["float8_e5m2"]}
+SCALED = (PAGED[0], *[spec(9, 24, 4, 16, dtype="int8")] * 2, *PAGED[3:5], spec(1), spec(4))
+STORED = (*[spec(3, 4, 16)] * 2, *SCALED[1:3], spec(3, dtype="int64"), spec(1), spec(4))
 CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
     "page of another multiple": (
         reasons("paged_attention", kernel(**PAGES, page_size_multiple=16), *PAGED, scale=1.0),
@@ -255,9 +258,14 @@ CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
         "kv_cache_layout='HND'; allowed: NHD",
     ),
     "cache dtype": (
-        attention(kernel(**ATTENTION), Q, kv_cache_dtype="int8"),
+        reasons("paged_attention", kernel(**PAGES, **SCALES), *SCALED, scale=1.0),
         Reason.KV_CACHE_DTYPE_MISMATCH,
-        "kv_cache_dtype='int8'; allowed: no paged cache",
+        "caches with scales are int8; allowed: float8_e5m2",
+    ),
+    "dtype of a cache that is stored to": (
+        reasons("append_kv", kernel(index_dtypes=["int64"], optional_args=["k_scale", "v_scale"]), *STORED),
+        Reason.KV_CACHE_DTYPE_MISMATCH,
+        "caches with scales are int8; allowed: none",
     ),
     "tokenizer": (
         tokenize({"tokenizer_ids": ["a", "b"]}),
@@ -340,10 +348,12 @@ ACCEPTED: dict[str, list[Rejection]] = {
     "default scale": attention(kernel(**ATTENTION, supports_scale=False), Q, scale=0.25),
     "log-sum-exp": attention(kernel(**ATTENTION, lse_base="2"), Q, lse_base="2"),
     "cache": attention(
-        kernel(**ATTENTION, supports_kv_cache_layouts=["NHD"], supports_kv_cache_dtypes=["float16"]),
+        kernel(**ATTENTION, supports_kv_cache_layouts=["NHD"]),
         Q,
         kv_cache_layout="NHD",
-        kv_cache_dtype="float16",
+    ),
+    "cache with scales": reasons(
+        "paged_attention", kernel(**PAGES, **SCALES | {"supports_kv_cache_dtypes": ["int8"]}), *SCALED, scale=1.0
     ),
     "tokenizer": tokenize({"tokenizer_ids": ["d"], "vocab_hashes": ["v"]}, vocab_hash="v"),
     "memory": memory({"workspace_bytes": 100}, memory_headroom_bytes=900, free_memory_bytes=1000),

@@ -83,7 +83,7 @@ def test_inputs_are_read_only() -> None:
 def test_what_an_op_writes_in_place_is_one_tensor() -> None:
     """append_kv stores into the caches that it was given, in slots that they have."""
     cache, new, slots = tensor(2, 4, 1, 8), tensor(3, 1, 8), tensor(3, dtype="int64")
-    specs = (new, new, cache, cache, slots)
+    specs = (new, new, cache, cache, slots, None, None)
     bench = HostBench(room_for(specs))
     inputs, outputs = synthetic(bench, Call("append_kv", "k", specs, (cache, cache), {}))
     outputs[0].host[:4] = b"once"

@@ -79,12 +79,27 @@ class Settings(BaseModel):
     )
     retry_disabled_max_s: Seconds = Field(600.0, description="longest delay of such a try")
     poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
+    keep_compiled: bool = Field(
+        True, description="what compilers make is kept for later workers; false: each begins anew (docs/caches.md)"
+    )
+    cache_mib: Annotated[int, Field(ge=0)] = Field(
+        16_384, description="MiB that compilers' caches may take together; 0: any amount"
+    )
+    cache_entries: Annotated[int, Field(ge=0)] = Field(64, description="how many caches there may be; 0: any number")
+    shared_cache: Path | None = Field(
+        None, description="folder of lz cache export that is looked up first, and never written (docs/caches.md)"
+    )
     rest_s: Seconds = Field(
         60.0, description="a worker for GPUs whose calls are all lifted ends when it was not needed for so long"
     )
     counts: bool = Field(True, description="clients count calls that pass the broker by, for metrics and lz status")
     functions_rest_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         600.0, description="a worker of functions that keeps nothing ends when it was not called for so long; 0: never"
+    )
+    stacks_after_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        1.0,
+        description="where py-spy is installed, the stacks of a worker are taken that is in one call for so long; "
+        "0: never",
     )
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(

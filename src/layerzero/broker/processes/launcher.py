@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from layerzero.broker.configuration import kernel_sources
 from layerzero.broker.configuration.settings import Settings
@@ -26,6 +27,9 @@ from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.env import Env
 from layerzero.envs.build.environ import worker_environ
+from layerzero.envs.compile_caches import carrying, keeping
+from layerzero.envs.compile_caches.carrying import Opened
+from layerzero.envs.compile_caches.keeping import Bounds
 from layerzero.envs.lifted.imports import Imports
 from layerzero.envs.manifest import NAME_PATTERN, EnvManifest, Problem, Source, load
 from layerzero.envs.probe import caches, compilation, probe
@@ -33,7 +37,9 @@ from layerzero.envs.trust import third_party
 from layerzero.envs.trust.allowed import Allowed
 from layerzero.envs.versions import declaration
 from layerzero.envs.versions.declaration import Wanted
+from layerzero.ipc.compile_caches import folder as folders
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
+from layerzero.ipc.logs import log
 from layerzero.ipc.vocabulary import pools
 
 # So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
@@ -296,7 +302,9 @@ class Launcher:
         build.check(env)  # here, beside the broker's own thread; a restart is checked by `launch`
         self._checked.add(backend)
         stage.stage(env.store)
-        record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)
+        record = probe.probe_cached(
+            self._with_caches(env), self.manifests[backend], timeout_s=self._settings.start_timeout_s
+        )
         return record
 
     def compiled(self) -> dict[str, list[Unit]]:
@@ -307,20 +315,60 @@ class Launcher:
                 continue
             with suppress(EnvError, ConfigError):
                 env = self._plan(backend)
-                found[backend] = [Unit(*unit) for unit in compilation.compiled(env, manifest)] if env.is_built else []
+                found[backend] = [Unit(*unit) for unit in self._compiled(env, manifest)] if env.is_built else []
         return found
 
     def compile(self, action: act.Compile, on_start: Callable[[int], None]) -> str:
         """Compile a kernel in a process of its environment, whose pid `on_start` gets. Returns why it failed, or "".
         Raises LayerZeroError."""
-        env = self._plan(action.backend)
+        env = self._with_caches(self._plan(action.backend))
         if not env.is_built:
             return f"its environment is not built; run: {build.command('build', env)}"
         timeout_s = self._settings.compile_timeout_s
         manifest = self.manifests[action.backend]
-        return compilation.compile_kernel(
+        failure = compilation.compile_kernel(
             env, manifest, action.unit, action.body, timeout_s=timeout_s, on_start=on_start
         )
+        self._bound_caches()
+        return failure
+
+    def env(self, backend: str) -> Env:
+        """What its manifest and lock describe here, built or not. Raises EnvError, ConfigError."""
+        return self._plan(backend)
+
+    def _compiled(self, env: Env, manifest: EnvManifest) -> list[tuple[str, str]]:
+        """What is known to be compiled here, or where the caches come from that a worker will take over."""
+        if not self._settings.keep_compiled:
+            return []
+        shared = self._shared(env)
+        if shared is not None and shared.exported.key == probe.probe_key(env, manifest):
+            return list(shared.exported.units)
+        return list(compilation.compiled(env, manifest))
+
+    def _shared(self, env: Env) -> Opened | None:
+        """What the fleet's folder has for this environment, of which nothing is here yet."""
+        settings = self._settings
+        if settings.shared_cache is None or not settings.keep_compiled:
+            return None
+        try:
+            return carrying.shared(settings.shared_cache, env, settings.keys)
+        except ConfigError as exc:
+            log("cache.shared_refused", backend=env.name, cause=exc.message)
+            return None
+
+    def _with_caches(self, env: Env) -> Env:
+        """With what the settings tell its processes of their compilers' caches."""
+        told = {} if self._settings.keep_compiled or not env.place else {"LAYERZERO_KEEP_COMPILED": "0"}
+        if (shared := self._shared(env)) is not None:
+            told["LAYERZERO_CACHE_SHARED"] = f"{shared.sha256}:{shared.folder.absolute()}"
+        return replace(env, environ={**env.environ, **told}) if told else env
+
+    def _bound_caches(self) -> None:
+        """Remove caches that were not used for longest, where there are too many; from a thread."""
+        settings = self._settings
+        with suppress(OSError):
+            for one in keeping.collect(settings.store, Bounds(settings.cache_mib << 20, settings.cache_entries)):
+                log("cache.evicted", folder=str(one.folder), bytes=one.nbytes)
 
     @staticmethod
     def failure(record: ProbeRecord) -> EnvError | None:
@@ -351,7 +399,7 @@ class Launcher:
         caches.make_folder(env)
         self._started[backend] = env.id
         manifest = self.manifests[backend]
-        environ = dict(env.environ)
+        environ = dict(self._with_caches(env).environ)
         if functions.is_ours(manifest):  # several workers have one environment
             environ[functions.VARIABLE] = backend
         return Launch(
@@ -403,9 +451,17 @@ class Launcher:
                 "on_host": env.on_host,
                 "overlay": str(env.base) if env.base else None,
                 "interpreter": str(env.python) if env.existing else None,
+                "cache": self._cache_facts(env),
             }
         except LayerZeroError as exc:
             return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}
+
+    @staticmethod
+    def _cache_facts(env: Env) -> dict[str, object] | None:
+        """Of its compilers' caches: what was found in them that was not as it was sealed."""
+        if not env.place:
+            return None
+        return {"folder": str(env.cache), "set_aside": folders.aside_count(env.cache)}
 
 
 ALL = "all"  # of the setting `joined`

@@ -4,6 +4,7 @@ that have joined (joined.py)."""
 from __future__ import annotations
 
 import hmac
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.poller import Poller
-from layerzero.broker.processes import supervisor
+from layerzero.broker.processes import stacks, supervisor
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.ipc import oom
@@ -64,6 +65,7 @@ class Processes:
         self._on_end = on_end
         self._live: dict[tuple[str, int], supervisor.Process] = {}
         self._oom_kills = oom.OomKills()
+        self._stacks = stacks.StackWatch(settings.stacks_after_s, stacks.find(os.environ.get("PATH", os.defpath)))
 
     def get(self, key: tuple[str, int]) -> AnyWorker | None:
         return self._live.get(key) or self._joined.get(key)
@@ -106,6 +108,7 @@ class Processes:
             self._handle(ev.SpawnFailed(backend, generation, error))
             return
         self._live[backend, generation] = process
+        self._stacks.add(process)
         self._poller.watch(process.pidfd, lambda: self._end(process))
         log("worker.started", backend=backend, generation=generation, pid=process.pid)
         self._handle(ev.WorkerSpawned(backend, generation, process.pid))
@@ -125,6 +128,7 @@ class Processes:
             return  # an event of another descriptor that had this number before
         self._poller.unwatch(process.pidfd)
         del self._live[process.backend, process.generation]
+        self._stacks.remove(process)
         with suppress(OSError):
             self._return_log(process.backend, process)
         self._on_end(process)

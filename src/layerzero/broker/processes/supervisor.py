@@ -15,6 +15,7 @@ from pathlib import Path
 import msgpack
 
 from layerzero.broker.io import fd_reserve
+from layerzero.broker.processes import stacks
 from layerzero.ipc import oom
 from layerzero.ipc.errors import EnvError, LayerZeroError, OutOfMemory
 from layerzero.ipc.shm import memory
@@ -50,6 +51,7 @@ class Process:
     log: Path
     log_start: int
     oom_watch: oom.Watch
+    look: stacks.Look | None = None  # where it was in a long call
 
     @property
     def pid(self) -> int:
@@ -83,7 +85,10 @@ class Process:
         os.close(self.page_fd)
         os.close(self.pidfd)
         killed = self.oom_watch.explain() if exit_code == -signal.SIGKILL else ""
-        return Exit(exit_code, executing, phase_name(phase), stderr_tail(self), killed)
+        tail = stderr_tail(self)
+        if self.look is not None and self.look.executing == executing:
+            stacks.tell(self.log, self.look)
+        return Exit(exit_code, executing, phase_name(phase), tail, killed)
 
 
 def _private(path: str, flags: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc import files
-from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.errors import DeadlineExceeded, InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -56,8 +56,15 @@ class Failure:
     exit_code: int | None
 
     @property
+    def is_late(self) -> bool:
+        """It took too long: that its worker was killed for it says nothing."""
+        return self.outcome == DeadlineExceeded.code
+
+    @property
     def what(self) -> str:
         """In one word."""
+        if self.is_late:
+            return self.outcome.lower()
         if self.exit_signal is not None:
             return f"signal{self.exit_signal}"
         return f"exit{self.exit_code}" if self.exit_code is not None else self.outcome.lower()

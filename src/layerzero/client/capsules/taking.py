@@ -183,11 +183,13 @@ def _is_end(outcome: str, exit_signal: int | None, exit_code: int | None) -> boo
 
 
 def _can_be_kept(submitted: Submitted) -> bool:
-    """Texts and functions have no arguments that a capsule describes; memory of a GPU may be lost with it."""
+    """Texts, functions and what came from another node have no arguments that a capsule describes; memory of a GPU may
+    be lost with it."""
     request = submitted.request
     return (
         request.places is None
         and request.output_bytes is None
+        and request.finish is None
         and all(array is None or array.device == CPU for array in submitted.arrays)
         and len(submitted.arrays) <= MAX_SEGMENTS
     )
@@ -238,7 +240,7 @@ def _bytes_at(address: int, nbytes: int) -> Any:
 
 
 def _word(failure: Failure) -> str:
-    if failure.exit_signal is None:
+    if failure.exit_signal is None or failure.is_late:
         return failure.what
     with suppress(ValueError):
         return signal.Signals(failure.exit_signal).name

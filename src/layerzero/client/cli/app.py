@@ -19,6 +19,7 @@ from layerzero.client.cli import rollout as cli_rollout
 from layerzero.client.cli.attach import attach
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
+from layerzero.client.cli.cluster import cluster_app
 from layerzero.client.cli.compare import compare
 from layerzero.client.cli.dashboard import dashboard
 from layerzero.client.cli.lift import lift_app
@@ -37,6 +38,7 @@ from layerzero.client.cli.options import (
     Words,
 )
 from layerzero.client.cli.selftest import selftest
+from layerzero.client.cli.status import status
 from layerzero.client.cli.top import report, top
 from layerzero.client.cli.trace import trace_app
 from layerzero.client.cli.types import types
@@ -86,9 +88,10 @@ keys_app = typer.Typer(help="Make secrets of stacks, and keys for tcp.", no_args
 app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-for name, part in (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app)):
+_PARTS = (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app))
+for name, part in (*_PARTS, ("cluster", cluster_app)):
     app.add_typer(part, name=name)
-for command in (replay, attach, ops, types, compare, dashboard, top, report, selftest):
+for command in (status, replay, attach, ops, types, compare, dashboard, top, report, selftest):
     app.command()(command)
 app.command()(cli_restart.restart)
 cli_rollout.add_to(app)
@@ -153,27 +156,6 @@ def down(
     from layerzero.client.cli import broker
 
     broker.down(force=force, as_json=as_json)
-
-
-@app.command()
-def status(
-    backend: Annotated[
-        str | None, typer.Option("--backend", "-b", metavar="NAME", help="Only: can this one serve? Exit code 1: no.")
-    ] = None,
-    remote: Annotated[
-        str | None, typer.Option("--remote", metavar="tcp://ADDRESS:PORT", help="A broker that listens there.")
-    ] = None,
-    folder: Keys = None,
-    shows_all: Annotated[
-        bool, typer.Option("--all", help="Show backends that are not for this machine, too, and why.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Show the broker, its clients and backends, what is wrong and how to repair it."""
-    from layerzero.client.cli import broker
-
-    code = broker.status(backend=backend, remote=remote, keys=folder, shows_all=shows_all, as_json=as_json)
-    raise typer.Exit(code)
 
 
 @app.command()

@@ -1,5 +1,5 @@
-"""`lz cache`: the lifted calls, the choices of plans and what is known of tokenizers, as they are kept on disk. Works
-on the files, with a broker or without."""
+"""`lz cache`: compile caches, lifted calls, choices of plans and what is known of tokenizers, as they are kept on disk.
+Works on the files, with a broker or without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layerzero.client.cli import compile_caches
 from layerzero.client.cli.options import All, Json
 from layerzero.ipc.wording import counted
 
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     from layerzero.client.planning.kept_libraries import KeptLibraries
 
 cache_app = typer.Typer(
-    help="Look after what is kept: lifted calls, choices of plans, facts of tokenizers.", no_args_is_help=True
+    help="Look after what is kept: compile caches, lifted calls, choices of plans, facts of tokenizers.",
+    no_args_is_help=True,
 )
+cache_app.command("gc")(compile_caches.gc)
+cache_app.command("export")(compile_caches.export)
+cache_app.command("import")(compile_caches.import_)
 SHOWN = 20
 
 
@@ -44,21 +49,25 @@ def _libraries() -> KeptLibraries:
 
 @cache_app.command("list")
 def show(everything: All = False, as_json: Json = False) -> None:
-    """Print the calls that are kept, those used last first, kernels kept in their workers, choices of plans, and for
-    how many tokenizers it is known which library computes them."""
+    """Print compile caches, the calls that are kept, those used last first, kernels kept in their workers, choices of
+    plans, and for how many tokenizers it is known which library computes them."""
     from rich.table import Table
 
+    from layerzero.broker.configuration import settings
     from layerzero.client.cli.output import out, print_json
 
     store = _store()
     rows = [_row(key, entry) for key, entry in store.entries()][::-1]
     faults, choices, libraries = store.faults(), _plan_choices(), _libraries()
     plans = [_plan_row(*one) for one in choices.entries()][::-1]
+    compiled = compile_caches.rows(settings.load())
     if as_json:
         facts = {"folder": str(store.folder), "bytes": store.nbytes(), "calls": rows, "faults": faults}
         kept = {"folder": str(libraries.folder), "count": len(libraries)}
-        print_json({**facts, "plan_choices": {"folder": str(choices.folder), "plans": plans}, "tokenizers": kept})
+        facts["plan_choices"] = {"folder": str(choices.folder), "plans": plans}
+        print_json({**facts, "tokenizers": kept, "compile_caches": [one.facts() for one in compiled]})
         return
+    compile_caches.show(compiled)
     lifted = sum(not row["reason"] for row in rows)
     out().print(
         f"{lifted} lifted, {len(rows) - lifted} refused, {store.nbytes() / 1e6:,.1f} MB in {store.folder}",
@@ -118,15 +127,19 @@ def _row(key: str, entry: Any) -> dict[str, Any]:
 
 @cache_app.command("verify")
 def verify(as_json: Json = False) -> None:
-    """Look at every byte, and remove what does not hold. Exit code 1 when there was something."""
+    """Look at every byte, and remove what does not hold; of compile caches it is set aside. Exit code 1 when there was
+    something."""
+    from layerzero.broker.configuration import settings
     from layerzero.client.cli.output import FAILED, out, print_json
 
-    gone = _store().verify()
+    gone, unfit = _store().verify(), compile_caches.verify(settings.load())
     if as_json:
-        print_json({"removed": gone})
+        print_json({"removed": gone, "compile_caches": unfit})
     else:
-        out().print("\n".join(f"removed {what}" for what in gone) or "all of it holds")
-    raise typer.Exit(FAILED if gone else 0)
+        lines = [f"removed {what}" for what in gone]
+        lines += [f"set aside of the compile cache of {row['name']}: {row['text']}" for row in unfit]
+        out().print("\n".join(lines) or "all of it holds", soft_wrap=True)
+    raise typer.Exit(FAILED if gone or unfit else 0)
 
 
 @cache_app.command("clear")
@@ -135,7 +148,8 @@ def clear(
     as_json: Json = False,
 ) -> None:
     """Remove all lifted calls, which workers lift again, all choices of plans, which are timed again, and what
-    is known of tokenizers, which is worked out again. What is known of faults stays."""
+    is known of tokenizers, which is worked out again. What is known of faults stays, and so do compile caches (lz cache
+    gc)."""
     from layerzero.client.cli.output import out, print_json
 
     store, choices, libraries = _store(), _plan_choices(), _libraries()

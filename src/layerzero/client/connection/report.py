@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from layerzero.ipc.wording import counted, shared_causes
 
 BROKER, EXPRESS, IN_PROCESS, LIFTED = "broker", "express", "in_process", "lifted"  # paths of a call
+NODE = "node"  # likewise: another node of the cluster served it (docs/cluster.md)
+NODE_LOST = "NODE_LOST"  # outcome of an attempt: that node does not answer any more
 MIN_WIDTH = 80  # a report that is printed is made for a terminal at least so wide
 MIN_COLUMN = 24  # so wide is the last column of a table at least
 MAX_WHY = 160  # characters of why a kernel refuses
@@ -132,11 +134,12 @@ class SelectionReport:
     """Which kernel served a call (or would), what it cost, why not the others.
 
     `elapsed_us` is the caller's wall time, `kernel_us` the kernel's own; both are None for an explanation.
-    `path` is "broker", "express", "in_process" or "lifted" (docs/design.md). `attempts` has every try, the successful
-    one last with outcome None. `notes`: what else there is to say, such as why a backend that policy wants in the
-    caller's process did not run there. `verdicts_age_s`: so long before this call `candidates` were looked at, where it
-    runs as earlier ones of its kind did; lz.explain has the present ones. `kept`: inputs that were not copied for this
-    call, since a copy of an earlier one is as they are, each with the rule that says so (docs/dispatch.md).
+    `path` is "broker", "express", "in_process", "lifted" (docs/design.md) or "node" (docs/cluster.md). `attempts` has
+    every try, the successful one last with outcome None. `notes`: what else there is to say, such as why a backend that
+    policy wants in the caller's process did not run there. `verdicts_age_s`: so long before this call `candidates` were
+    looked at, where it runs as earlier ones of its kind did; lz.explain has the present ones. `kept`: inputs that were
+    not copied for this call, since a copy of an earlier one is as they are, each with the rule that says so
+    (docs/dispatch.md).
 
     Prints in a few lines: what was chosen, what else was accepted, then why others refuse, those first that a repair
     makes eligible. `text(verbose=True)` prints all of it, as does a report whose `is_verbose` is set.

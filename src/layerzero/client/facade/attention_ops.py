@@ -30,6 +30,7 @@ def attention_forward(
     causal_alignment: str = "top_left",
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: Sequence[int] | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
 ) -> tuple[ArrayT, Any]:
@@ -44,6 +45,7 @@ def attention_forward(
     args = (q, k, v, attn_mask, sinks, alibi_slopes)
     params = _params(is_causal, scale, enable_gqa, layout, causal_alignment)
     params |= {"window_size": extents_of(window_size), "softcap": softcap}
+    params["mask_block_size"] = None if mask_block_size is None else extents_of(mask_block_size)
     planner = attention_plans.plan_attention_forward
     return perform(Request("attention_forward", args, params, planner, None, backend, timeout_s))
 

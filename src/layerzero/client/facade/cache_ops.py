@@ -56,6 +56,8 @@ def paged_attention_forward(
     cu_seqlens_q: AnyArray | None = None,
     sinks: AnyArray | None = None,
     alibi_slopes: AnyArray | None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -70,8 +72,8 @@ def paged_attention_forward(
 
     q: (tokens, heads, head_dim), one sequence after the other; cu_seqlens_q: int32 (sequences + 1), from 0 up to the
     number of tokens: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Without it each has one.
-    k_cache, v_cache, block_tables, seq_lens, scale and kv_layout as paged_attention. The queries are the last tokens of
-    their sequence: with S of them and L = seq_lens[b] keys the place of query i is key i + L - S. is_causal: it sees
+    k_cache, v_cache, block_tables, seq_lens, all scales, kv_layout as paged_attention. The queries are the last tokens
+    of their sequence: with S of them and L = seq_lens[b] keys the place of query i is key i + L - S. is_causal: it sees
     keys up to its place, where append_kv has put its own key before; else all L of them, as a prefix that ends before
     the queries needs it. window_size, softcap and sinks as attention; alibi_slopes: float32 (heads,) or (1 or
     sequences, heads).
@@ -81,7 +83,7 @@ def paged_attention_forward(
     """
     params = {"is_causal": is_causal, "scale": scale, "kv_layout": kv_layout}
     params |= {"window_size": extents_of(window_size), "softcap": softcap}
-    args = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes)
+    args = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, sinks, alibi_slopes, k_scale, v_scale)
     planner = cache_plans.plan_paged_attention_forward
     return perform(Request("paged_attention_forward", args, params, planner, None, backend, timeout_s))
 
@@ -117,7 +119,10 @@ def gather_kv(
     k_cache: ArrayT,
     v_cache: AnyArray,
     slots: AnyArray,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     *,
+    dtype: str | None = None,
     kv_layout: str = "NHD",
     backend: str | None = None,
     timeout_s: float | None = None,
@@ -126,10 +131,12 @@ def gather_kv(
 
     k_cache, v_cache, slots and kv_layout as append_kv; key: (tokens, kv_heads, head_dim), value: the same with
     value_dim, of the caches' dtype, any that append_kv takes. A negative slot gives 0; one from blocks * block_size on
-    is InvalidArgument on the CPU, and gives 0 on a GPU. Source: docs/ops.md.
+    is InvalidArgument on the CPU, and gives 0 on a GPU. With k_scale and v_scale, as append_kv had them, both are times
+    those, in dtype: "float32" (default), "bfloat16" or "float16". Source: docs/ops.md.
     """
-    params, planner = {"kv_layout": kv_layout}, cache_plans.plan_gather_kv
-    return perform(Request("gather_kv", (k_cache, v_cache, slots), params, planner, None, backend, timeout_s))
+    params, planner = {"dtype": dtype, "kv_layout": kv_layout}, cache_plans.plan_gather_kv
+    args = (k_cache, v_cache, slots, k_scale, v_scale)
+    return perform(Request("gather_kv", args, params, planner, None, backend, timeout_s))
 
 
 def copy_kv_blocks(

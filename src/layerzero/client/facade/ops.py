@@ -52,6 +52,7 @@ def attention(
     causal_alignment: str = "top_left",
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: Sequence[int] | None = None,
     out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
@@ -65,6 +66,7 @@ def attention(
     causal_alignment: for is_causal with seq_q != seq_k: row i sees columns up to i ("top_left", as in torch) or up to
     i + seq_k - seq_q ("bottom_right", as in FlashAttention): that column is the row's place. Rows that see nothing are
     zero. dropout_p must be 0.
+    mask_block_size: (rows, columns): attn_mask, bool, has an element for each block of so many.
     window_size: (left, right), how many columns before and after its place a row sees, -1 for all. softcap: 0 for none.
     sinks: (heads,) of q's dtype: a further score of each row, which takes weight and has no value. alibi_slopes:
     float32 (heads,) or (batch, heads): minus the slope times |column - place| is added to scores.
@@ -80,6 +82,7 @@ def attention(
         "causal_alignment": causal_alignment,
         "window_size": extents_of(window_size),
         "softcap": softcap,
+        "mask_block_size": None if mask_block_size is None else extents_of(mask_block_size),
     }
     args = (q, k, v, attn_mask, sinks, alibi_slopes)
     return perform(Request("attention", args, params, attention_plans.plan_attention, out, backend, timeout_s))
@@ -120,6 +123,8 @@ def paged_attention(
     v_cache: AnyArray,
     block_tables: AnyArray,
     seq_lens: AnyArray,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     *,
     scale: float | None = None,
     kv_layout: str = "NHD",
@@ -133,11 +138,11 @@ def paged_attention(
     kv_heads, block_size, head_dim), v_cache: the same with value_dim; heads is a multiple of kv_heads. block_tables:
     int32 (sequences, max_blocks), seq_lens: int32 (sequences): key j below seq_lens[b] is in slot j % block_size of
     block block_tables[b, j // block_size]. Slots and table entries that no key is in may hold anything. A sequence of
-    length 0 gives 0. scale: default 1/sqrt(head_dim).
+    length 0 gives 0. scale: default 1/sqrt(head_dim). k_scale, v_scale: of caches that append_kv filled with them.
     The kernel reads tables and lengths, not the client: on the CPU bad ones are InvalidArgument, on a GPU whatever it
     does. Returns: (sequences, heads, value_dim). Source: Kwon et al. 2023, eq. 4.
     """
-    args = (q, k_cache, v_cache, block_tables, seq_lens)
+    args = (q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale)
     planner = token_plans.plan_paged_attention
     params = {"scale": scale, "kv_layout": kv_layout}
     return perform(Request("paged_attention", args, params, planner, out, backend, timeout_s))
@@ -149,6 +154,8 @@ def append_kv(
     k_cache: AnyArray,
     v_cache: AnyArray,
     slots: AnyArray,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     *,
     kv_layout: str = "NHD",
     backend: str | None = None,
@@ -157,17 +164,19 @@ def append_kv(
     """Write keys and values of new tokens into a paged cache, which is changed in place.
 
     key: (tokens, kv_heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), with kv_layout="HND" (blocks,
-    kv_heads, block_size, head_dim), value and v_cache: the same with value_dim; one dtype for all. slots: int32 or
-    int64 (tokens): token t goes to slot slots[t] % block_size of block slots[t] // block_size. Key j of sequence b as
-    paged_attention finds it has the slot
+    kv_heads, block_size, head_dim), value and v_cache: the same with value_dim; one dtype for all, if there are no
+    scales. slots: int32 or int64 (tokens): token t goes to slot slots[t] % block_size of block slots[t] // block_size.
+    Key j of sequence b as paged_attention finds it has the slot
     block_tables[b, j // block_size] * block_size + j % block_size. A negative slot stores nothing, as padding needs it;
     of tokens with equal slots any may stay. One from blocks * block_size on is InvalidArgument on the CPU, before
     anything is written; on a GPU, where nobody waits for slots, it stores nothing.
+    k_scale, v_scale: float32, one number or (kv_heads,): caches of int8, float8_e4m3fn or float8_e5m2 get what quantize
+    makes of float32, float16 or bfloat16 with these scales: key / k_scale, rounded, cut to the finite range.
     Caches that workers do not reach as they lie are copied there and back, which the report says: use lz.empty or
     lz.share. A call that fails may have written some of its slots, and no other.
     Raises InvalidArgument for caches that cannot be written, such as JAX arrays. Returns None.
     """
-    args = (key, value, k_cache, v_cache, slots)
+    args = (key, value, k_cache, v_cache, slots, k_scale, v_scale)
     params, planner = {"kv_layout": kv_layout}, token_plans.plan_append_kv
     return perform(Request("append_kv", args, params, planner, None, backend, timeout_s))  # type: ignore[return-value]
 

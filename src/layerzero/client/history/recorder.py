@@ -11,6 +11,7 @@ from typing import Any
 
 from layerzero.client.history.history_file import HistoryFile
 from layerzero.client.history.sample import Sample, between
+from layerzero.ipc.cuda.usage import GpuUsage
 
 EVERY_S = 1.0
 YOUNG_S = 60.0  # a broker that was seen so late has its first minute told as one
@@ -18,10 +19,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Recorder:
-    """`file`: where Samples go; None: they are only returned."""
+    """`file`: where Samples go; None: they are only returned. `usage`: what the driver tells of GPUs' memory."""
 
-    def __init__(self, file: HistoryFile | None) -> None:
+    def __init__(self, file: HistoryFile | None, usage: GpuUsage | None = None) -> None:
         self._file = file
+        self._usage = GpuUsage() if usage is None else usage
         self._before: Mapping[str, Any] = {}
 
     def keep_in(self, file: HistoryFile) -> None:
@@ -35,7 +37,8 @@ class Recorder:
         if not before and not self._is_new(answer["up_s"]):
             return None
         memory = {name: nbytes for name, pid in answer["pids"].items() if (nbytes := own_bytes(pid))}
-        sample = between(before, answer, memory)
+        gpu = {name: sum(its.values()) for name, its in self._usage.of(answer["pids"]).items()}
+        sample = between(before, answer, memory, gpu)
         if self._file is not None and sample.seconds > 0:
             self._file.add(sample, time.time() if now is None else now)
         return sample

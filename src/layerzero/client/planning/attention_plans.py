@@ -40,12 +40,14 @@ def plan_attention(
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: tuple[int, int] | None = None,
 ) -> Plan:
     """torch.nn.functional.scaled_dot_product_attention, with the memory order, the causal rule and more named."""
     op, options = "attention", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
     if number(op, "dropout_p", dropout_p) != 0.0:
         refuse(op, f"dropout_p is {dropout_p}", "0.0, because kernels draw no random numbers", "drop it, or call torch")
-    inputs, attrs = _forward(op, q, k, v, attn_mask, **options, window_size=window_size, softcap=softcap)
+    options |= {"window_size": window_size, "softcap": softcap, "mask_block_size": mask_block_size}
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
     inputs = (*inputs, *_of_heads(op, inputs, sinks, alibi_slopes, attrs, causal_alignment))
     output, result = _out(op, inputs, q.ndim, layout)
     return Plan(op, inputs, attrs, (output,), (result,))
@@ -67,10 +69,12 @@ def plan_attention_forward(
     causal_alignment: str = "top_left",
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: tuple[int, int] | None = None,
 ) -> Plan:
     """Attention, and the log-sum-exp of its rows."""
     op, options = "attention_forward", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
-    inputs, attrs = _forward(op, q, k, v, attn_mask, **options, window_size=window_size, softcap=softcap)
+    options |= {"window_size": window_size, "softcap": softcap, "mask_block_size": mask_block_size}
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
     inputs = (*inputs, *_of_heads(op, inputs, sinks, alibi_slopes, attrs, causal_alignment))
     output, result = _out(op, inputs, q.ndim, layout)
     rows = output.shape[:3]
@@ -213,6 +217,22 @@ def checked_window(op: str, window_size: object) -> tuple[int, int]:
     return left, right
 
 
+def checked_blocks(op: str, mask_block_size: object, mask: TensorSpec | None) -> tuple[int, int]:
+    """How many queries and keys an element of the mask is for. Raises InvalidArgument for what is none."""
+    if mask_block_size is None:
+        return 1, 1
+    if not isinstance(mask_block_size, (tuple, list)) or len(mask_block_size) != 2:
+        refuse(op, f"mask_block_size is {mask_block_size!r}", "(queries, keys)", "pass two integers, or None")
+    for one in mask_block_size:
+        if isinstance(one, bool) or not isinstance(one, Integral) or not 1 <= int(one) <= MAX_WINDOW:
+            refuse(op, f"mask_block_size is {mask_block_size!r}", f"integers from 1 to {MAX_WINDOW}", "pass such")
+    if mask is None or mask.dtype != "bool":
+        given = "None" if mask is None else mask.dtype
+        refuse(op, f"attn_mask is {given} with mask_block_size", "a bool mask", "pass which blocks are seen")
+    rows, keys = mask_block_size
+    return int(rows), int(keys)
+
+
 def checked_softcap(op: str, softcap: float) -> float:
     """0.0 for none. Raises InvalidArgument for what is none."""
     cap = finite(op, "softcap", softcap, "0.0 for none")
@@ -247,6 +267,7 @@ def _forward(
     causal_alignment: str,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    mask_block_size: tuple[int, int] | None = None,
 ) -> tuple[tuple[TensorSpec | None, ...], dict[str, Scalar]]:
     """The views of q, k, v and the mask, and the attributes, that all ops of attention have."""
     is_causal = flag(op, "is_causal", is_causal)
@@ -270,7 +291,10 @@ def _forward(
     if right == 0:  # the causal rule by another name
         is_causal = True
     cap = checked_softcap(op, softcap)
-    mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
+    rows, keys = checked_blocks(op, mask_block_size, attn_mask)
+    masked = (batch, heads, -(-seq_q // rows), -(-seq_k // keys))
+    of = "queries, keys" if rows == keys == 1 else "blocks of queries, of keys"
+    mask4 = None if attn_mask is None else _mask(op, attn_mask, q, masked, of)
     has_places = is_causal or left >= 0 or right >= 0
     attrs: dict[str, Scalar] = {
         "is_causal": is_causal,
@@ -285,6 +309,8 @@ def _forward(
         attrs["window_right"] = right
     if cap:
         attrs["softcap"] = cap
+    if (rows, keys) != (1, 1):
+        attrs |= {"mask_block_q": rows, "mask_block_k": keys}
     return (q4, k4, v4, mask4), attrs
 
 
@@ -344,8 +370,9 @@ def _attention_shapes(op: str, q: TensorSpec, k: TensorSpec, v: TensorSpec, *, e
         refuse(op, f"q has {heads_q} heads and k {heads_k}", "a multiple of k's heads for q", "check the layout")
 
 
-def _mask(op: str, mask: TensorSpec, q: TensorSpec, target: Shape) -> TensorSpec:
-    """The mask with leading extents of 1 up to 4 dimensions; it broadcasts to (B, Hq, Sq, Sk) in either layout."""
+def _mask(op: str, mask: TensorSpec, q: TensorSpec, target: Shape, of: str) -> TensorSpec:
+    """The mask with leading extents of 1 up to 4 dimensions; it broadcasts to (B, Hq, Sq, Sk) in either layout. `of`:
+    what its elements are of."""
     if mask.dtype not in ("bool", q.dtype):
         refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {q.dtype} like q", f"convert it to {q.dtype}")
     shape = f"attn_mask has shape {list(mask.shape)}"
@@ -354,5 +381,5 @@ def _mask(op: str, mask: TensorSpec, q: TensorSpec, target: Shape) -> TensorSpec
     while mask.ndim < 4:
         mask = mask.unsqueeze(0)
     if any(given not in (1, wanted) for given, wanted in zip(mask.shape, target, strict=True)):
-        refuse(op, shape, f"shapes that broadcast to (batch, heads, queries, keys) = {list(target)}", "check its order")
+        refuse(op, shape, f"shapes that broadcast to (batch, heads, {of}) = {list(target)}", "check its order")
     return mask

@@ -6,6 +6,7 @@ from __future__ import annotations
 from layerzero.client.planning.attention_plans import checked_softcap, checked_window, of_heads
 from layerzero.client.planning.checks import (
     attention_scale,
+    choice,
     finite,
     flag,
     fresh,
@@ -17,11 +18,13 @@ from layerzero.client.planning.checks import (
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember
 from layerzero.client.planning.token_plans import (
     cache_views,
+    check_cache_dtypes,
     check_heads,
     check_indices,
     plan_attention_varlen,
-    read_as_they_are,
+    scale_views,
 )
+from layerzero.ipc.vocabulary.quantized_shapes import SCALED_DTYPES
 from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -65,6 +68,8 @@ def plan_paged_attention_forward(
     cu_seqlens_q: TensorSpec | None = None,
     sinks: TensorSpec | None = None,
     alibi_slopes: TensorSpec | None = None,
+    k_scale: TensorSpec | None = None,
+    v_scale: TensorSpec | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -75,8 +80,7 @@ def plan_paged_attention_forward(
     """Attention of the last tokens of sequences to the keys in a paged cache, and the log-sum-exp of its rows."""
     op = "paged_attention_forward"
     is_causal = flag(op, "is_causal", is_causal)
-    read_as_they_are(op, q, k_cache=k_cache, v_cache=v_cache)
-    same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_cache_dtypes(op, k_cache, v_cache, k_scale, v_scale, q=q)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(tokens, heads, head_dim)", "pass queries one after the other")
     k_cache, v_cache = cache_views(op, k_cache, v_cache, kv_layout)
@@ -108,7 +112,8 @@ def plan_paged_attention_forward(
     if cu_seqlens_q is None:
         attrs["is_causal"] = False
         attrs.pop("window_right", None)
-    return _with_sums(op, (*inputs, *beside), attrs, plain)
+    scales = scale_views(op, k_cache.shape[2], k_scale, v_scale)
+    return _with_sums(op, (*inputs, *beside, *scales), attrs, plain)
 
 
 @remember
@@ -160,13 +165,31 @@ def plan_mla_decode(
 
 
 @remember
-def plan_gather_kv(k_cache: TensorSpec, v_cache: TensorSpec, slots: TensorSpec, *, kv_layout: str = "NHD") -> Plan:
+def plan_gather_kv(
+    k_cache: TensorSpec,
+    v_cache: TensorSpec,
+    slots: TensorSpec,
+    k_scale: TensorSpec | None = None,
+    v_scale: TensorSpec | None = None,
+    *,
+    dtype: str | None = None,
+    kv_layout: str = "NHD",
+) -> Plan:
     """Keys and values out of a paged cache."""
     op = "gather_kv"
     k, v = _caches(op, k_cache, v_cache, kv_layout)
+    check_cache_dtypes(op, k, v, k_scale, v_scale)
     _places(op, "slots", slots)
-    results = tuple(fresh(op, k.dtype, (*slots.shape, *cache.shape[2:])) for cache in (k, v))
-    return Plan(op, (k, v, slots), {}, results, results)
+    scales = scale_views(op, k.shape[2], k_scale, v_scale)
+    attrs: dict[str, Scalar] = {}
+    if scales[0] is not None:
+        attrs["dtype"] = dtype or "float32"
+        choice(op, "dtype", attrs["dtype"], SCALED_DTYPES)
+    elif dtype is not None:
+        refuse(op, f"dtype is {dtype!r} without scales", "None: rows are of the caches' dtype", "leave it out")
+    given = str(attrs.get("dtype", k.dtype))
+    results = tuple(fresh(op, given, (*slots.shape, *cache.shape[2:])) for cache in (k, v))
+    return Plan(op, (k, v, slots, *scales), attrs, results, results)
 
 
 @remember

@@ -14,7 +14,7 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember, same_shape
-from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS, KV_LAYOUTS
+from layerzero.ipc.vocabulary.attention_shapes import CAUSAL_ALIGNMENTS, KV_LAYOUTS, SCALED_CACHES
 from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED_DTYPES, SCALED_DTYPES
 from layerzero.ipc.vocabulary.shapes import INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
@@ -72,14 +72,15 @@ def plan_paged_attention(
     v_cache: TensorSpec,
     block_tables: TensorSpec,
     seq_lens: TensorSpec,
+    k_scale: TensorSpec | None = None,
+    v_scale: TensorSpec | None = None,
     *,
     scale: float | None = None,
     kv_layout: str = "NHD",
 ) -> Plan:
     """Attention of one query a sequence to the keys in a paged cache."""
     op = "paged_attention"
-    read_as_they_are(op, q, k_cache=k_cache, v_cache=v_cache)
-    same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_cache_dtypes(op, k_cache, v_cache, k_scale, v_scale, q=q)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(sequences, heads, head_dim)", "pass one query for each sequence")
     k_cache, v_cache = cache_views(op, k_cache, v_cache, kv_layout)
@@ -92,7 +93,8 @@ def plan_paged_attention(
     check_heads(op, ("q", q.shape[1:]), ("k_cache", k_cache.shape[2:]), ("v_cache", v_cache.shape[2:]))
     result = fresh(op, q.dtype, (*q.shape[:2], v_cache.shape[3]))
     attrs: dict[str, Scalar] = {"scale": attention_scale(op, scale, q.shape[2])}
-    return Plan(op, (q, k_cache, v_cache, block_tables, seq_lens), attrs, (result,), (result,))
+    scales = scale_views(op, k_cache.shape[2], k_scale, v_scale)
+    return Plan(op, (q, k_cache, v_cache, block_tables, seq_lens, *scales), attrs, (result,), (result,))
 
 
 @remember
@@ -102,21 +104,14 @@ def plan_append_kv(
     k_cache: TensorSpec,
     v_cache: TensorSpec,
     slots: TensorSpec,
+    k_scale: TensorSpec | None = None,
+    v_scale: TensorSpec | None = None,
     *,
     kv_layout: str = "NHD",
 ) -> Plan:
     """Keys and values into a paged cache."""
     op = "append_kv"
-    for name, rows, cache in (("key", key, k_cache), ("value", value, v_cache)):
-        if cache.dtype in QUANTIZED_DTYPES and rows.dtype in SCALED_DTYPES:
-            refuse(
-                op,
-                f"{name} is {rows.dtype} and {name[0]}_cache {cache.dtype}",
-                "one dtype for all: numbers are stored as they are",
-                f"quantize {name} first: lz.quantize with a scale of yours, or lz.dynamic_quantize with group_size=-1, "
-                "whose scales lz.append_kv puts into float32 caches of their own",
-            )
-    same_dtype(op, key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+    check_cache_dtypes(op, k_cache, v_cache, k_scale, v_scale, key=key, value=value)
     for name, spec in (("key", key), ("value", value)):
         if spec.ndim != 3:
             refuse(
@@ -142,7 +137,8 @@ def plan_append_kv(
         refuse(op, listed(("key's first extent", "value's", "slots'"), counts), "one row of each a token", "check them")
     for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
         refuse_overlapping(op, name, spec)
-    return Plan(op, (key, value, k_cache, v_cache, slots), {}, (k_cache, v_cache), ())
+    scales = scale_views(op, k_cache.shape[2], k_scale, v_scale)
+    return Plan(op, (key, value, k_cache, v_cache, slots, *scales), {}, (k_cache, v_cache), ())
 
 
 @remember
@@ -240,16 +236,55 @@ def cache_views(op: str, k_cache: TensorSpec, v_cache: TensorSpec, kv_layout: st
     return k, v
 
 
-def read_as_they_are(op: str, q: TensorSpec, **caches: TensorSpec) -> None:
-    """Refuses quantized caches, which attention has no scales for."""
-    for name, spec in caches.items():
-        if spec.dtype in QUANTIZED_DTYPES and q.dtype in FLOAT_DTYPES:
-            refuse(
-                op,
-                f"{name} is {spec.dtype}",
-                f"{q.dtype}, the dtype of the queries: attention takes no scales",
-                "read the tokens with lz.gather_kv, lz.dequantize both, and call lz.attention_varlen_forward",
-            )
+def check_cache_dtypes(
+    op: str,
+    k_cache: TensorSpec,
+    v_cache: TensorSpec,
+    k_scale: TensorSpec | None,
+    v_scale: TensorSpec | None,
+    **data: TensorSpec,
+) -> None:
+    """One dtype for caches and `data`, which attention wants to be floats; with scales one for each, that of the caches
+    a quantized one."""
+    if k_scale is None and v_scale is None:
+        for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
+            first, one = next(iter(data.items()), ("", None))
+            if one is not None and spec.dtype in QUANTIZED_DTYPES and one.dtype in FLOAT_DTYPES:
+                remedy = "pass k_scale and v_scale"
+                if op == "append_kv":
+                    remedy += ", or what lz.dynamic_quantize makes, with its scales in caches of their own"
+                refuse(op, f"{first} is {one.dtype} and {name} {spec.dtype}", "one dtype without scales", remedy)
+        same = same_dtype if op in ("append_kv", "gather_kv") else same_float_dtype
+        same(op, **data, k_cache=k_cache, v_cache=v_cache)
+        return
+    same_dtype(op, k_cache=k_cache, v_cache=v_cache)
+    if k_cache.dtype not in SCALED_CACHES:
+        allowed = f"{' or '.join(SCALED_CACHES)} with scales"
+        refuse(
+            op, f"k_cache is {k_cache.dtype}", allowed, "leave k_scale and v_scale out: it holds numbers as they are"
+        )
+    for name, spec in data.items():
+        if spec.dtype not in SCALED_DTYPES:
+            refuse(op, f"{name} is {spec.dtype}", f"{' or '.join(SCALED_DTYPES)} with scales", "convert it")
+    if len(data) > 1:
+        same_dtype(op, **data)
+
+
+def scale_views(
+    op: str, heads: int, k_scale: TensorSpec | None, v_scale: TensorSpec | None
+) -> tuple[TensorSpec | None, TensorSpec | None]:
+    """Scales of caches with so many heads as kernels see them: (1,) or (heads,), or none."""
+    if k_scale is None and v_scale is None:
+        return None, None
+    made = []
+    for name, spec in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if spec is None:
+            refuse(op, f"{name} is None", "both scales or neither", "pass it: of 1 where the numbers are as they are")
+        if spec.dtype != "float32" or spec.shape not in ((), (1,), (heads,)):
+            allowed = f"float32, one number or one for each of {heads} heads"
+            refuse(op, f"{name} is {spec}", allowed, "convert or flatten it")
+        made.append(spec if spec.ndim else spec.unsqueeze(0))
+    return made[0], made[1]
 
 
 def check_heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:

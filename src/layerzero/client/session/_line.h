@@ -19,6 +19,7 @@ typedef struct {
     int has_ended; /* and that was read, so that its place is free */
     char is_behind; /* others were before it when it was put */
 } Receipt;
+static const uint64_t PATIENCE_NS = 1000000000; /* with threads that owe a ring */
 enum { RECEIPT_FIELDS = sizeof(ReceiptFields) / sizeof(PyObject *) };
 
 /* This process's end of a lane; the bells are its own. `open`: calls whose ends have not been read, by place. */
@@ -76,18 +77,17 @@ static int read_end(Receipt *receipt) {
     if (receipt->has_ended) return 1;
     Line *line = (Line *)receipt->its.line;
     if (!line) return 0; /* it is being collected */
-    uint64_t page = line->bells.page, at = place_of(page, receipt->call), found = load64(at + END_AT);
-    if (found < receipt->call && load64(page + DONE) < receipt->call) return 0;
-    if (found != receipt->call && load64(at + END_AT) != receipt->call) return -1; /* else it was written just now */
-    uint64_t status = load64(at + STATUS), nbytes = load64(at + WORD_BYTES);
-    if (status > DECLINED || nbytes > MAX_WORD_BYTES) return -1;
-    PyObject *said = nbytes ? PyBytes_FromStringAndSize((const char *)at + SAID_AT, (Py_ssize_t)nbytes) : NULL;
-    if (nbytes && !said) {
+    uint64_t page = line->bells.page, at = place_of(page, receipt->call);
+    End end;
+    int has_ended = get_end(page, receipt->call, &end);
+    if (has_ended <= 0) return has_ended;
+    PyObject *said = end.nbytes ? PyBytes_FromStringAndSize((const char *)at + SAID_AT, (Py_ssize_t)end.nbytes) : NULL;
+    if (end.nbytes && !said) {
         PyErr_Clear();
         return 0; /* there may be memory for it later */
     }
     receipt->its.said = said;
-    receipt->status = status, receipt->kernel_ns = load64(at + KERNEL_NS), receipt->has_ended = 1;
+    receipt->status = end.status, receipt->kernel_ns = end.kernel_ns, receipt->has_ended = 1;
     Receipt **place = &line->open[(receipt->call - 1) % DEPTH];
     if (*place == receipt) {
         *place = NULL;
@@ -110,7 +110,7 @@ static void count_dropped(Receipt *receipt) {
 /* Whether it is on the lane now; its ring is the caller's to make, without the interpreter's lock. 0: there is no room, or the lane is
    closed or has ended. */
 static int put(Line *line, Receipt *receipt, uint64_t plan, const char *body, uint64_t nbytes, uint64_t timeout_ns) {
-    uint64_t page = line->bells.page, call = line->calls + 1, at = place_of(page, call);
+    uint64_t page = line->bells.page, call = line->calls + 1;
     Receipt **place = &line->open[(call - 1) % DEPTH], *before = *place;
     if (line->bells.is_closed || load64(page + IS_ENDED)) return 0;
     Py_XINCREF((PyObject *)before); /* what it leads to goes when the lane is in order again */
@@ -122,11 +122,7 @@ static int put(Line *line, Receipt *receipt, uint64_t plan, const char *body, ui
         receipt->its.line = (PyObject *)line, receipt->call = line->calls = call, receipt->due_ns = clock_ns() + timeout_ns;
         receipt->is_behind = load64(page + DONE) + 1 < call;
         *place = receipt;
-        memcpy((char *)at + REFS_AT, body, nbytes);
-        store64(at + PLAN, plan);
-        store64(at + CALL_BYTES, nbytes);
-        store64(at + NUMBER, call);
-        store64(page + CALL, call); /* last: the worker may watch for it */
+        put_call(page, call, plan, body, nbytes);
     }
     Py_XDECREF((PyObject *)before);
     return has_room;
@@ -147,8 +143,9 @@ static PyObject *Line_put(Line *self, PyObject *args) {
         Py_DECREF((PyObject *)receipt);
         Py_RETURN_NONE;
     }
+    owe(&self->bells, 1);
     Py_BEGIN_ALLOW_THREADS
-    ring(self->bells.doorbell, 1);
+    pay(&self->bells, 1);
     Py_END_ALLOW_THREADS
     return (PyObject *)receipt;
 }
@@ -158,30 +155,33 @@ static PyObject *Line_put(Line *self, PyObject *args) {
 static PyObject *Line_withdraw(Line *self, PyObject *given) {
     if (Py_TYPE(given) != receipt_type) return PyErr_Format(PyExc_TypeError, "a receipt is needed");
     Receipt *receipt = (Receipt *)given, **place = &self->open[(receipt->call - 1) % DEPTH];
-    if (receipt->has_ended) return PyBool_FromLong(receipt->status == DECLINED);
-    Receipt *empty = (Receipt *)make(receipt_type);
-    if (!empty) return NULL;
-    uint64_t behind = self->calls - receipt->call + 1, taken = 0;
-    while (taken < behind && take_ring(self->bells.doorbell)) taken++;
-    int is_ours = behind && taken == behind;
-    if (is_ours) {
-        store64(place_of(self->bells.page, receipt->call) + PLAN, NO_PLAN);
-        receipt->status = DECLINED, receipt->has_ended = 1;
-        Py_INCREF((PyObject *)self);
-        empty->its.line = (PyObject *)self, empty->call = receipt->call;
-    }
-    if (is_ours && *place == receipt) { /* the caller has a reference to it, too */
-        *place = empty;
-        Py_DECREF((PyObject *)receipt);
-    } else {
-        Py_DECREF((PyObject *)empty);
-    }
-    if (taken) {
+    uint64_t start_ns = clock_ns();
+    int whose = UNKNOWN_YET;
+    while (whose == UNKNOWN_YET) {
+        if (receipt->has_ended) return PyBool_FromLong(receipt->status == DECLINED);
+        Receipt *empty = (Receipt *)make(receipt_type);
+        if (!empty) return NULL;
+        uint64_t taken;
+        whose = take_back(&self->bells, receipt->call, self->calls, &taken);
+        if (whose == UNKNOWN_YET && clock_ns() - start_ns > PATIENCE_NS) whose = CLAIMED; /* somebody made the doorbell one that blocks */
+        if (whose == TAKEN_BACK) {
+            receipt->status = DECLINED, receipt->has_ended = 1;
+            Py_INCREF((PyObject *)self);
+            empty->its.line = (PyObject *)self, empty->call = receipt->call;
+        }
+        if (whose == TAKEN_BACK && *place == receipt) { /* the caller has a reference to it, too */
+            *place = empty;
+            Py_DECREF((PyObject *)receipt);
+        } else {
+            Py_DECREF((PyObject *)empty);
+        }
+        if (!taken && whose != UNKNOWN_YET) break;
         Py_BEGIN_ALLOW_THREADS
-        ring(self->bells.doorbell, taken);
+        if (taken) pay(&self->bells, taken);
+        if (whose == UNKNOWN_YET) nanosleep(&(struct timespec){0, 20000}, NULL);
         Py_END_ALLOW_THREADS
     }
-    return PyBool_FromLong(is_ours);
+    return PyBool_FromLong(whose == TAKEN_BACK);
 }
 
 /* Read the ends that are there: calls whose results nobody takes are counted. */

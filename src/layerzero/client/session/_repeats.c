@@ -327,8 +327,9 @@ static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t ri
             return;
         }
     }
+    owe(&line->bells, rings);
     Py_BEGIN_ALLOW_THREADS
-    if (rings) ring(line->bells.doorbell, rings);
+    if (rings) pay(&line->bells, rings);
     if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) sleep_before(&line->bells, expected_ns, due);
     seen_ns = wait_for(&line->bells, receipt->call, spin_ns, due);
     Py_END_ALLOW_THREADS
@@ -419,8 +420,9 @@ static PyObject *Repeats_submit(Repeats *self, PyObject *const *given, Py_ssize_
     Verdict verdict = begin(self, &call);
     if (verdict == PLAIN) {
         Line *line = (Line *)call.receipt->its.line;
+        owe(&line->bells, 1);
         Py_BEGIN_ALLOW_THREADS
-        ring(line->bells.doorbell, 1);
+        pay(&line->bells, 1);
         Py_END_ALLOW_THREADS
         Py_INCREF((PyObject *)call.receipt);
         result = (PyObject *)call.receipt;

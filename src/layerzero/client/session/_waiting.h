@@ -5,14 +5,12 @@
 
 #include <errno.h>
 #include <limits.h>
-#include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/syscall.h>
 
 #include "../../ipc/shm/_lane.h"
 
-static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, NO_PLAN = UINT64_MAX, NOT_WATCHED = UINT64_MAX;
+static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, NOT_WATCHED = UINT64_MAX;
 static const uint64_t EARLY_NS = 120000, LEAST_SLEEP_NS = 30000; /* sleeping takes longer than asked */
 static const uint64_t TOGETHER_NS = 100000, BESIDE_NS = 4000; /* so long may an end wait for later ones to be told with it; of each call */
 
@@ -31,6 +29,7 @@ typedef struct {
     uint64_t page;
     int doorbell, answer, control;
     int is_closed;
+    uint64_t owed; /* rings of threads that have let go of the interpreter's lock to make them */
 } Bells;
 
 static int is_over(uint64_t page, uint64_t call) {
@@ -40,6 +39,25 @@ static int is_over(uint64_t page, uint64_t call) {
 static void ring(int doorbell, uint64_t times) {
     if (write(doorbell, &times, 8) < 0) { /* nobody listened 2**64 times */
     }
+}
+
+/* Who is to ring without the interpreter's lock says so while it has that. */
+static void owe(Bells *bells, uint64_t times) { __atomic_fetch_add(&bells->owed, times, __ATOMIC_RELAXED); }
+
+static void pay(Bells *bells, uint64_t times) {
+    ring(bells->doorbell, times);
+    __atomic_fetch_sub(&bells->owed, times, __ATOMIC_RELEASE);
+}
+
+enum { CLAIMED, TAKEN_BACK, UNKNOWN_YET };
+
+/* Whether a call is the worker's or was taken back. UNKNOWN_YET while rings are owed that might be this call's. With the interpreter's
+   lock; `taken` rings are owed by the caller then. */
+static int take_back(Bells *bells, uint64_t call, uint64_t last, uint64_t *taken) {
+    uint64_t owed = __atomic_load_n(&bells->owed, __ATOMIC_ACQUIRE);
+    int is_ours = withdraw_call(bells->page, bells->doorbell, call, last, taken);
+    owe(bells, *taken);
+    return is_ours ? TAKEN_BACK : owed ? UNKNOWN_YET : CLAIMED;
 }
 
 static void wake(Waiter *waiter, uint32_t word) {

@@ -136,6 +136,8 @@ def _lines(family: str, kernel_id: str, plan: Plan) -> tuple[str, list[str]] | N
 
 def _end(capsule: Capsule) -> str:
     failed = capsule.failed
+    if failed.is_late:
+        return "it did not come back in time"
     if failed.exit_signal is not None:
         name = f"signal {failed.exit_signal}"
         with suppress(ValueError):
@@ -143,7 +145,7 @@ def _end(capsule: Capsule) -> str:
         return f"the process ended by {name}"
     if failed.exit_code is not None:
         return f"the process ended with exit code {failed.exit_code}"
-    return "it did not come back in time"
+    return "it did not end well"
 
 
 def _told(data: Sequence[bytes], beside: str, seed: int) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from layerzero.envs.build import downloads, indexes, integrity, interpreters, overlay, stage, store
 from layerzero.envs.build.base import Base, inspect
+from layerzero.envs.build.cache_place import CACHE_VARIABLE, place_of
 from layerzero.envs.build.env import RECORD, Env, cache_folder
 from layerzero.envs.build.existing import Existing, changes, look
 from layerzero.envs.build.installers import Installer, Runner, ToolFailed, pick
@@ -180,7 +181,9 @@ def _plan_existing(manifest: EnvManifest, root: Path) -> tuple[Env, Existing, Lo
 def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, python: Python, lock_hash: str) -> Env:
     prefix = root / "envs" / f"{manifest.name}-{env_id}" if lock_hash else python.path.parent.parent
     site = str(overlay.site_packages(prefix, python.minor))
-    places = {"{store}": str(root), "{site}": site, "{cache}": str(cache_folder(root, manifest.name, env_id))}
+    compiles_for = place_of(manifest, variant)
+    cache = str(cache_folder(root, manifest.name, env_id, compiles_for))
+    places = {"{store}": str(root), "{site}": site, "{cache}": cache}
     environ = dict(manifest.env)
     for name, place in itertools.product(environ, places):
         environ[name] = environ[name].replace(place, places[place])
@@ -192,6 +195,7 @@ def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, p
         prefix=prefix,
         environ={
             **environ,
+            **({CACHE_VARIABLE: cache} if compiles_for else {}),
             **placing.environ(manifest, prefix),
             "PYTHONPATH": str(stage.staged_path(root)),
             "PYTHONSAFEPATH": "1",  # no working directory on sys.path (since Python 3.11)
@@ -202,6 +206,7 @@ def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, p
         store=root,
         other_python=str(manifest.python) if manifest.python not in (*manifest.pythons[:1], None) else "",
         folder=manifest.folder,
+        place=compiles_for,
     )
 
 

@@ -31,6 +31,7 @@ class Env:
     other_python: str = ""  # "3.12", where that is not the manifest's first choice
     folder: Path | None = None  # of the manifest, where it is no built-in one
     existing: EnvManifest | None = None  # that names `python`, an interpreter of the user's
+    place: str = ""  # of its compilers' caches: hardware, driver, toolkit, variables; empty where it has none
 
     @property
     def on_host(self) -> bool:
@@ -44,8 +45,9 @@ class Env:
 
     @property
     def cache(self) -> Path:
-        """Where its compilers keep what they make. Named by what is installed: another environment compiles anew."""
-        return cache_folder(self.store, self.name, self.id)
+        """Where its compilers keep what they make. Named by what is installed and by what they compile for: another
+        environment, and another kind of machine, compiles anew."""
+        return cache_folder(self.store, self.name, self.id, self.place)
 
     @property
     def is_built(self) -> bool:
@@ -60,6 +62,6 @@ class Env:
         return found
 
 
-def cache_folder(store: Path, name: str, env_id: str) -> Path:
+def cache_folder(store: Path, name: str, env_id: str, place: str) -> Path:
     """The folder of an environment's compiler caches."""
-    return store / "caches" / f"{name}-{env_id}"
+    return store / "caches" / f"{name}-{env_id}" / place

@@ -10,22 +10,24 @@ from pathlib import Path
 
 from layerzero.envs.build.env import Env
 from layerzero.envs.build.store import locked
+from layerzero.ipc.compile_caches.folder import NOTES
+from layerzero.ipc.compile_caches.manifest import OURS
 
 MAX_UNITS = 8192  # of one environment; the oldest go
-_NOTES = "compiled.json"
 
 
 def make_folder(env: Env) -> Path:
     """The folder, made where it is missing."""
     folder = env.cache
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (folder.parent, folder, folder / OURS) if env.place else (folder, folder / OURS):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def compiled(env: Env, key: str) -> Iterator[tuple[str, str]]:
     """What was noted under this key: (kernel id, which calls it is compiled for)."""
     try:
-        notes = json.loads((env.cache / _NOTES).read_text(encoding="utf-8"))
+        notes = json.loads((env.cache / OURS / NOTES).read_text(encoding="utf-8"))
         units = notes["units"] if notes["key"] == key else []
         yield from ((str(kernel_id), str(calls)) for kernel_id, calls in units)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -34,7 +36,7 @@ def compiled(env: Env, key: str) -> Iterator[tuple[str, str]]:
 
 def note_compiled(env: Env, key: str, units: Iterable[tuple[str, str]]) -> None:
     """Add to what is noted. Another key, of other code or another environment, begins anew."""
-    path = make_folder(env) / _NOTES
+    path = make_folder(env) / OURS / NOTES
     with locked(path):
         known = dict.fromkeys((*compiled(env, key), *units))
         aside = path.with_suffix(f".{os.getpid()}.tmp")

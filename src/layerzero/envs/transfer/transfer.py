@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from layerzero.capabilities.certificate import ProbeRecord
@@ -31,6 +30,7 @@ from layerzero.envs.probe.probe import cached_probe, parse_record
 from layerzero.envs.transfer import archive
 from layerzero.envs.transfer.archive import Index
 from layerzero.ipc.errors import EnvError
+from layerzero.ipc.version import __version__
 
 _CERTIFICATE = "probe/certificate.json"
 HOUSES = "wheelhouses"
@@ -103,7 +103,7 @@ def export(
             "python": python.version,
             "platform": python.platform,
             "env_id": env.id,
-            "made_by": f"layerzero-broker {version('layerzero-broker')}",
+            "made_by": f"layerzero-broker {__version__}",
         }
         index = archive.write(target, about, files)
     return Exported(target, index, archive.sha256_of(target), target.stat().st_size)

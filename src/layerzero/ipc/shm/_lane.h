@@ -2,9 +2,11 @@
    and ../../workers/_serving.c. Python compares the layout. Each word is read once. */
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -15,6 +17,7 @@ enum { HEAD_BYTES = 4096, PLACE_BYTES = 3200, NUMBER = 0, PLAN = 8, CALL_BYTES =
 enum { STATUS = END_AT + 8, KERNEL_NS = END_AT + 16, WORD_BYTES = END_AT + 24, END_PLAN = END_AT + 32, SAID_AT = END_AT + 128 };
 enum { MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0, DECLINED = 2, DEPTH = 64 };
 enum { LOOKS = 64, MAX_MISSED = 63 };
+static const uint64_t NO_PLAN = UINT64_MAX; /* of a call that was withdrawn */
 static const uint64_t MARGIN = 4, SLACK_NS = 20000, CORES_HOLD_NS = 10000000;
 
 #define LANE_LAYOUT EPOCH, IS_ENDED, CALL, WAITS, NAPS, DONE, WAKES, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN, CALL_BYTES, REFS_AT, END_AT, \
@@ -34,6 +37,67 @@ static inline int take_ring(int doorbell) {
     struct iovec one = {&rings, 8};
     return preadv2(doorbell, &one, 1, -1, RWF_NOWAIT) == 8;
 }
+
+/* --- client: as Page of lane.py; ringing comes after. */
+
+/* Write a call into its place, which is free. */
+static inline void put_call(uint64_t page, uint64_t call, uint64_t plan, const char *body, uint64_t nbytes) {
+    uint64_t at = place_of(page, call);
+    memcpy((char *)at + REFS_AT, body, nbytes);
+    store64(at + PLAN, plan);
+    store64(at + CALL_BYTES, nbytes);
+    store64(at + NUMBER, call);
+    store64(page + CALL, call); /* last: the worker may watch for it */
+}
+
+/* Take rings back down to this call's, where `last` was put last: whether the worker cannot claim it any more, and will decline it.
+   `taken`: so many are to be rung for again. */
+static inline int withdraw_call(uint64_t page, int doorbell, uint64_t call, uint64_t last, uint64_t *taken) {
+    uint64_t behind = last - call + 1;
+    for (*taken = 0; *taken < behind && take_ring(doorbell);) ++*taken;
+    if (!behind || *taken < behind) return 0;
+    store64(place_of(page, call) + PLAN, NO_PLAN);
+    return 1;
+}
+
+/* What a worker says of a call that it has ended; behind it so many bytes at SAID_AT of the place. */
+typedef struct {
+    uint64_t status, kernel_ns, nbytes;
+} End;
+
+/* Whether a call has ended; -1 when its end makes no sense. */
+static inline int get_end(uint64_t page, uint64_t call, End *end) {
+    uint64_t at = place_of(page, call), found = load64(at + END_AT);
+    if (found < call && load64(page + DONE) < call) return 0;
+    if (found != call && load64(at + END_AT) != call) return -1; /* else it was written just now */
+    end->status = load64(at + STATUS), end->nbytes = load64(at + WORD_BYTES), end->kernel_ns = load64(at + KERNEL_NS);
+    return end->status > DECLINED || end->nbytes > MAX_WORD_BYTES ? -1 : 1;
+}
+
+/* --- worker */
+
+/* The end of a call that says nothing but that. */
+static inline void put_end(uint64_t page, uint64_t call, uint64_t status, uint64_t plan, uint64_t kernel_ns) {
+    uint64_t at = place_of(page, call);
+    store64(at + STATUS, status);
+    store64(at + KERNEL_NS, kernel_ns);
+    store64(at + WORD_BYTES, 0);
+    store64(at + END_PLAN, plan);
+    store64(at + END_AT, call);
+    store64(page + DONE, call);
+}
+
+/* Wake who sleeps until this call has ended: its end is on the page. */
+static inline void tell(uint64_t page, int answer, uint64_t call) {
+    uint64_t naps, waits;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    naps = load64(page + NAPS), waits = load64(page + WAITS);
+    if (naps && naps <= call) syscall(SYS_futex, (uint32_t *)(page + DONE), FUTEX_WAKE, 1, NULL, NULL, 0);
+    if (waits && waits <= call && send(answer, "\1", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) { /* rung already, or nobody hears it */
+    }
+}
+
+/* --- how long either watches for the other */
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)

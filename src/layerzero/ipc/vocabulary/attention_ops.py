@@ -7,7 +7,9 @@ from layerzero.ipc.vocabulary.op import Op
 _ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
 _INPUTS = ("q", "k", "v", "attn_mask", "sinks", "alibi_slopes")
 _OF_HEADS = _INPUTS[4:]
+SCALES = ("k_scale", "v_scale")
 OPTIONS = ("window_left", "window_right", "softcap")
+MASK_BLOCKS = ("mask_block_q", "mask_block_k")
 MERGE_INPUTS = tuple(f"{name}{n}" for n in range(4) for name in ("out", "lse"))
 
 ATTENTION_FAMILY = (
@@ -16,14 +18,16 @@ ATTENTION_FAMILY = (
     # sinks (Hq), q's dtype: one more score of each row, whose value is 0. alibi_slopes float32 (1|B,Hq): minus the
     # slope times the distance of query and key is added to scores. window_left, window_right: integers from 0 on,
     # how many keys before and after its own place a query sees. softcap: a float above 0, c tanh(scores / c).
+    # mask_block_q, mask_block_k: both or neither, integers from 1 on, of a bool mask: an element of it is for a block
+    # of so many queries and keys, and its last extents are the numbers of blocks, the last of which may be shorter.
     # `layout` says how the caller's memory is ordered; the views are BHSD either way.
     Op(
         "attention",
         _INPUTS,
         optional=frozenset(_INPUTS[3:]),
         singles=frozenset({"alibi_slopes"}),
-        attrs=(*_ATTRS, *OPTIONS),
-        options=frozenset(OPTIONS),
+        attrs=(*_ATTRS, *OPTIONS, *MASK_BLOCKS),
+        options=frozenset((*OPTIONS, *MASK_BLOCKS)),
     ),
     # attention, and the log-sum-exp of each row of scaled and masked scores, natural, float32 (B,Hq,Sq), sinks
     # among them; -inf where a row sees nothing.
@@ -33,8 +37,8 @@ ATTENTION_FAMILY = (
         ("out", "lse"),
         optional=frozenset(_INPUTS[3:]),
         singles=frozenset({"alibi_slopes"}),
-        attrs=(*_ATTRS, *OPTIONS),
-        options=frozenset(OPTIONS),
+        attrs=(*_ATTRS, *OPTIONS, *MASK_BLOCKS),
+        options=frozenset((*OPTIONS, *MASK_BLOCKS)),
     ),
     # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
     # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them
@@ -79,23 +83,27 @@ ATTENTION_FAMILY = (
     ),
     # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
     # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
-    # int32 (B). Slots and table entries that no key is in may hold anything.
+    # int32 (B). Slots and table entries that no key is in may hold anything. k_scale, v_scale float32 (1|Hk), both or
+    # neither: of caches of 8 bits, one of SCALED_CACHES, which stand for their numbers times these; q has one of
+    # SCALED_DTYPES then.
     Op(
         "paged_attention",
-        ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+        ("q", "k_cache", "v_cache", "block_tables", "seq_lens", *SCALES),
+        optional=frozenset(SCALES),
         indices=frozenset({"block_tables", "seq_lens"}),
+        singles=frozenset(SCALES),
         attrs=("scale",),
     ),
     # As attention_forward, of queries to a paged cache: q (T,Hq,D), sequence b having the queries cu_seqlens_q[b]
-    # to cu_seqlens_q[b+1], without cu_seqlens_q one each; caches, tables and lengths as paged_attention has them.
+    # to cu_seqlens_q[b+1], without cu_seqlens_q one each; caches, tables, lengths, scales as paged_attention has them.
     # The place of a sequence's last query is its last key -> out (T,Hq,Dv), lse float32 (T,Hq).
     Op(
         "paged_attention_forward",
-        ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", *_OF_HEADS),
+        ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "cu_seqlens_q", *_OF_HEADS, *SCALES),
         ("out", "lse"),
-        optional=frozenset({"cu_seqlens_q", *_OF_HEADS}),
+        optional=frozenset({"cu_seqlens_q", *_OF_HEADS, *SCALES}),
         indices=frozenset({"block_tables", "seq_lens", "cu_seqlens_q"}),
-        singles=frozenset({"alibi_slopes"}),
+        singles=frozenset({"alibi_slopes", *SCALES}),
         attrs=("is_causal", "scale", *OPTIONS),
         options=frozenset(OPTIONS),
     ),
@@ -113,20 +121,28 @@ ATTENTION_FAMILY = (
     # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
     # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
     # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same
-    # values go to the same slots.
+    # values go to the same slots. With scales, as paged_attention has them, what quantize makes of each row: divided by
+    # its head's in float32, rounded to nearest, ties to even, cut to the finite range; NaN stays, in int8 it is 0.
     Op(
         "append_kv",
-        ("key", "value", "k_cache", "v_cache", "slots"),
+        ("key", "value", "k_cache", "v_cache", "slots", *SCALES),
         ("k_cache", "v_cache"),
+        optional=frozenset(SCALES),
         indices=frozenset({"slots"}),
+        singles=frozenset(SCALES),
     ),
     # The reverse: key (T,Hk,D) and value (T,Hk,Dv) are what is in these slots, 0 for a negative one; for one from N*P
-    # on InvalidArgument on the CPU and 0 on a GPU.
+    # on InvalidArgument on the CPU and 0 on a GPU. With scales their product, of float32, in `dtype`, one of
+    # SCALED_DTYPES; without there is no such attribute.
     Op(
         "gather_kv",
-        ("k_cache", "v_cache", "slots"),
+        ("k_cache", "v_cache", "slots", *SCALES),
         ("key", "value"),
+        optional=frozenset(SCALES),
         indices=frozenset({"slots"}),
+        singles=frozenset(SCALES),
+        attrs=("dtype",),
+        options=frozenset({"dtype"}),
     ),
     # Block sources[n] of both caches into block targets[n], int32|int64 (N) of one dtype. A pair with a negative number
     # copies nothing. One from the number of blocks on, and a target that is another pair's source, are InvalidArgument

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from layerzero.ipc.vocabulary.attention_ops import MASK_BLOCKS
+from layerzero.ipc.vocabulary.quantized_shapes import SCALED_DTYPES
 from layerzero.ipc.vocabulary.shape_checks import (
     INDEX_DTYPES,
     Attrs,
@@ -28,6 +30,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 LAYOUTS = ("BHSD", "BSHD")
 KV_LAYOUTS = ("NHD", "HND")
 CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+SCALED_CACHES = ("int8", "float8_e4m3fn", "float8_e5m2")  # numbers that scales of caches are for
 MAX_WINDOW = (1 << 31) - 1  # as far as the integers of libraries reach
 
 
@@ -69,17 +72,28 @@ def _plain_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...
     equal(op, "head_dim", q=q.shape[3], k=k.shape[3])
     grouped_heads(op, q.shape[1], k.shape[1])
     flag(op, attrs, "is_causal")
+    if any(name in attrs for name in MASK_BLOCKS):
+        for name in MASK_BLOCKS:
+            integer(op, {name: None, **attrs}, name, 1, MAX_WINDOW)
     if mask is not None:
         if mask.dtype not in ("bool", dtype):
             refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {dtype} like q")
-        target = (*q.shape[:3], k.shape[2])
+        target = masked_shape(q, k, attrs)
         if len(mask.shape) != 4 or any(n not in (1, m) for n, m in zip(mask.shape, target, strict=True)):
             refuse(op, f"attn_mask has shape {list(mask.shape)}", f"4 dimensions that broadcast to {list(target)}")
     number(op, attrs, "scale")
     choice(op, attrs, "causal_alignment", CAUSAL_ALIGNMENTS)
     choice(op, attrs, "layout", LAYOUTS)
     _options(op, attrs)
+    if any(name in attrs for name in MASK_BLOCKS) and (mask is None or mask.dtype != "bool"):
+        refuse(op, f"attn_mask is {mask} with blocks", "a bool mask")
     return ((dtype, (*q.shape[:3], v.shape[3])),)
+
+
+def masked_shape(q: TensorSpec, k: TensorSpec, attrs: Attrs) -> tuple[int, ...]:
+    """What a mask of attention broadcasts to."""
+    rows, keys = (int(attrs.get(name, 1)) for name in MASK_BLOCKS)
+    return (*q.shape[:2], -(-q.shape[2] // rows), -(-k.shape[2] // keys))
 
 
 def _attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
@@ -141,7 +155,7 @@ def _attention_varlen_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Ou
 
 
 def _paged_attention(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
-    q, *_, tables, lengths = required(inputs, 5)
+    q, _, _, tables, lengths = required(inputs, 5)
     of_ndim(op, "q", q, 3)
     equal(op, "rows", q=q.shape[0], block_tables=(tables.shape or (0,))[0], seq_lens=(lengths.shape or (0,))[0])
     return _to_pages(op, inputs, attrs)
@@ -151,7 +165,7 @@ def _paged_attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Out
     q, *_, lengths = required(inputs, 5)
     ends = inputs[5]
     of_ndim(op, "q", q, 3)
-    (out,) = _to_pages(op, inputs[:5], attrs)
+    (out,) = _to_pages(op, (*inputs[:5], *inputs[8:]), attrs)
     sequences = lengths.shape[0]
     if ends is None:
         equal(op, "rows", q=q.shape[0], seq_lens=sequences)
@@ -161,7 +175,7 @@ def _paged_attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Out
             refuse(
                 op, f"cu_seqlens_q has {ends.shape[0]} entries", f"{sequences + 1}, one more than there are sequences"
             )
-    _of_heads(op, q, inputs[6:], sequences)
+    _of_heads(op, q, inputs[6:8], sequences)
     flag(op, attrs, "is_causal")
     _options(op, attrs)
     return out, ("float32", q.shape[:2])
@@ -169,8 +183,11 @@ def _paged_attention_forward(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Out
 
 def _to_pages(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     q, k_cache, v_cache, tables, lengths = required(inputs, 5)
-    dtype = float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
     _caches(op, k_cache, v_cache)
+    if _scales(op, inputs[5:], k_cache, v_cache):
+        dtype = _scaled(op, "q", q.dtype)
+    else:
+        dtype = float_dtype(op, (q, k_cache, v_cache), ("q", "k_cache", "v_cache"))
     indices(op, "block_tables", tables, 2)
     indices(op, "seq_lens", lengths, 1)
     equal(op, "rows", block_tables=tables.shape[0], seq_lens=lengths.shape[0])
@@ -184,6 +201,30 @@ def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
     of_ndim(op, "k_cache", k_cache, 4)
     of_ndim(op, "v_cache", v_cache, 4)
     equal(op, "blocks, their size and heads", k_cache=k_cache.shape[:3], v_cache=v_cache.shape[:3])
+
+
+def _scales(op: str, scales: Inputs, k_cache: TensorSpec, v_cache: TensorSpec) -> bool:
+    """Whether the caches have scales, which are checked then, and their dtype."""
+    k_scale, v_scale = scales
+    if k_scale is None and v_scale is None:
+        return False
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        heads = k_cache.shape[2]
+        if scale is None:
+            refuse(op, f"{name} is left out", "both scales or neither")
+        if scale.dtype != "float32" or scale.shape not in ((1,), (heads,)):
+            refuse(op, f"{name} is {scale}", f"float32, (1 or {heads}), one for each head of the caches")
+    dtype = same_dtype(op, (k_cache, v_cache), ("k_cache", "v_cache"))
+    if dtype not in SCALED_CACHES:
+        refuse(op, f"k_cache is {dtype} with scales", ", ".join(SCALED_CACHES))
+    return True
+
+
+def _scaled(op: str, name: str, dtype: str) -> str:
+    """The dtype of what goes into quantized caches or comes out of them."""
+    if dtype not in SCALED_DTYPES:
+        refuse(op, f"{name} is {dtype} with scales", ", ".join(SCALED_DTYPES))
+    return dtype
 
 
 def _mla_decode(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
@@ -205,10 +246,14 @@ def _mla_decode(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
 
 def _append_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     key, value, k_cache, v_cache, slots = required(inputs, 5)
-    dtype = same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
     of_ndim(op, "key", key, 3)
     of_ndim(op, "value", value, 3)
     _caches(op, k_cache, v_cache)
+    if _scales(op, inputs[5:], k_cache, v_cache):
+        _scaled(op, "key", same_dtype(op, (key, value), ("key", "value")))
+        dtype = k_cache.dtype
+    else:
+        dtype = same_dtype(op, (key, value, k_cache, v_cache), ("key", "value", "k_cache", "v_cache"))
     indices(op, "slots", slots, 1, INDEX_DTYPES)
     equal(op, "rows", key=key.shape[0], value=value.shape[0], slots=slots.shape[0])
     equal(op, "heads and head_dim", key=key.shape[1:], k_cache=k_cache.shape[2:])
@@ -220,6 +265,10 @@ def _gather_kv(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     k_cache, v_cache, slots = required(inputs, 3)
     dtype = same_dtype(op, (k_cache, v_cache), ("k_cache", "v_cache"))
     _caches(op, k_cache, v_cache)
+    if _scales(op, inputs[3:], k_cache, v_cache) != ("dtype" in attrs):
+        refuse(op, "dtype or scales alone are given", "both or neither")
+    if "dtype" in attrs:
+        dtype = _scaled(op, "dtype", attrs["dtype"])
     indices(op, "slots", slots, 1, INDEX_DTYPES)
     return (dtype, (*slots.shape, *k_cache.shape[2:])), (dtype, (*slots.shape, *v_cache.shape[2:]))
 

@@ -3,7 +3,8 @@ broker asks for the class of a call.
 
 A class is `variant/size/memory`, or "empty" when an extent is 0:
 variant   what the kernel is asked to compute: causal rule, mask, grouped heads, weight, bias, broadcast ...; of
-          attention with options (window, soft cap, sinks, slopes, mask beside the causal rule) which one, or "several"
+          attention with options (window, soft cap, sinks, slopes, mask of blocks or beside the causal rule) which
+          one, or "several"
 size      of the extents that kernels cut into blocks: small (all below 16), aligned (those from 16 on are multiples of
           16), ragged (some are not: there is a remainder to handle), long (one is above 256: several blocks)
 memory    the worst of all tensors: dense, rows (only the last dimension is without gaps), strided; bshd for attention
@@ -99,6 +100,7 @@ def _option(sinks: Any, slopes: Any, attrs: Mapping[str, Any], mask: Any = None)
         "sinks": sinks is not None,
         "alibi": slopes is not None,
         "causal+mask": attrs["is_causal"] and mask is not None,
+        "blocks": "mask_block_q" in attrs,
     }
     given = [name for name, is_given in options.items() if is_given]
     return given[0] if len(given) == 1 else "several" if given else ""
@@ -121,8 +123,12 @@ def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
-    q, k_cache, v_cache, block_tables, _ = inputs
+    """With scales the class is the dtype of the caches, and the room for keys, folded: what is read is scaled, and then
+    all goes on as without. So it is with several queries."""
+    q, k_cache, v_cache, block_tables, _, k_scale, _ = inputs
     page = k_cache.shape[1]
+    if k_scale is not None:
+        return k_cache.dtype, _folded(page * block_tables.shape[1])
     extents = (page, page * block_tables.shape[1], q.shape[2], v_cache.shape[3])
     return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
 
@@ -135,9 +141,12 @@ def _varlen_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _paged_forward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    _, k_cache, _, tables, _, ends, sinks, slopes = inputs
+    _, k_cache, _, tables, _, ends, sinks, slopes, k_scale, _ = inputs
     variant = "decode" if ends is None else "causal" if attrs["is_causal"] else "plain"
-    return _option(sinks, slopes, attrs) or variant, _folded(k_cache.shape[1] * tables.shape[1])
+    option = _option(sinks, slopes, attrs)
+    if k_scale is not None:
+        variant, option = k_cache.dtype, f"{k_cache.dtype}+options" if option else ""
+    return option or variant, _folded(k_cache.shape[1] * tables.shape[1])
 
 
 def _mla_decode(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
@@ -147,14 +156,16 @@ def _mla_decode(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
 
 
 def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
-    key, value, k_cache, _, slots = inputs
-    return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
+    key, value, k_cache, _, slots, k_scale, _ = inputs
+    extents = (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
+    return (slots.dtype, extents) if k_scale is None else (f"{slots.dtype}+{k_cache.dtype}", _folded(max(extents)))
 
 
-def _of_cache(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
-    """What copies rows or blocks of a cache."""
+def _of_cache(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    """What copies rows or blocks of a cache; rows that are scaled have another dtype."""
     k_cache, v_cache, places = inputs[:3]
-    return places.dtype, _folded(max(places.shape[0], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3]))
+    variant = f"{places.dtype}+{attrs['dtype']}" if "dtype" in attrs else places.dtype
+    return variant, _folded(max(places.shape[0], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3]))
 
 
 def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:

@@ -104,6 +104,19 @@ _OPTIONS: tuple[tuple[str, tuple[int, int], str, str, int, dict[str, Any], bool,
     ("window and softcap", (6, 9), "bottom_right", "", 2, {"window_left": 3, "softcap": 1.5}, False, False),
     ("window and softcap", (2, 272), "bottom_right", "", 1, {"window_left": 100, "softcap": 1.5}, False, False),
     ("window and sinks", (6, 6), "top_left", "", 2, {"window_left": 3}, True, False),
+    ("blocks", (7, 20), "", "bool", 2, {"mask_block_q": 2, "mask_block_k": 3}, False, False),
+    ("blocks", (40, 272), "", "bool", 1, {"mask_block_q": 16, "mask_block_k": 64}, False, False),
+    ("blocks and causal", (9, 9), "top_left", "bool", 2, {"mask_block_q": 4, "mask_block_k": 2}, False, False),
+    (
+        "blocks and window",
+        (3, 272),
+        "bottom_right",
+        "bool",
+        1,
+        {"mask_block_q": 2, "mask_block_k": 8, "window_left": 99},
+        True,
+        False,
+    ),
     ("all options", (5, 7), "top_left", "float", 2, {"window_left": 2, "softcap": 1.5}, True, True),
     ("all options", (3, 272), "", "bool", 1, {"window_left": 99, "window_right": 30, "softcap": 9.0}, True, True),
 )
@@ -120,7 +133,8 @@ def _option_problems(op: str, claims: Claims, numbers: Numbers) -> Iterator[Prob
             "layout": "BHSD",
             **options,
         }
-        mask = _mask(numbers, (batch, 1, queries, keys), mask_kind) if mask_kind else None
+        blocks = (-(-queries // attrs.get("mask_block_q", 1)), -(-keys // attrs.get("mask_block_k", 1)))
+        mask = _mask(numbers, (batch, 1, *blocks), mask_kind) if mask_kind else None
         q = numbers(batch, heads, queries, dim)
         k, v = (numbers(batch, heads // group, keys, dim) for _ in "kv")
         sinks = numbers(heads) if has_sinks else None
@@ -227,7 +241,7 @@ def packed(
     return Problem("attention_varlen", name, attrs, (q, k, v, *ends), ("", "", "", "int32", "int32"))
 
 
-def _paged_attention(claims: Claims) -> Iterator[Problem]:
+def paged_attention(claims: Claims) -> Iterator[Problem]:
     numbers = Numbers(13)
     # keys of each sequence, size of a block, head_dim, dimension of values
     sizes = (
@@ -272,10 +286,11 @@ def paged(numbers: Numbers, name: str, lengths: Sequence[int], page: int, group:
                 cache.flat[slot * row : (slot + 1) * row] = numbers(row).flat  # type: ignore[index]
     q = numbers(len(lengths), heads, dims[0])
     where = (Values((len(lengths), wide), tables), Values((len(lengths),), list(lengths)))
-    return Problem("paged_attention", name, {"scale": 0.25}, (q, *caches, *where), ("", "", "", "int32", "int32"))
+    kinds = ("", "", "", "int32", "int32", "float32", "float32")
+    return Problem("paged_attention", name, {"scale": 0.25}, (q, *caches, *where, None, None), kinds)
 
 
-def _append_kv(_: Claims) -> Iterator[Problem]:
+def append_kv(_: Claims) -> Iterator[Problem]:
     numbers = Numbers(15)
     # slots, blocks, size of a block, extent of keys, of values
     sizes = (
@@ -299,7 +314,8 @@ def _appended(
     rows = [numbers(len(slots), heads, dim) for dim in dims]
     caches = [numbers(*blocks, heads, dim) for dim in dims]
     where = Values((len(slots),), list(slots))
-    return Problem("append_kv", name, {}, (*rows, *caches, where), ("", "", "", "", dtype))
+    kinds = ("", "", "", "", dtype, "float32", "float32")
+    return Problem("append_kv", name, {}, (*rows, *caches, where, None, None), kinds)
 
 
 def _rope(claims: Claims) -> Iterator[Problem]:
@@ -339,8 +355,6 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention_backward": _attention_backward,
     "merge_attention": _merge_attention,
     "attention_varlen": _attention_varlen,
-    "paged_attention": _paged_attention,
-    "append_kv": _append_kv,
     "rope": _rope,
     "rope_qk": _rope_qk,
 }

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import add, mul
 
+from layerzero.workers.certify.quantized_reference import quantized
 from layerzero.workers.certify.values import Attrs, Shape, Values, broadcast_value, given, row_of, rows_of
 
 
@@ -80,7 +81,7 @@ def _rows_of_weights(
     kv_heads, keys = k.shape[1], k.shape[2]
     shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
     left, right = attrs.get("window_left", math.inf), 0 if attrs["is_causal"] else attrs.get("window_right", math.inf)
-    cap = attrs.get("softcap")
+    cap, of_rows, of_keys = attrs.get("softcap"), attrs.get("mask_block_q", 1), attrs.get("mask_block_k", 1)
     for b, h in itertools.product(range(batch), range(heads)):
         head = b * kv_heads + h // (heads // kv_heads)
         k_rows = rows_of(k.flat, dim, head * keys, keys)
@@ -94,7 +95,7 @@ def _rows_of_weights(
             for j in range(keys):
                 bias = -slope * abs(i + shift - j)
                 if mask is not None:
-                    value = broadcast_value(mask, (b, h, i, j))
+                    value = broadcast_value(mask, (b, h, i // of_rows, j // of_keys))
                     bias += (0.0 if value else -math.inf) if isinstance(value, bool) else value
                 if not -left <= j - (i + shift) <= right:
                     bias = -math.inf
@@ -149,7 +150,8 @@ def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
 
 def paged_attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """One query a sequence, to the keys that its block table leads to."""
-    q, k, v, tables, lengths = given(inputs)
+    q, k, v, tables, lengths = given(inputs[:5])
+    k, v = (_scaled(*both) for both in zip((k, v), inputs[5:], strict=True))
     batch, heads, _ = q.shape
     page, kv_heads, wide = k.shape[1], k.shape[2], tables.shape[1]
     out: list[float] = []
@@ -176,7 +178,8 @@ def paged_attention_forward(inputs: Sequence[Values | None], attrs: Attrs) -> tu
     """As attention_forward, of the queries of each sequence to the keys that its block table leads to; the last query's
     own key is the last one."""
     q, k, v, tables, lengths = given(inputs[:5])
-    ends, sinks, slopes = inputs[5:]
+    ends, sinks, slopes, *scales = inputs[5:]
+    k, v = (_scaled(*both) for both in zip((k, v), scales, strict=True))
     page, wide = k.shape[1], tables.shape[1]
     k, v = (Values((math.prod(cache.shape[:2]), *cache.shape[2:]), cache.flat) for cache in (k, v))
     starts = range(len(lengths.flat) + 1) if ends is None else ends.flat
@@ -193,7 +196,7 @@ def mla_decode(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, V
     q_nope, q_pe, ckv, kpe, tables, lengths = given(inputs)
     q = _side_by_side(q_nope, q_pe)
     caches = [Values((*one.shape[:2], 1, one.shape[2]), one.flat) for one in (_side_by_side(ckv, kpe), ckv)]
-    return paged_attention_forward([q, *caches, tables, lengths, None, None, None], {**attrs, "is_causal": False})
+    return paged_attention_forward([q, *caches, tables, lengths, *[None] * 5], {**attrs, "is_causal": False})
 
 
 def _side_by_side(one: Values, other: Values) -> Values:
@@ -233,11 +236,26 @@ def _joined(parts: Sequence[tuple[Values, Values]], shape: Shape) -> tuple[Value
     return Values(shape, out), Values(shape[:2], lse)
 
 
-def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
-    """The caches with the rows of key and value in their slots."""
-    key, value, k_cache, v_cache, slots = given(inputs)
+def _scaled(cache: Values, scale: Values | None) -> Values:
+    """What the numbers of a cache, or of rows of it, stand for."""
+    if scale is None:
+        return cache
+    heads, wide = cache.shape[-2:]
+    steps = [step for head in range(heads) for step in [_of_head(scale, head)] * wide]
+    return Values(cache.shape, list(map(mul, cache.flat, itertools.cycle(steps)))) if cache.flat else cache
+
+
+def _of_head(scale: Values, head: int) -> float:
+    return float(scale.flat[head if len(scale.flat) > 1 else 0])
+
+
+def append_kv(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
+    """The caches with the rows of key and value in their slots; with scales what quantize makes of each head's.
+    `kinds`: the dtypes of the inputs."""
+    key, value, k_cache, v_cache, slots = given(inputs[:5])
     made = []
-    for rows, cache in ((key, k_cache), (value, v_cache)):
+    for tokens, cache, scale in ((key, k_cache, inputs[5]), (value, v_cache, inputs[6])):
+        rows = tokens if scale is None else _in_eight_bits(tokens, scale, attrs["kinds"][2])
         flat, wide = list(cache.flat), math.prod(rows.shape[1:])
         for token, slot in enumerate(slots.flat):
             if slot >= 0:
@@ -246,14 +264,20 @@ def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values
     return made[0], made[1]
 
 
+def _in_eight_bits(rows: Values, scale: Values, dtype: str) -> Values:
+    heads, dim = rows.shape[1:]
+    steps = [_of_head(scale, head) for head in range(heads)]
+    return Values(rows.shape, [quantized(x, steps[n // dim % heads], 0, dtype) for n, x in enumerate(rows.flat)])
+
+
 def gather_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
     """The rows of the caches that are in these slots, 0 for a negative one."""
-    *caches, slots = given(inputs)
+    *caches, slots = given(inputs[:3])
     made = []
-    for cache in caches:
+    for cache, scale in zip(caches, inputs[3:], strict=True):
         wide = math.prod(cache.shape[2:])
         flat = [x for slot in slots.flat for x in (cache.flat[slot * wide :][:wide] if slot >= 0 else [0] * wide)]
-        made.append(Values((*slots.shape, *cache.shape[2:]), flat))
+        made.append(_scaled(Values((*slots.shape, *cache.shape[2:]), flat), scale))
     return made[0], made[1]
 
 

@@ -71,7 +71,7 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
         yield from (case for case in _stored(op) if claimed.admits(op, claims, case.inputs, case.outputs, case.attrs))
         return
     for problem in problems:
-        if problem.families and family(dtype) not in problem.families:
+        if not problem.is_of(dtype):
             continue
         seen: set[Any] = set()
         data = functools.cache(functools.partial(_packed, problem, dtype))  # the same in every layout

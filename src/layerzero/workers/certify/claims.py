@@ -37,7 +37,10 @@ def admits(
         return True
     if OPS[op].sized_output:
         return _admits_tokenizer(claims, attrs)
-    if not all(_admits_tensor(op, claims, name, spec) for name, spec in given.items()):
+    scaled = {} if "k_scale" not in given else {name: given[name].dtype for name in ("k_cache", "v_cache")}
+    if not set(scaled.values()) <= set(claims.get("supports_kv_cache_dtypes", ())):
+        return False
+    if not all(_admits_tensor(op, claims, name, spec, scaled.get(name)) for name, spec in given.items()):
         return False
     needs_dense_out = claims.get("requires_contiguous") and not claims.get("copies_outputs")
     if needs_dense_out and not all(spec.is_contiguous for spec in outputs):
@@ -91,11 +94,12 @@ def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], 
     return all(name not in attrs or attrs[name] in values for name, values in (claims.get("attrs") or {}).items())
 
 
-def _admits_tensor(op: str, claims: Claims, name: str, spec: TensorSpec) -> bool:
+def _admits_tensor(op: str, claims: Claims, name: str, spec: TensorSpec, other: str | None) -> bool:
+    """`other`: a dtype that is admitted whatever `dtypes` says."""
     allowed = claims.get("index_dtypes" if name in OPS[op].indices else "dtypes") or ()
     if name in OPS[op].singles:
         allowed = ("float32",)
-    if spec.dtype not in allowed and not (name == "attn_mask" and spec.dtype == "bool"):
+    if spec.dtype not in (*allowed, other) and not (name == "attn_mask" and spec.dtype == "bool"):
         return False
     if spec.numel == 0 and not claims.get("supports_empty"):
         return False

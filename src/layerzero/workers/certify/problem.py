@@ -18,7 +18,7 @@ from layerzero.workers.certify.values import Values
 @dataclass
 class Problem:
     """`kinds` names the dtypes that do not follow the one under test, of the first inputs or of all; `families`: of an
-    op that takes dtypes of several, those that the problem is of."""
+    op that takes dtypes of several, those that the problem is of, or single dtypes."""
 
     op: str
     name: str
@@ -34,6 +34,10 @@ class Problem:
             raise ValueError(f"{self.op}, {self.name}: {len(self.kinds)} kinds of {len(self.inputs)} inputs")
         self.kinds = (*self.kinds, *[""] * missing)
 
+    def is_of(self, dtype: str) -> bool:
+        """Whether the problem is one for data of this dtype."""
+        return not self.families or dtype in self.families or family(dtype) in self.families
+
     def numbers(self, kind: str) -> list[Values | None]:
         """The inputs as numbers of a family of dtypes."""
         return [
@@ -46,7 +50,7 @@ class Problem:
     def solutions(self, kind: str) -> tuple[Values, ...]:
         """What comes out for these numbers, for each output. Computed once."""
         if kind not in self._solved:
-            found = reference.OPS[self.op](self.numbers(kind), {**self.attrs, "kind": kind})
+            found = reference.OPS[self.op](self.numbers(kind), {**self.attrs, "kind": kind, "kinds": self.kinds})
             self._solved[kind] = found if isinstance(found, tuple) else (found,)
         return self._solved[kind]
 

@@ -24,7 +24,7 @@ def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     zeros = _spread(inputs[2], x.shape) if inputs[2] is not None else [0] * len(x.flat)
     steps = _spread(scale, x.shape)
     rows = zip(x.flat, steps, zeros, strict=True)
-    return Values(x.shape, [_quantized(v, step, zero, attrs["dtype"]) for v, step, zero in rows])
+    return Values(x.shape, [quantized(v, step, zero, attrs["dtype"]) for v, step, zero in rows])
 
 
 def dequantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -46,7 +46,7 @@ def dynamic_quantize(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Val
     zeros: list[int] = []
     for part in parts:
         step, zero = _step(part, kind, attrs["symmetric"], whole)
-        made += [_quantized(v, step, zero, "fp4" if kind in BLOCKS else kind) if step else 0.0 for v in part]
+        made += [quantized(v, step, zero, "fp4" if kind in BLOCKS else kind) if step else 0.0 for v in part]
         steps.append(step)
         zeros.append(zero)
     shape = (*x.shape[:-1], groups) if groups else (1,) * len(x.shape)
@@ -76,7 +76,8 @@ def _step(part: Sequence[float], kind: str, is_symmetric: bool, whole: float) ->
     return _single(most / _TOPS[kind]), 0
 
 
-def _quantized(value: float, step: float, zero: int, kind: str) -> float:
+def quantized(value: float, step: float, zero: int, kind: str) -> float:
+    """A number in a dtype of 8 bits, or fp4: divided in float32, rounded, cut to the dtype's finite range."""
     part = _divided(value, step)
     if kind in _RANGES:
         low, high = _RANGES[kind]

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from layerzero.ipc.vocabulary.attention_shapes import SCALED_CACHES
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
-from layerzero.workers.certify.problem import Problem, family
+from layerzero.workers.certify.problem import Problem
 from layerzero.workers.certify.problems import PROBLEMS
 
 Sample = tuple[tuple["TensorSpec | None", ...], Mapping[str, Any]]  # inputs in wire order, attributes
@@ -18,7 +19,7 @@ _TYPES = ("dtype", "format", "weight_format")
 def samples(op: str) -> Iterator[Sample]:
     """None for ops whose inputs are texts, or nothing. Dtypes that follow that of the data follow it here."""
     seen: set[Any] = set()
-    for problem in PROBLEMS[op]({}) if op in PROBLEMS else ():
+    for problem in PROBLEMS[op]({"supports_kv_cache_dtypes": SCALED_CACHES}) if op in PROBLEMS else ():
         key = (
             *(values is not None for values in problem.inputs),
             *problem.kinds,
@@ -32,7 +33,7 @@ def samples(op: str) -> Iterator[Sample]:
 
 def _in_every_dtype(problem: Problem) -> Iterator[Sample]:
     for dtype in ITEMSIZE:
-        if not problem.families or family(dtype) in problem.families:
+        if problem.is_of(dtype):
             yield (
                 tuple(
                     None if values is None else TensorSpec.contiguous(kind or dtype, values.shape)

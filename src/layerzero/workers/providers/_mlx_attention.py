@@ -22,9 +22,11 @@ class Attention:
         assert k is not None
         self.dtype = getattr(mx, q.dtype)
         self.is_half = q.dtype in _HALF_DTYPES
-        attrs, queries, keys = call.attrs, q.shape[2], k.shape[2]
+        self.attrs, queries, keys = call.attrs, q.shape[2], k.shape[2]
+        attrs = self.attrs
         self.scale, self.cap = attrs["scale"], attrs.get("softcap")
         shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
+        self.queries, self.keys = queries, keys
         self.distance = mx.arange(keys)[None, :] - mx.arange(queries)[:, None] - shift
         left, right = attrs.get("window_left"), 0 if attrs["is_causal"] else attrs.get("window_right")
         seen = []
@@ -40,7 +42,7 @@ class Attention:
             q, k, v = (array.astype(mx.float32) for array in (q, k, v))
             mask = mask.astype(mx.float32) if mask is not None and mask.dtype != mx.bool_ else mask
             sinks = sinks if sinks is None else sinks.astype(mx.float32)
-        mask = self._mask(mask, slopes)
+        mask = self._mask(self._of_each(mask), slopes)
         if self.cap is None:
             out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask, sinks=sinks)
         else:
@@ -49,6 +51,13 @@ class Attention:
             visible = mask if mask.dtype == mx.bool_ else mask > -math.inf
             out = mx.where(mx.any(visible, axis=-1, keepdims=True), out, mx.array(0, out.dtype))
         return out.astype(self.dtype)
+
+    def _of_each(self, mask: Any) -> Any:
+        """A mask of blocks as one of queries and keys."""
+        for name, axis, extent in (("mask_block_q", 2, self.queries), ("mask_block_k", 3, self.keys)):
+            if name in self.attrs and mask.shape[axis] > 1:
+                mask = self.mx.take(mask, self.mx.arange(extent) // self.attrs[name], axis=axis)
+        return mask
 
     def _mask(self, mask: Any, slopes: Any) -> Any:
         """All that hides keys or is added to scores; None for neither."""

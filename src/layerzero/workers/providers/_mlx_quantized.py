@@ -24,6 +24,28 @@ def builders(mx: Any) -> Mapping[str, Callable[[Call], Callable[..., Any]]]:
     return {op.__name__: op for op in ops}
 
 
+def widened(mx: Any, x: Any, dtype: str) -> Any:
+    """Quantized numbers, given as what mlx.py makes of them, in float32."""
+    if dtype in (PACKED, INT4):
+        codes = mx.stack((x & 15, x >> 4), axis=-1).reshape((*x.shape[:-1], 2 * x.shape[-1]))
+        known = MAGNITUDES[PACKED]
+        table = [*known, *(-v for v in known)] if dtype == PACKED else range(16)
+        return mx.take(mx.array(list(table), mx.float32), codes)
+    if dtype == "float8_e4m3fn":
+        return mx.from_fp8(x, mx.float32)
+    if dtype == "float8_e5m2":  # the upper half of a float16
+        return (x.astype(mx.uint16) << 8).view(mx.float16).astype(mx.float32)
+    return x.astype(mx.float32)
+
+
+def narrowed(mx: Any, parts: Any, dtype: str) -> Any:
+    """float32 in a dtype of 8 bits, cut to its range; those of 8-bit floats as bytes. MLX makes 448 of NaN."""
+    if dtype == "float8_e4m3fn":
+        return mx.where(mx.isnan(parts), mx.array(0x7F, mx.uint8), mx.to_fp8(parts))
+    whole = mx.where(mx.isnan(parts), 0.0, mx.round(parts))
+    return mx.clip(whole, *_RANGES[dtype]).astype(getattr(mx, dtype))
+
+
 class _Quantized:
     """One method per op."""
 
@@ -54,18 +76,7 @@ class _Quantized:
 
     def _numbers(self, x: Any, dtype: str, scale: Any, zero: Any) -> Any:
         """What quantized numbers stand for, in float32."""
-        mx = self.mx
-        if dtype in (PACKED, INT4):
-            codes = mx.stack((x & 15, x >> 4), axis=-1).reshape((*x.shape[:-1], 2 * x.shape[-1]))
-            known = MAGNITUDES[PACKED]
-            table = [*known, *(-v for v in known)] if dtype == PACKED else range(16)
-            wide = mx.take(mx.array(list(table), mx.float32), codes)
-        elif dtype == "float8_e4m3fn":
-            wide = mx.from_fp8(x, mx.float32)
-        elif dtype == "float8_e5m2":  # the upper half of a float16
-            wide = (x.astype(mx.uint16) << 8).view(mx.float16).astype(mx.float32)
-        else:
-            wide = x.astype(mx.float32)
+        wide = widened(self.mx, x, dtype)
         parts = wide.reshape((*wide.shape[:-1], scale.shape[-1], -1))
         parts = parts if zero is None else parts - zero[..., None]
         return (parts * scale[..., None]).reshape(wide.shape)

@@ -82,7 +82,10 @@ def merge(onnx: Any, numpy: Any, call: Call) -> Graph:
 
 def constant_input(numpy: Any, name: str, shape: Shape, dtype: str, call: Call) -> Any:
     """What an input of the graph is that no argument is. `seen`: True where a query of (..., queries, keys) sees a key
-    by the causal rule and by windows; `distance`: from the place of a query to a key."""
+    by the causal rule and by windows; `distance`: from the place of a query to a key; `block_of_query`, `block_of_key`:
+    the block of the mask that each is in."""
+    if name in _BLOCKS:
+        return numpy.arange(shape[0], dtype=dtype) // call.attrs[_BLOCKS[name]]
     queries, keys = shape[-2:]
     shift = keys - queries if call.attrs["causal_alignment"] == "bottom_right" else 0
     distance = numpy.arange(keys) - numpy.arange(queries)[:, None] - shift
@@ -97,7 +100,12 @@ def constant_input(numpy: Any, name: str, shape: Shape, dtype: str, call: Call) 
     return seen.reshape(shape)
 
 
-CONSTANT_INPUTS = {"seen": "bool", "distance": ""}  # and their dtypes; "" for that of the data
+_BLOCKS = {"block_of_query": "mask_block_q", "block_of_key": "mask_block_k"}
+CONSTANT_INPUTS = {
+    "seen": "bool",
+    "distance": "",
+    **dict.fromkeys(_BLOCKS, "int64"),
+}  # and their dtypes; "" for that of the data
 
 
 class _Attention:
@@ -158,10 +166,15 @@ class _Attention:
             scores = self.after("Sub", [scores, self.after("Mul", [slopes, "distance"], "bias")], "biased")
         if self.mask is not None:
             self.inputs["attn_mask"] = self.shape_of(self.mask.shape)
+            mask = "attn_mask"
+            for axis, (name, extent) in enumerate(zip(_BLOCKS, (self.rows[3], keys), strict=True), 3):
+                if _BLOCKS[name] in attrs and self.inputs["attn_mask"][axis] > 1:
+                    self.inputs[name] = (extent,)
+                    mask = self.after("Gather", [mask, name], f"of_{name}", axis=axis)
             if self.mask.dtype != "bool":
-                scores = self.after("Add", [scores, "attn_mask"], "masked")
+                scores = self.after("Add", [scores, mask], "masked")
             else:
-                scores = self.hidden("attn_mask", scores, "masked")
+                scores = self.hidden(mask, scores, "masked")
         if attrs["is_causal"] or "window_left" in attrs or "window_right" in attrs:
             self.inputs["seen"] = (1, 1, 1, self.rows[3], keys)
             scores = self.hidden("seen", scores, "scores")

@@ -185,6 +185,10 @@ class Composed:
         self.attend = attend if attend is not None and self.cap is None and is_wide else self._composed
         queries, keys = self.q.shape[2], self.k.shape[2]
         self.shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
+        rows = attrs.get("mask_block_q")
+        # Keys of blocks that no query sees are left out on a CPU; on a GPU nobody waits to know which.
+        self.blocks = None if rows is None else (rows, attrs["mask_block_k"])
+        self.is_sparse = rows is not None and self.mask.device.type == "cpu"
         self.left = attrs.get("window_left")
         self.right = 0 if attrs["is_causal"] else attrs.get("window_right")
         self.wide = torch.float64 if self.q.dtype == torch.float64 else torch.float32
@@ -212,6 +216,8 @@ class Composed:
         rows = min(queries, ROWS if self.left is not None or self.right is not None else queries)
         if self.attend == self._composed or self.slopes is not None:
             rows = max(1, min(rows, CHUNK // (batch * heads * max(reach, 1))))
+        if self.is_sparse and self.blocks is not None:  # so many that they are of whole blocks
+            rows = max(min(rows, ROWS) // self.blocks[0], 1) * self.blocks[0]
         for start in range(0, queries, rows):
             yield slice(start, min(start + rows, queries))
 
@@ -220,19 +226,55 @@ class Composed:
         first, last = rows.start + self.shift, rows.stop - 1 + self.shift
         low = 0 if self.left is None else max(first - self.left, 0)
         high = self.k.shape[2] if self.right is None else min(last + self.right + 1, self.k.shape[2])
-        q = self.q[:, :, rows]
-        if low >= high:
+        q, seen = self.q[:, :, rows], None
+        if self.is_sparse and low < high:
+            seen = self._seen(rows, low, high)
+        if low >= high or (seen is not None and not seen.numel()):
             out = q.new_zeros((*q.shape[:3], self.v.shape[3]))
             lse = q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
         else:
             bias = self._bias(rows, low, high)
-            out, lse = self.attend(q, self.k[:, :, low:high], self.v[:, :, low:high], bias, self.scale)
+            k, v = self.k[:, :, low:high], self.v[:, :, low:high]
+            if seen is not None and seen.numel() < high - low:
+                k, v = k.index_select(2, seen), v.index_select(2, seen)
+                bias = None if bias is None else bias.index_select(3, seen)
+            out, lse = self.attend(q, k, v, bias, self.scale)
         if self.sinks is None:
             return out, lse
         sink = self.sinks.to(lse.dtype)[:, None]
         total = self.torch.logaddexp(lse, sink)
         share = (lse - total).exp_().masked_fill_(lse == -math.inf, 0.0)  # of the weight, what keys have
         return out.to(self.wide) * share.unsqueeze(-1), total
+
+    def _seen(self, rows: slice, low: int, high: int) -> Any:
+        """Which keys from `low` to `high` are in a block that one of these queries sees, in any batch or head."""
+        assert self.blocks is not None
+        of_rows, of_keys = self.blocks
+        mask = self.mask
+        if mask.shape[2] > 1:
+            mask = mask[:, :, rows.start // of_rows : -(-rows.stop // of_rows)]
+        known = mask.any(0).any(0).any(0)
+        places = self.torch.arange(low, high) // of_keys if len(known) > 1 else self.torch.zeros(high - low).long()
+        return known[places].nonzero().flatten()
+
+    def _masked(self, rows: slice, low: int, high: int) -> Any:
+        """The mask of these queries and keys; None where blocks hide none of what `_seen` gives."""
+        torch, mask = self.torch, self.mask
+        if self.blocks is None:
+            return mask.expand(*mask.shape[:2], self.q.shape[2], self.k.shape[2])[:, :, rows, low:high]
+        of_rows, of_keys = self.blocks
+        first = 0
+        if mask.shape[2] > 1:
+            first = rows.start // of_rows
+            mask = mask[:, :, first : -(-rows.stop // of_rows)]
+        if self.is_sparse and bool((mask == mask[:1, :1, :1]).all()):
+            return None  # all queries see the same blocks
+        if mask.shape[2] > 1:
+            number = torch.arange(rows.start, rows.stop, device=mask.device) // of_rows
+            mask = mask.index_select(2, number - first)
+        if mask.shape[3] > 1:
+            mask = mask.index_select(3, torch.arange(low, high, device=mask.device) // of_keys)
+        return mask.expand(*mask.shape[:2], rows.stop - rows.start, high - low)
 
     def _bias(self, rows: slice, low: int, high: int) -> Any:
         """What is added to scores: (1 or batch, 1 or heads, queries, keys), or None."""
@@ -241,8 +283,8 @@ class Composed:
         distance = torch.arange(low, high, **place) - torch.arange(rows.start, rows.stop, **place)[:, None] - self.shift
         if self.slopes is not None:
             bias = -self.slopes.to(self.wide)[:, :, None, None] * distance.abs()
-        if self.mask is not None:
-            mask = self.mask.expand(*self.mask.shape[:2], self.q.shape[2], self.k.shape[2])[:, :, rows, low:high]
+        mask = None if self.mask is None else self._masked(rows, low, high)
+        if mask is not None:
             if mask.dtype == torch.bool:
                 mask = torch.zeros(mask.shape, dtype=self.wide, **place).masked_fill_(~mask, -math.inf)
             bias = mask.to(self.wide) if bias is None else bias + mask

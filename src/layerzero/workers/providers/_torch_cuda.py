@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from layerzero.workers.provider import Bind, Block, Bound, Call, DeviceMemory
-from layerzero.workers.providers._torch_ops import Builder, Run, binder, checked_ends
+from layerzero.workers.providers._sequences import checked_ends
+from layerzero.workers.providers._torch_ops import Builder, Run, binder
 
 # What attention kernels load at once; they check no addresses, and a misaligned load ends the process' context.
 ALIGNMENT_BYTES = 16

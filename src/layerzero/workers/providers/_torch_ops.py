@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Bind, Block, Bound, Call
+from layerzero.workers.providers._sequences import checked_ends
 
 Run = Callable[[Any], Any]  # fills the tensor, or of ops with several outputs each of the list, that it is given
 Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
@@ -272,25 +272,3 @@ class TorchOps:
 def as_bits(torch: Any, tensor: Any) -> Any:
     """The same memory as integers: many kernels know no 8-bit floats, and to move numbers needs none."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def checked_lengths(lengths: list[int], room: int, op: str = "paged_attention") -> list[int]:
-    """The lengths of sequences in a paged cache. Raises InvalidArgument for one that its row of the table lacks."""
-    for b, length in enumerate(lengths):
-        if not 0 <= length <= room:
-            raise InvalidArgument(
-                f"{op}: seq_lens[{b}] is {length}; allowed: 0 to {room}, what its row of block_tables has "
-                "room for; pass longer tables",
-                seq_len=length,
-            )
-    return lengths
-
-
-def checked_ends(ends: list[int], tokens: int, name: str, op: str = "attention_varlen") -> list[int]:
-    """The ends of sequences. Raises InvalidArgument where they are none."""
-    if ends[0] or ends[-1] != tokens or any(low > high for low, high in itertools.pairwise(ends)):
-        raise InvalidArgument(
-            f"{op}: {name} is {str(ends)[:200]}; allowed: from 0 up to {tokens}, the number of tokens, and "
-            "never down; pass the sums of the sequences' lengths"
-        )
-    return ends

@@ -11,16 +11,20 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Call
+from layerzero.workers.providers._sequences import checked_blocks, checked_ends, pages
 from layerzero.workers.providers._torch_attention import Composed
-from layerzero.workers.providers._torch_ops import Builder, Run, as_bits, checked_ends, checked_lengths
+from layerzero.workers.providers._torch_ops import Builder, Run, as_bits
 
 Attend = Callable[..., tuple[Any, Any]]
 GATHERED = 1 << 26  # elements of latent vectors at a time
 
 
-def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str, Builder]:
-    """By name of the op. `attend` as Composed has it. What moves rows and blocks of a cache looks at its indices on a
-    CPU; on a GPU it does not wait for them."""
+def builders(
+    torch: Any, attend: Attend | None, store: Builder, rounded: Callable[[Any, str], Any], *, is_gpu: bool
+) -> Mapping[str, Builder]:
+    """By name of the op; "scaled" are those of caches with scales. `attend` as Composed has it; `store`: append_kv
+    without scales; `rounded(numbers, dtype)` as Quantized has it. What moves rows and blocks of a cache looks at its
+    indices on a CPU; on a GPU it does not wait for them."""
 
     def one(call: Call, number: int, tensors: Sequence[Any], beside: Sequence[Any], targets: Sequence[Any]) -> None:
         """A sequence, all tensors (tokens, heads, extent), and lse (tokens, heads). `beside`: sinks and slopes."""
@@ -47,7 +51,8 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
         return run
 
     def paged(views: Sequence[Any], call: Call) -> Run:
-        q, *caches, tables, lengths, ends, sinks, slopes = views
+        q, *caches, tables, lengths, ends, sinks, slopes, k_scale, v_scale = views
+        scales = k_scale, v_scale
         placed = replace(call, attrs={**call.attrs, "causal_alignment": "bottom_right"})
 
         def run(targets: Any) -> None:
@@ -55,9 +60,32 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
             starts = list(range(len(counts) + 1))
             if ends is not None:
                 starts = checked_ends(ends.tolist(), len(q), "cu_seqlens_q", call.op)
-            for b, k, v in gathered(torch, caches, tables, counts, call, starts):
+            held = caches if k_scale is None else [as_bits(torch, cache) for cache in caches]
+            for b, k, v in gathered(torch, held, tables, counts, call, starts):
                 rows = slice(*starts[b : b + 2])
-                one(placed, b, (q[rows], k, v), (sinks, slopes), [target[rows] for target in targets])
+                tensors = q[rows], k, v
+                if k_scale is not None:
+                    tensors = q[rows].float(), *map(_numbers, (k, v), caches, scales)
+                one(placed, b, tensors, (sinks, slopes), [target[rows] for target in targets])
+
+        return run
+
+    def decode(views: Sequence[Any], call: Call) -> Run:
+        """Of a cache with scales."""
+        whole = paged(
+            (*views[:5], None, None, None, *views[5:]), replace(call, attrs={**call.attrs, "is_causal": False})
+        )
+        return lambda out: whole((out, out.new_empty(out.shape[:2], dtype=torch.float32)))
+
+    def append(views: Sequence[Any], call: Call) -> Run:
+        key, value, k_cache, v_cache, slots, *scales = views
+        spec = call.inputs[2]
+        assert spec is not None
+
+        def run(caches: Any) -> None:
+            steps = (scale.reshape(-1, 1) for scale in scales)
+            rows = (rounded(given.float() / step, spec.dtype) for given, step in zip((key, value), steps, strict=True))
+            store((*rows, k_cache, v_cache, slots, None, None), call)(caches)
 
         return run
 
@@ -93,7 +121,7 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
         return by_room if is_gpu else by_length
 
     def gather(views: Sequence[Any], call: Call) -> Run:
-        *caches, slots = views
+        *caches, slots, k_scale, v_scale = views
         blocks, page = caches[0].shape[:2]
         room = blocks * page
 
@@ -108,8 +136,12 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
             is_kept = ((wanted >= 0) & (wanted < room)).view(-1, 1, 1)
             places = wanted.clamp(0, room - 1)
             where = torch.div(places, page, rounding_mode="floor"), places % page
-            for target, cache in zip(targets, caches, strict=True):
-                as_bits(torch, target).copy_(as_bits(torch, cache)[where].masked_fill_(~is_kept, 0))
+            for target, cache, scale in zip(targets, caches, (k_scale, v_scale), strict=True):
+                rows = as_bits(torch, cache)[where].masked_fill_(~is_kept, 0)
+                if scale is None:
+                    as_bits(torch, target).copy_(rows)
+                else:
+                    target.copy_(_numbers(rows, cache, scale))
 
         return run
 
@@ -145,7 +177,16 @@ def builders(torch: Any, attend: Attend | None, *, is_gpu: bool) -> Mapping[str,
         "mla_decode": latent,
         "gather_kv": gather,
         "copy_kv_blocks": copy_blocks,
+        "paged_attention.scaled": decode,
+        "paged_attention_forward.scaled": paged,
+        "append_kv.scaled": append,
+        "gather_kv.scaled": gather,
     }
+
+
+def _numbers(rows: Any, cache: Any, scale: Any) -> Any:
+    """What rows of a cache (tokens, heads, extent), given as integers of its size, stand for."""
+    return rows.view(cache.dtype).float().mul_(scale.reshape(-1, 1))
 
 
 def _latent(
@@ -186,19 +227,10 @@ def gathered(
     torch: Any, caches: Sequence[Any], tables: Any, counts: Sequence[int], call: Call, starts: Sequence[int] = ()
 ) -> Iterator[tuple[int, Any, Any]]:
     """Of each sequence: its number, its keys and its values, (tokens, heads, extent), without blocks that lie before
-    the window of its first query: places are counted from the last key."""
-    (blocks, page), left = caches[0].shape[:2], call.attrs.get("window_left")
-    for b, length in enumerate(checked_lengths(list(counts), page * tables.shape[1], call.op)):
-        first = 0
-        if left is not None:
-            first = max(length - (starts[b + 1] - starts[b]) - left, 0) // max(page, 1)
-        used = tables[b, first : max(-(-length // page), first) if length else first].clone()
-        bad = [block for block in used.tolist() if not 0 <= block < blocks]
-        if bad:
-            raise InvalidArgument(
-                f"{call.op}: block {bad[0]} of sequence {b} is outside [0, {blocks}), the blocks of the caches; check "
-                "block_tables",
-                block=bad[0],
-            )
-        k, v = (cache.index_select(0, used).flatten(0, 1)[: max(length - first * page, 0)] for cache in caches)
+    the window of its first query."""
+    blocks, page = caches[0].shape[:2]
+    for b, entries, keys in pages(call, counts, page, tables.shape[1], starts):
+        used = tables[b, entries].clone()
+        checked_blocks(call, used.tolist(), b, blocks)
+        k, v = (cache.index_select(0, used).flatten(0, 1)[:keys] for cache in caches)
         yield b, k, v

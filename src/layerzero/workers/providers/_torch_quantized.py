@@ -40,11 +40,11 @@ class Quantized:
 
         def run(out: Any) -> None:
             parts = x.float().unflatten(-1, groups) / scale.unsqueeze(-1)
-            out.copy_(self._rounded(parts, dtype, None if zero is None else zero.unsqueeze(-1)).flatten(-2))
+            out.copy_(self.rounded(parts, dtype, None if zero is None else zero.unsqueeze(-1)).flatten(-2))
 
         return run
 
-    def _rounded(self, parts: Any, dtype: str, zero: Any = None) -> Any:
+    def rounded(self, parts: Any, dtype: str, zero: Any = None) -> Any:
         """float32 in a dtype of 8 bits, cut to its range; changes what it is given."""
         torch = self.torch
         if dtype in _RANGES:
@@ -121,7 +121,7 @@ class Quantized:
                 scaled = torch.where(is_fit, scaled, 0.0)
             else:
                 scaled = torch.where(is_fit, scaled, torch.where(step == 0, 0.0, math.nan))
-            out.copy_(self._rounded(scaled, kind, points).reshape(out.shape))
+            out.copy_(self.rounded(scaled, kind, points).reshape(out.shape))
 
         return run
 
@@ -135,7 +135,7 @@ class Quantized:
         if kind == "nvfp4":
             whole = self._over(most.amax(), 448.0 * 6.0)
             blocks = self._over(most, 6.0) / torch.where(whole == 0, 1.0, whole)
-            return self._rounded(blocks, "float8_e4m3fn").float() * whole
+            return self.rounded(blocks, "float8_e4m3fn").float() * whole
         top = 127.0 if kind == "int8" else torch.finfo(getattr(torch, kind)).max
         return self._over(most, top)
 

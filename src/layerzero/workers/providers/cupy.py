@@ -151,7 +151,8 @@ def load() -> Loaded:
         return found.get_function("append_rows")
 
     def append_kv(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        *rows, _, _, slots = inputs
+        key, value, _, _, slots, *_ = inputs
+        rows = key, value
         assert slots is not None
         calls = []
         for source, target in zip(rows, outputs, strict=True):

@@ -36,7 +36,7 @@ def load() -> Loaded:
         )
 
     def paged(views: Sequence[Any], call: Call) -> Run:
-        q, k_cache, v_cache, tables, lengths = views
+        q, k_cache, v_cache, tables, lengths, *_ = views
         blocks, page = k_cache.shape[:2]
         room = tables.shape[1] * page
         if room == 0 or blocks == 0:

@@ -13,8 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from layerzero.workers.provider import Call, Loaded
+from layerzero.workers.providers._sequences import checked_lengths
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
-from layerzero.workers.providers._torch_ops import Run, checked_lengths
+from layerzero.workers.providers._torch_ops import Run
 
 HEAD_DIMS = (64, 128, 256)  # that fa3 has templates for; others are padded with zeros, which change nothing
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; it holds partial results of a split sequence
@@ -258,7 +259,7 @@ class _Paged:
         self.wrappers: dict[tuple[bool, int], Any] = {}  # by use of tensor cores, and by stream as in _Prefill.ragged
 
     def build(self, views: Sequence[Any], call: Call) -> Run:
-        q, k_cache, v_cache, tables, lengths = views
+        q, k_cache, v_cache, tables, lengths, *_ = views
         (held_blocks, page, kv_heads, dim), room = k_cache.shape, tables.shape[1] * k_cache.shape[1]
         is_grouped = q.shape[1] >= GROUP_FOR_TENSOR_CORES * kv_heads
         inputs = [self.gpu.aligned(tensor) for tensor in (k_cache, v_cache)]

@@ -19,6 +19,7 @@ from layerzero.workers.providers import (
     _mlx_losses,
     _mlx_quantized,
     _mlx_rotary,
+    _mlx_sequences,
 )
 from layerzero.workers.providers._mlx_norms import ChannelNorms
 from layerzero.workers.providers._mlx_sampling import Sampling
@@ -66,7 +67,8 @@ def load() -> Loaded:
 
         return bound
 
-    return Loaded(versions={"mlx": version("mlx")}, kernels={f"mlx.{op}": bind for op in builders})
+    kernels = {**dict.fromkeys(builders, bind), **_mlx_sequences.binds(library)}
+    return Loaded(versions={"mlx": version("mlx")}, kernels={f"mlx.{name}": bind for name, bind in kernels.items()})
 
 
 class _Mlx:

@@ -20,7 +20,7 @@ from layerzero.workers.providers._torch_channel_norms import ChannelNorms
 from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
-from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths, host_view
+from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, host_view
 from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 from layerzero.workers.providers._torch_vision import Vision
@@ -50,29 +50,19 @@ def load() -> Loaded:
             sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
         )
 
-    ops = TorchOps(torch, sdpa)
+    ops, quantized = TorchOps(torch, sdpa), Quantized(torch, is_gpu=False)
 
     def paged_attention(views: Sequence[Any], call: Call) -> Run:
-        q, k_cache, v_cache, tables, lengths = views
-        blocks, page = k_cache.shape[:2]
+        q, k_cache, v_cache, tables, lengths, *_ = views
 
         def run(out: Any) -> None:
-            for b, length in enumerate(checked_lengths(lengths.tolist(), page * tables.shape[1])):
-                used = tables[b, : -(-length // page) if length else 0].clone()  # the caller can write to its own
-                bad = [block for block in used.tolist() if not 0 <= block < blocks]
-                if bad:
-                    raise InvalidArgument(
-                        f"paged_attention: block {bad[0]} of sequence {b} is outside [0, {blocks}), the blocks of "
-                        "k_cache; check block_tables",
-                        block=bad[0],
-                    )
-                k, v = (cache.index_select(0, used).flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+            for b, k, v in _torch_paged.gathered(torch, (k_cache, v_cache), tables, lengths.tolist(), call):
                 ops.attend(q[b : b + 1], k, v, out[b : b + 1], False, False, call.attrs["scale"])
 
         return run
 
     def append_kv(views: Sequence[Any], call: Call) -> Run:
-        key, value, k_cache, _, slots = views
+        key, value, k_cache, _, slots, *_ = views
         blocks, page = k_cache.shape[:2]
         if not slots.numel():
             return lambda caches: None
@@ -101,12 +91,12 @@ def load() -> Loaded:
         "merge_attention": merge(torch),
         "paged_attention": paged_attention,
         "append_kv": append_kv,
-        **_torch_paged.builders(torch, flash.attend, is_gpu=False),
+        **_torch_paged.builders(torch, flash.attend, append_kv, quantized.rounded, is_gpu=False),
         **ops.builders(),
         **NormGradients(torch, is_gpu=False).builders(),
         **ChannelNorms(torch, is_gpu=False).builders(),
         **Experts(torch, is_gpu=False).builders(),
-        **Quantized(torch, is_gpu=False).builders(),
+        **quantized.builders(),
         **Sampling(torch, is_gpu=False).builders(),
         **Vision(torch).builders(),
         **Losses(torch).builders(),

@@ -34,12 +34,17 @@ def load() -> Loaded:
 
     gpu = TorchCuda(torch)
     attention = _Attention(torch, gpu)
+    quantized = Quantized(torch, is_gpu=True)
+
+    def append(views: Sequence[Any], call: Call) -> Run:
+        return append_kv(torch, views)
+
     builders = {
         **TorchOps(torch, attention.unfused).builders(),
         "attention_varlen.flash": gpu.attention_varlen(attention.flash_varlen),
         "merge_attention": merge(torch),
         "paged_attention": attention.paged,
-        "append_kv": lambda views, call: append_kv(torch, views),
+        "append_kv": append,
         "attention.flash": attention.flash,
         "attention.efficient": attention.efficient,
         "attention.cudnn": attention.cudnn,
@@ -47,12 +52,12 @@ def load() -> Loaded:
         "attention.math": attention.math,
         "attention.composed": lambda views, call: Composed(torch, None, views, call).attention,
         "attention_forward.composed": lambda views, call: Composed(torch, None, views, call).forward,
-        **_torch_paged.builders(torch, None, is_gpu=True),
+        **_torch_paged.builders(torch, None, append, quantized.rounded, is_gpu=True),
         **Gradients(torch, gpu).builders(),
         **NormGradients(torch, is_gpu=True).builders(),
         **ChannelNorms(torch, is_gpu=True).builders(),
         **Experts(torch, is_gpu=True).builders(),
-        **Quantized(torch, is_gpu=True).builders(),
+        **quantized.builders(),
         **Sampling(torch, is_gpu=True).builders(),
         **Vision(torch).builders(),
         **Losses(torch).builders(),
@@ -71,7 +76,7 @@ def load() -> Loaded:
 def append_kv(torch: Any, views: Sequence[Any]) -> Run:
     """Does not wait for the slots, so it cannot drop tokens that are not to be stored: they become copies of one that
     is, or, where none is, of what a slot holds."""
-    key, value, k_cache, _, slots = views
+    key, value, k_cache, _, slots, *_ = views
     blocks, page = k_cache.shape[:2]
     room = blocks * page
     if not slots.numel() or not room:
@@ -196,7 +201,7 @@ class _Attention:
 
     def paged(self, views: Sequence[Any], call: Call) -> Run:
         """Gathers as many keys as the tables have room for; does not wait for the lengths."""
-        q, k_cache, v_cache, tables, lengths = views
+        q, k_cache, v_cache, tables, lengths, *_ = views
         blocks, page = k_cache.shape[:2]
         room, scale = tables.shape[1] * page, call.attrs["scale"]
         if blocks == 0 or room == 0:

@@ -124,6 +124,8 @@ def test_what_is_written_in_place_has_one_spec() -> None:
         TensorSpec.contiguous("float32", shape).to_wire() for shape in ((1, 1, 2), (3, 4, 1, 2), (3,))
     )
     slots = TensorSpec.contiguous("int64", (1,)).to_wire()
-    route = Route(op="append_kv", inputs=[rows, rows, cache, cache, slots], outputs=[cache, other], attrs={})
+    route = Route(
+        op="append_kv", inputs=[rows, rows, cache, cache, slots, None, None], outputs=[cache, other], attrs={}
+    )
     with pytest.raises(InvalidArgument, match="output v_cache is float32"):
         CallSpec.parse(encode(route))

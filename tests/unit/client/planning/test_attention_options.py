@@ -56,6 +56,33 @@ def test_sinks_and_slopes_are_tensors_of_the_call() -> None:
     assert plan.attrs["causal_alignment"] == "bottom_right"  # distances depend on it
 
 
+def test_a_mask_may_be_of_blocks() -> None:
+    """Of a last block that is shorter, too; with blocks of one it is a mask as ever."""
+    q, k = dense(2, 4, 30, 8), dense(2, 4, 70, 8)
+    mask = dense(4, 2, 5, dtype="bool")
+    plan = plan_attention(q, k, k, mask, mask_block_size=[16, 16])
+    assert plan.inputs[3] == dense(1, 4, 2, 5, dtype="bool")
+    assert (plan.attrs["mask_block_q"], plan.attrs["mask_block_k"]) == (16, 16)
+    whole = plan_attention_forward(q, k, k, dense(30, 70, dtype="bool"), mask_block_size=(1, 1))
+    assert "mask_block_q" not in whole.attrs
+
+
+@pytest.mark.parametrize(
+    ("mask", "size", "says"),
+    [
+        (None, (16, 16), "attn_mask is None with mask_block_size; allowed: a bool mask"),
+        (dense(5, 5), (1, 2), "attn_mask is float32 with mask_block_size"),
+        (dense(5, 5, dtype="bool"), (2, 2), r"\(batch, heads, blocks of queries, of keys\) = \[1, 2, 3, 3\]"),
+        (dense(5, 5, dtype="bool"), 16, r"mask_block_size is 16; allowed: \(queries, keys\)"),
+        (dense(5, 5, dtype="bool"), (0, 2), r"mask_block_size is \(0, 2\); allowed: integers from 1 to"),
+    ],
+)
+def test_blocks_that_fit_no_mask_are_refused(mask: TensorSpec | None, size: Any, says: str) -> None:
+    q = dense(1, 2, 5, 8)
+    with pytest.raises(InvalidArgument, match=says):
+        plan_attention(q, q, q, mask, mask_block_size=size)
+
+
 def test_a_mask_goes_beside_the_causal_rule() -> None:
     q, mask = dense(1, 2, 5, 8), dense(5, 5, dtype="bool")
     plan = plan_attention(q, q, q, mask, is_causal=True)

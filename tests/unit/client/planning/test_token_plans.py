@@ -29,10 +29,10 @@ def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
 
 
 VARLEN = (t(9, 4, 8), t(7, 2, 8), t(7, 2, 6), i32(3), i32(3))
-PAGED = (t(3, 4, 8), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(3, 2), i32(3))
+PAGED = (t(3, 4, 8), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(3, 2), i32(3), None, None)
 ROPE = (t(2, 5, 4, 8), t(5, 4), t(5, 4))
 ROPE_QK = (t(2, 5, 4, 8), t(2, 5, 1, 8), t(5, 4), t(5, 4))
-APPEND = (t(9, 2, 8), t(9, 2, 6), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(9))
+APPEND = (t(9, 2, 8), t(9, 2, 6), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(9), None, None)
 SWIGLU = (t(2, 3), t(2, 3))
 CALLS = {"attention_varlen": VARLEN, "paged_attention": PAGED, "append_kv": APPEND, "rope": ROPE, "swiglu": SWIGLU}
 CALLS["rope_qk"] = ROPE_QK
@@ -76,7 +76,7 @@ def test_a_cache_in_the_other_layout_is_a_view(op: str) -> None:
 
 FORWARD = {
     "attention_varlen_forward": (*VARLEN, None, None),
-    "paged_attention_forward": (t(9, 4, 8), *PAGED[1:], i32(4)),
+    "paged_attention_forward": (t(9, 4, 8), *PAGED[1:5], i32(4)),
 }
 
 
@@ -108,13 +108,61 @@ def test_options_that_hide_nothing_are_not_sent(op: str, options: dict[str, Any]
 
 def test_one_query_of_a_sequence_is_at_its_last_key() -> None:
     """The causal rule and what lies right of it hide nothing: one route serves all of them."""
-    plan = cache_plans.plan_paged_attention_forward(*PAGED, is_causal=True, window_size=(4, 9), alibi_slopes=t(4))
+    plan = cache_plans.plan_paged_attention_forward(*PAGED[:5], is_causal=True, window_size=(4, 9), alibi_slopes=t(4))
     assert plan.attrs == {"is_causal": False, "scale": 1 / math.sqrt(8), "window_left": 4}
-    assert plan.inputs[5:] == (None, None, t(1, 4))
+    assert plan.inputs[5:] == (None, None, t(1, 4), None, None)
 
 
 MOVES = {"gather_kv": (*APPEND[2:4], i32(7)), "copy_kv_blocks": (*APPEND[2:4], i32(3), i32(3))}
 FORWARD |= MOVES
+
+
+BYTES = (t(5, 16, 2, 8, dtype="int8"), t(5, 16, 2, 6, dtype="int8"))
+ONE, EACH = TensorSpec.contiguous("float32", ()), t(2)
+
+
+def test_scales_are_one_number_or_one_for_each_head() -> None:
+    """Kernels see a dimension in any case; what comes out of a cache has a dtype of its own."""
+    append = token_plans.plan_append_kv(*APPEND[:2], *BYTES, APPEND[4], ONE, EACH)
+    assert append.inputs[5:] == (t(1), EACH)
+    assert append.outputs == BYTES
+    paged = token_plans.plan_paged_attention(PAGED[0], *BYTES, *PAGED[3:5], ONE, EACH)
+    assert paged.inputs[5:] == (t(1), EACH)
+    assert paged.results == (t(3, 4, 6),)
+    found = cache_plans.plan_gather_kv(*BYTES, i32(7), EACH, EACH, dtype="float16")
+    assert (found.attrs, found.results[1]) == ({"dtype": "float16"}, t(7, 2, 6, dtype="float16"))
+    assert cache_plans.plan_gather_kv(*BYTES, i32(7), ONE, ONE).attrs == {"dtype": "float32"}
+    assert cache_plans.plan_gather_kv(*BYTES, i32(7)).attrs == {}
+
+
+@pytest.mark.parametrize(
+    ("scales", "changes", "options", "says"),
+    [
+        ((ONE, None), {}, {}, "v_scale is None; allowed: both scales or neither"),
+        ((ONE, t(3)), {}, {}, r"v_scale is float32\[3\]; allowed: float32, one number or one for each of 2 heads"),
+        ((t(2, dtype="float16"), EACH), {}, {}, r"k_scale is float16\[2\]"),
+        (
+            (ONE, ONE),
+            {0: APPEND[2], 1: APPEND[3]},
+            {},
+            "k_cache is float32; allowed: int8 or float8_e4m3fn or float8_e5m2",
+        ),
+        ((ONE, ONE), {1: APPEND[3]}, {}, "k_cache is int8, v_cache is float32"),
+        ((ONE, ONE), {}, {"dtype": "int8"}, "dtype is 'int8'; allowed: 'float32' or 'bfloat16' or 'float16'"),
+        ((None, None), {}, {"dtype": "float32"}, "dtype is 'float32' without scales"),
+    ],
+)
+def test_scales_that_fit_no_cache_are_refused(
+    scales: tuple[Any, Any], changes: dict[int, TensorSpec], options: dict[str, Any], says: str
+) -> None:
+    caches = [changes.get(n, cache) for n, cache in enumerate(BYTES)]
+    with pytest.raises(InvalidArgument, match=says):
+        cache_plans.plan_gather_kv(*caches, i32(7), *scales, **options)
+
+
+def test_queries_of_a_cache_with_scales_have_a_dtype_that_quantize_takes() -> None:
+    with pytest.raises(InvalidArgument, match="q is float64; allowed: float32 or bfloat16 or float16 with scales"):
+        token_plans.plan_paged_attention(t(3, 4, 8, dtype="float64"), *BYTES, *PAGED[3:5], ONE, ONE)
 
 
 def test_rows_of_a_cache_are_new_and_blocks_move_in_place() -> None:
@@ -148,7 +196,7 @@ def test_latent_attention_has_its_scale_from_the_caller() -> None:
         ("mla_decode", {3: t(5, 8, 6)}, {"scale": 1.0}, r"ckv_cache has \(blocks, block_size\) \[5, 16\]"),
         ("mla_decode", {0: t(3, 4, 9)}, {"scale": 1.0}, "latent_dim 9 and ckv_cache 8; .* up-projection of keys first"),
         ("mla_decode", {1: t(3, 4, 4)}, {"scale": 1.0}, "q_pe has rope_dim 4 and kpe_cache 6"),
-        ("paged_attention_forward", {2: t(5, 16, 2, 6, dtype="int8")}, {}, "v_cache is int8; allowed: .* lz.gather_kv"),
+        ("paged_attention_forward", {2: t(5, 16, 2, 6, dtype="int8")}, {}, "v_cache int8; .* pass k_scale and v_scale"),
         ("gather_kv", {1: t(5, 16, 3, 6)}, {}, "k_cache has 2 heads and v_cache 3"),
         ("gather_kv", {1: t(5, 16, 2, 6, dtype="int8")}, {}, "v_cache is int8"),
         ("gather_kv", {2: t(7)}, {}, r"slots is float32\[7\]; allowed: 1 dimension of int32 or int64"),
@@ -266,9 +314,14 @@ def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> 
             "append_kv",
             {3: t(5, 16, 2, 6, dtype="int8")},
             {},
-            "value is float32 and v_cache int8; .* quantize value first",
+            "key is float32 and v_cache int8; .* pass k_scale and v_scale, or what lz.dynamic_quantize makes",
         ),
-        ("paged_attention", {1: t(5, 16, 2, 8, dtype="float8_e4m3fn")}, {}, "k_cache is float8_e4m3fn; .* no scales"),
+        (
+            "paged_attention",
+            {1: t(5, 16, 2, 8, dtype="float8_e4m3fn")},
+            {},
+            "q is float32 and k_cache float8_e4m3fn; allowed: one dtype without scales",
+        ),
         ("append_kv", {3: t(5, 8, 2, 6)}, {}, "as many blocks of the same size"),
         ("append_kv", {4: t(9)}, {}, r"slots is float32\[9\]; allowed: \(tokens,\) of int32 or int64"),
         ("append_kv", {4: i32(9, 1)}, {}, r"slots is int32\[9, 1\]"),

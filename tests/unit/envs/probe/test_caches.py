@@ -33,7 +33,7 @@ def test_notes_on_other_code_count_no_more(tmp_path: Path) -> None:
 
 def test_notes_that_are_damaged_or_foreign_are_as_good_as_none(tmp_path: Path) -> None:
     """A full disk cuts files short."""
-    file = make_folder(env(tmp_path)) / "compiled.json"
+    file = make_folder(env(tmp_path)) / ".lz" / "compiled.json"
     for text in ("", '{"key": "key", "uni', "[]", '{"key": "key", "units": [1]}', '{"key": "key", "units": 7}'):
         file.write_text(text)
         assert list(compiled(env(tmp_path), "key")) == []

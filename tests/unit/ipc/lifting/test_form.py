@@ -101,8 +101,8 @@ def test_outputs_that_are_inputs_are_known() -> None:
     rows, cache = TensorSpec.contiguous("float16", (2, 1, 8)), TensorSpec.contiguous("float16", (4, 2, 1, 8))
     slots = TensorSpec.contiguous("int64", (2,))
     made = lifted(
-        kernel(patches=()), op="append_kv", inputs=(rows, rows, cache, cache, slots), outputs=(cache, cache), attrs={},
-        alignments=(16,) * 7,
+        kernel(patches=()), op="append_kv", inputs=(rows, rows, cache, cache, slots, None, None),
+        outputs=(cache, cache), attrs={}, alignments=(*(16,) * 5, 0, 0, 16, 16),
     )  # fmt: skip
     assert Lifted.unpack(made.pack()).aliases() == {0: 2, 1: 3}
     assert lifted().aliases() == {}

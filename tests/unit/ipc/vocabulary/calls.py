@@ -12,6 +12,7 @@ Change = dict[str, Any]
 ATTENTION = {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left"}
 TOKENIZER = {**dict.fromkeys(TOKENIZER_ATTRS, "h"), "tokenizer_digest": "d", "tokenizer_format": "f"}
 
+UNSCALED = {"k_scale": None, "v_scale": None}
 UNASKED = {"attn_mask": None, "sinks": None, "alibi_slopes": None}
 
 # By op: its tensors as "DTYPE EXTENT...", its attributes, its outputs. No two extents are equal that need not be.
@@ -69,6 +70,7 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
             "v_cache": "float32 10 4 3 13",
             "block_tables": "int32 2 9",
             "seq_lens": "int32 2",
+            **UNSCALED,
         },
         {"scale": 0.5},
         ("float32 2 6 13",),
@@ -96,6 +98,7 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
             "cu_seqlens_q": "int32 3",
             "sinks": None,
             "alibi_slopes": None,
+            **UNSCALED,
         },
         {"scale": 0.5, "is_causal": True},
         ("float32 5 6 13", "float32 5 6"),
@@ -119,12 +122,13 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
             "k_cache": "int8 10 4 3 7",
             "v_cache": "int8 10 4 3 13",
             "slots": "int64 5",
+            **UNSCALED,
         },
         {},
         ("int8 10 4 3 7", "int8 10 4 3 13"),
     ),
     "gather_kv": (
-        {"k_cache": "int8 10 4 3 7", "v_cache": "int8 10 4 3 13", "slots": "int64 5"},
+        {"k_cache": "int8 10 4 3 7", "v_cache": "int8 10 4 3 13", "slots": "int64 5", **UNSCALED},
         {},
         ("int8 5 3 7", "int8 5 3 13"),
     ),

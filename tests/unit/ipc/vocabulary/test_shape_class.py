@@ -45,6 +45,12 @@ X = dense(2, 3, 32)
         ("attention", (Q, K, K, None, None, dense(1, 4)), {}, "alibi/small/dense"),
         ("attention", (Q, K, K, None, dense(4)), {"softcap": 3.0}, "several/small/dense"),
         ("attention", (Q, *[dense(1, 4, 257, 64)] * 2), {"softcap": 3.0}, "softcap/long/dense"),
+        (
+            "attention",
+            (Q, *[dense(1, 4, 257, 64)] * 2, dense(1, 1, 1, 9, dtype="bool")),
+            {"mask_block_q": 32, "mask_block_k": 32},
+            "blocks/long/dense",
+        ),
         ("attention", (Q, K, K, None), {"layout": "BSHD"}, "plain/ragged/bshd"),
         ("attention", (Q, dense(1, 4, 0, 64), dense(1, 4, 0, 64), None), {}, EMPTY),
         ("matmul", (dense(3, 8), dense(8, 5)), {}, "matrix/small/dense"),

@@ -12,6 +12,11 @@ from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
 FLOATS = "bfloat16, float16, float32, float64"
+SCALES: Change = {"k_scale": "float32 1", "v_scale": "float32 3"}
+BLOCKS: Change = {"mask_block_q": 2, "mask_block_k": 3}
+INTEGERS = "an integer from 1 to 2147483647"
+OF_HEADS = "float32, (1 or 3), one for each head of the caches"
+EIGHT_BITS = "int8, float8_e4m3fn, float8_e5m2"
 EACH = "one for each head of q"
 ALIGNMENTS = "top_left or bottom_right"
 QUANTIZED = "float8_e4m3fn or float8_e5m2 or int8 or uint8"
@@ -51,6 +56,7 @@ ACCEPTED: list[tuple[str, Change, str]] = [
     ("attention", {"q": "float32 2 3 5 7"}, "float32 2 3 5 13"),
     ("attention_forward", {"attn_mask": "bool 1 6 5 1"}, "float32 2 6 5 13"),
     ("attention", {"attn_mask": "bool 1 1 1 1", "is_causal": True}, "float32 2 6 5 13"),
+    ("attention", {**BLOCKS, "attn_mask": "bool 1 6 3 4"}, "float32 2 6 5 13"),
     ("attention", {"sinks": "float32 6", "alibi_slopes": "float32 2 6", "softcap": 2.0}, "float32 2 6 5 13"),
     ("attention", {"window_left": 0, "window_right": 3, "alibi_slopes": "float32 1 6"}, "float32 2 6 5 13"),
     ("attention_backward", {"attn_mask": "float16 2 1 1 11"}, "float16 2 6 5 7"),
@@ -60,6 +66,14 @@ ACCEPTED: list[tuple[str, Change, str]] = [
     ("paged_attention_forward", {"q": "float32 2 6 7", "cu_seqlens_q": None}, "float32 2 6 13"),
     ("paged_attention_forward", {"alibi_slopes": "float32 2 6", "window_left": 0, "softcap": 2.0}, "float32 5 6 13"),
     ("append_kv", {"slots": "int32 5"}, "int8 10 4 3 7"),
+    ("append_kv", {**SCALES, "key": "float16 5 3 7", "value": "float16 5 3 13"}, "int8 10 4 3 7"),
+    ("gather_kv", {**SCALES, "dtype": "bfloat16"}, "bfloat16 5 3 7"),
+    ("paged_attention", {**SCALES, "k_cache": "int8 10 4 3 7", "v_cache": "int8 10 4 3 13"}, "float32 2 6 13"),
+    (
+        "paged_attention_forward",
+        {**SCALES, "k_cache": "float8_e5m2 10 4 3 7", "v_cache": "float8_e5m2 10 4 3 13"},
+        "float32 5 6 13",
+    ),
     ("rope", {"cos": "float32 1 5 1", "sin": "float32 1 5 1"}, "float32 2 5 3 9"),
     ("rope", {"x": "float32 2 5 3 8", "interleaved": True}, "float32 2 5 3 8"),
     ("matmul", {"a": "float64 2 3", "b": "float64 5 3 7"}, "float64 5 2 7"),
@@ -217,6 +231,21 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("attention", {"window_left": -1}, "window_left is -1", "an integer from 0 to 2147483647"),
     ("attention", {"window_right": 1.0}, "window_right is 1.0", "an integer from 0 to 2147483647"),
     ("attention", {"softcap": 1}, "softcap is 1", "a finite float"),
+    ("attention", {"mask_block_q": 2, "mask_block_k": 3}, "attn_mask is None with blocks", "a bool mask"),
+    (
+        "attention",
+        {**BLOCKS, "attn_mask": "float32 2 6 3 4"},
+        "attn_mask is float32[2, 6, 3, 4] with blocks",
+        "a bool mask",
+    ),
+    (
+        "attention",
+        {**BLOCKS, "attn_mask": "bool 2 6 5 11"},
+        "attn_mask has shape [2, 6, 5, 11]",
+        "4 dimensions that broadcast to [2, 6, 3, 4]",
+    ),
+    ("attention", {"mask_block_q": 2}, "mask_block_k is None", INTEGERS),
+    ("attention_forward", {**BLOCKS, "mask_block_q": 0}, "mask_block_q is 0", INTEGERS),
     ("attention", {"softcap": 0.0}, "softcap is 0.0", "above 0, or left out"),
     ("attention_forward", {"softcap": -2.0}, "softcap is -2.0", "above 0, or left out"),
     ("attention", {"scale": 1}, "scale is 1", "a finite float"),
@@ -394,6 +423,32 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ),
     ("mla_decode", {"scale": None}, "scale is None", "a finite float"),
     ("gather_kv", {"slots": "float32 5"}, "slots is float32", "int32 or int64"),
+    ("gather_kv", SCALES, "dtype or scales alone are given", "both or neither"),
+    ("gather_kv", {"dtype": "float32"}, "dtype or scales alone are given", "both or neither"),
+    ("gather_kv", {**SCALES, "dtype": "float64"}, "dtype is float64 with scales", "float32, bfloat16, float16"),
+    ("append_kv", {"k_scale": "float32 1"}, "v_scale is left out", "both scales or neither"),
+    ("append_kv", SCALES, "key is int8 with scales", "float32, bfloat16, float16"),
+    ("append_kv", {**SCALES, "k_scale": "float16 1"}, "k_scale is float16[1]", OF_HEADS),
+    ("append_kv", {**SCALES, "v_scale": "float32 2"}, "v_scale is float32[2]", OF_HEADS),
+    (
+        "append_kv",
+        {**SCALES, "k_cache": "uint8 10 4 3 7", "v_cache": "uint8 10 4 3 13"},
+        "k_cache is uint8 with scales",
+        EIGHT_BITS,
+    ),
+    ("paged_attention", SCALES, "k_cache is float32 with scales", EIGHT_BITS),
+    (
+        "paged_attention",
+        {**SCALES, "k_cache": "int8 10 4 3 7", "v_cache": "float8_e5m2 10 4 3 13"},
+        "k_cache is int8, v_cache is float8_e5m2",
+        "one dtype for all",
+    ),
+    (
+        "paged_attention_forward",
+        {**SCALES, "q": "float64 5 6 7", "k_cache": "int8 10 4 3 7", "v_cache": "int8 10 4 3 13"},
+        "q is float64 with scales",
+        "float32, bfloat16, float16",
+    ),
     ("gather_kv", {"v_cache": "int8 4 3 13"}, "v_cache has shape [4, 3, 13]", "4 dimensions"),
     ("copy_kv_blocks", {"targets": "int32 5"}, "targets is int32", "int64"),
     ("copy_kv_blocks", {"targets": "int64 4"}, "sources has entries 5, targets has entries 4", "equal ones"),

@@ -23,6 +23,7 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
+from layerzero.ipc.vocabulary.attention_shapes import SCALED_CACHES
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
 from layerzero.ipc.vocabulary.ops import (
     ATTENTION_OPS,
@@ -74,7 +75,10 @@ WIDEST: dict[str, Any] = {
         *("weight", "bias", "correction_bias", *PENALTIES, *FILTERS, "draft_probs", *CAT_INPUTS[1:]),
         *MERGE_INPUTS[4:],
         *("zero_point", "a_zero_point", "b_zero_point", "x_zero_point", "weight_zero_point", "x_scale"),
+        *("k_scale", "v_scale"),
     ],
+    "optional_attrs": ["dtype", "mask_block_q", "mask_block_k"],
+    "supports_kv_cache_dtypes": SCALED_CACHES,
     "supported_quant_dtypes": ["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"],
     "quantization_scale_granularities": ["per_tensor", "per_channel", "blockwise"],
     "quantization_zero_point": True,
@@ -161,6 +165,21 @@ def options(
 
 
 @st.composite
+def with_scales(
+    draw: st.DrawFn, kernel: KernelCapability, inputs: list[TensorSpec | None], place: int, heads: int
+) -> list[TensorSpec | None]:
+    """Caches of 8 bits, which are two inputs from a place on, and their scales, where the kernel takes such."""
+    known = kernel.supports_kv_cache_dtypes
+    if not known:
+        return [*inputs, None, None]
+    caches = [spec for spec in inputs[place : place + 2] if spec is not None]
+    kind = caches[0].dtype if caches[0].dtype in known else draw(st.sampled_from(known))
+    made = [TensorSpec(kind, spec.shape, spec.strides) for spec in caches]
+    scales = [TensorSpec.contiguous("float32", (draw(st.sampled_from([1, heads])),)) for _ in "kv"]
+    return [*inputs[:place], *made, *inputs[place + 2 :], *scales]
+
+
+@st.composite
 def calls(
     draw: st.DrawFn, op: str, dtype: str, kernel: KernelCapability
 ) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
@@ -191,12 +210,17 @@ def calls(
         if draw(st.booleans()):
             shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, sq, sk)]
             mask = draw(tensors(draw(st.sampled_from(["bool", dtype])), shape))
+        blocks: dict[str, Any] = {}
+        if "mask_block_q" in kernel.optional_attrs and draw(st.booleans()):
+            blocks = {"mask_block_q": 16, "mask_block_k": 3}
+            shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, -(-sq // 16), -(-sk // 3))]
+            mask = draw(tensors("bool", shape))
         alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal and sq != sk else "top_left"
         attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
         out = draw(place(dtype, (b, hk * group, sq, dv)))
         if op != "attention_backward":
             beside, more = draw(options(dtype, shapes[0][1], kernel))
-            return [*inputs, mask, *beside], out, {**attrs, **more}
+            return [*inputs, mask, *beside], out, {**attrs, **more, **blocks}
         output, lse = draw(place(dtype, out.shape)), draw(tensors("float32", out.shape[:3]))
         return [out, *inputs, output, lse, mask], out, attrs
     if op == "merge_attention":
@@ -235,6 +259,7 @@ def calls(
             ends_q = draw(tensors("int32", (b + 1,))) if tokens != b or draw(st.booleans()) else None
             inputs = [*inputs, ends_q, *beside]
             attrs = {**attrs, "is_causal": ends_q is not None and draw(st.booleans()), **more}
+        inputs = draw(with_scales(kernel, inputs, 1, hk))
         return inputs, draw(tensors(dtype, (tokens, hk * group, dv))), attrs
     if op == "mla_decode":
         b, heads, blocks, wide = (draw(st.integers(1, 3)) for _ in range(4))
@@ -248,8 +273,10 @@ def calls(
         blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
         shapes = [(tokens, heads, d), (tokens, heads, dv), (blocks, page, heads, d), (blocks, page, heads, dv)]
         inputs = [draw(tensors(dtype, shape)) for shape in shapes]
+        inputs = [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))]
+        inputs = draw(with_scales(kernel, inputs, 2, heads))
         assert inputs[2] is not None
-        return [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))], inputs[2], {}
+        return inputs, inputs[2], {}
     if op in ("gather_kv", "copy_kv_blocks"):
         places, page, d, dv = (draw(extent) for _ in range(4))
         blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -257,7 +284,11 @@ def calls(
         index = draw(st.sampled_from(["int32", "int64"]))
         inputs += [draw(tensors(index, (places,))) for _ in range(1 if op == "gather_kv" else 2)]
         assert inputs[0] is not None
-        return inputs, draw(tensors(dtype, (places, heads, d))) if op == "gather_kv" else inputs[0], {}
+        if op == "copy_kv_blocks":
+            return inputs, inputs[0], {}
+        inputs = draw(with_scales(kernel, inputs, 0, heads))
+        attrs = {} if inputs[3] is None else {"dtype": draw(st.sampled_from(["float32", "bfloat16", "float16"]))}
+        return inputs, draw(tensors(attrs.get("dtype", dtype), (places, heads, d))), attrs
     if op in ("rope", "rope_qk"):
         b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
         rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))

@@ -184,7 +184,7 @@ class Rig:
         return self.run(Request("silu", (x,), {}, plans.plan_silu, out, **options))
 
     def append_kv(self, *args: Any) -> Any:
-        return self.run(Request("append_kv", args, {}, token_plans.plan_append_kv))
+        return self.run(Request("append_kv", (*args, None, None), {}, token_plans.plan_append_kv))
 
     def settle(self, call: Callable[[], Any]) -> Any:
         """Make a call until it is lifted; its result."""

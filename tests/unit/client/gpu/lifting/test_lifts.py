@@ -81,7 +81,7 @@ def test_out_that_shares_memory_with_an_input_goes_the_ordinary_way(rig: Rig) ->
 
 
 def lifted_append(route: Any) -> Lifted:
-    key, value, k_cache, v_cache, slots = route.plan.inputs
+    key, _, k_cache, v_cache, *_ = route.plan.inputs
     (count, heads, dim), rows = key.shape, k_cache.shape[0] * k_cache.shape[1]
     steps = [
         kernel("append", at("input", n), at("output", n), at("input", 4), count, heads * dim, rows, 0) for n in range(2)
@@ -89,10 +89,10 @@ def lifted_append(route: Any) -> Lifted:
     return Lifted(
         "append_kv",
         "one.append_kv",
-        (key, value, k_cache, v_cache, slots),
+        route.plan.inputs,
         (k_cache, v_cache),
         {},
-        (4, 4, 16, 16, 8, 16, 16),
+        (4, 4, 16, 16, 8, 0, 0, 16, 16),
         (),
         tuple(steps),
     )
@@ -108,7 +108,7 @@ def test_ops_in_place_write_to_the_callers_tensors(rig: Rig) -> None:
         flat = cache.get().reshape(20, 2, 4)
         np.testing.assert_array_equal(flat[[1, 7]], rows[:2])
         assert not np.delete(flat, [1, 7], axis=0).any()
-    assert rig.broker.asked[0][1]["alignments"] == [256] * 7
+    assert rig.broker.asked[0][1]["alignments"] == [256] * 5 + [0, 0, 256, 256]
     assert rig.append_kv(key, value, caches[0], caches[0], slots) is ORDINARY  # which refuses it
 
 

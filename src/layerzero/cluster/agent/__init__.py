@@ -1,0 +1,1 @@
+"""The agent of a node: it starts the node's broker, watches it, and answers for it."""
