@@ -142,6 +142,7 @@ if TYPE_CHECKING:
     from layerzero.functions.model import Model as Model
     from layerzero.functions.model import load as load
     from layerzero.functions.module import module as module
+    from layerzero.groups.group import Group as Group, group as group
     from layerzero.client.facade.policy import (
         avoid as avoid,
         configure as configure,
@@ -179,6 +180,7 @@ if TYPE_CHECKING:
         CudaGraphUnsafe as CudaGraphUnsafe,
         DeadlineExceeded as DeadlineExceeded,
         EnvError as EnvError,
+        GroupBroken as GroupBroken,
         InvalidArgument as InvalidArgument,
         LayerZeroError as LayerZeroError,
         NoBackend as NoBackend,
@@ -187,6 +189,7 @@ if TYPE_CHECKING:
         NoTransport as NoTransport,
         OutOfMemory as OutOfMemory,
         Poison as Poison,
+        RanksDisagree as RanksDisagree,
         RemoteError as RemoteError,
         VersionMismatch as VersionMismatch,
         WorkerUnreachable as WorkerUnreachable,
@@ -241,6 +244,7 @@ _HOME = {
     "layerzero.client.traces.rerun": "TraceRun",
     "layerzero.client.traces.trace": "Trace load_trace trace trace_scope",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
+    "layerzero.groups.group": "Group group",
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",
     "layerzero.functions.handle": "Handle",
@@ -248,8 +252,8 @@ _HOME = {
     "layerzero.functions.module": "module",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "
-        "InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory Poison "
-        "RemoteError VersionMismatch WorkerUnreachable"
+        "GroupBroken InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory "
+        "Poison RanksDisagree RemoteError VersionMismatch WorkerUnreachable"
     ),
     "layerzero.ipc.vocabulary.tensors": "TensorSpec",
 }

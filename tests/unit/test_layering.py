@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "torch": ({""}, {"torch"}),
     # Functions of users, in environments that it builds and calls that it makes of arrays' memory.
     "functions": ({"client", "envs", "ipc"}, {"packaging"}),
+    # As functions: of what clients have, and gloo in an environment of its own.
+    "groups": ({"client", "envs", "functions", "ipc"}, {"numpy"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "text": ({""}, {"jinja2", "numpy"}),
     "rotary": ({"", "ipc"}, {"numpy"}),
@@ -60,6 +62,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/top.py": {"top"},
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
     "client/cli/types.py": {"capabilities", "workers"},
+    "groups/inside": {"torch"},  # runs in torch's environment, and imports it there
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},

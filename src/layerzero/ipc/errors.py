@@ -77,6 +77,23 @@ class WorkerUnreachable(BackendError):
     retry = SAME
 
 
+class GroupBroken(LayerZeroError):
+    """A group's call cannot end, on any rank: a rank died, left or did not come in time, a worker of it or the broker
+    died. `group.reform()` puts the group together again. Facts: `group`, `generation`, `reason` (RANK_DIED, RANK_LEFT,
+    DEADLINE, WORKER_DIED, BROKER_LOST, INTERRUPTED, INCOMPLETE, FAILED, CLOSED), `ranks` (whose fault it is),
+    `doing`."""
+
+    code = "GROUP_BROKEN"
+    retry = SAME
+
+
+class RanksDisagree(InvalidArgument):
+    """Ranks of a group called it with other ops, dtypes, shapes or options: the fact `given` has what each one gave.
+    Raised on all of them; the group goes on."""
+
+    code = "RANKS_DISAGREE"
+
+
 class Poison(LayerZeroError):
     """This very call killed two workers and is refused from now on. Change the inputs, or wait until the
     quarantine (fact `quarantine_s`) is over."""

@@ -34,6 +34,8 @@ CODES = (
     "NO_TRANSPORT",
     "REMOTE_EXCEPTION",
     "CONFIG",
+    "GROUP_BROKEN",
+    "RANKS_DISAGREE",
 )
 """What a word of errors or of fallbacks is of, by its place: codes of ipc/errors.py. It only grows at its end."""
 

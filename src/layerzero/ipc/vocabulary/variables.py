@@ -106,6 +106,12 @@ OTHERS = (
         "client",
     ),
     Variable(
+        "GROUP_KIB",
+        "2048",
+        "KiB that a rank of a group gives to the others at once; it has twice as much shared memory (docs/groups.md)",
+        "client",
+    ),
+    Variable(
         "CAPSULES",
         "shapes",
         "what is kept of a call whose worker died or hung (docs/capsules.md): off, shapes, small (with arguments of up "

@@ -1,0 +1,109 @@
+"""What an all_reduce of two ranks costs by lz.group, beside torch.distributed's own gloo on the same machine.
+
+    python bench/groups.py [--quick]
+
+Two processes are ranks of a group, two more ranks of torch.distributed in torch's environment of the store; both add up
+the same float32 in place, in rounds that alternate. Ours are NumPy arrays, theirs tensors; each process has one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import at_most, finish, own_broker, parser
+
+from layerzero.envs.build.build import find, resolve
+from layerzero.envs.functions import default_store
+
+RANKS = 2
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+LIMIT = 1.05
+# Reads lines of "bytes calls", makes that many, and says the median in us.
+LOOP = """
+import statistics, sys, time
+for line in sys.stdin:
+    nbytes, count = map(int, line.split())
+    x = array(nbytes // 4)
+    call(x), call(x)
+    times = []
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        call(x)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    print(statistics.median(times), flush=True)
+"""
+OURS = """
+import sys
+import numpy as np
+import layerzero as lz
+lz.connect()
+group = lz.group("bench", int(sys.argv[1]), int(sys.argv[2]))
+array = lambda count: np.zeros(count, np.float32)
+call = lambda x: group.all_reduce(x, out=x)
+"""
+THEIRS = """
+import os, sys
+import torch
+from torch import distributed
+torch.set_num_threads(1)
+store = distributed.FileStore(sys.argv[3], int(sys.argv[2]))
+distributed.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world_size=int(sys.argv[2]))
+array = lambda count: torch.zeros(count)
+call = distributed.all_reduce
+"""
+
+
+def start(python: str | Path, code: str, *args: str) -> list[subprocess.Popen[str]]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environ}
+    argv = [[str(python), "-c", code + LOOP, str(rank), str(RANKS), *args] for rank in range(RANKS)]
+    return [subprocess.Popen(one, **pipes) for one in argv]
+
+
+def median_us(ranks: Sequence[subprocess.Popen[str]], nbytes: int, count: int) -> float:
+    """Of the slower rank."""
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(f"{nbytes} {count}\n")
+        rank.stdin.flush()
+    return max(float(rank.stdout.readline()) for rank in ranks if rank.stdout is not None)
+
+
+def main() -> None:
+    arguments = parser(__doc__, "few rounds").parse_args()
+    torch = find(resolve("torch"), store=default_store(os.environ))
+    version = subprocess.check_output([torch.python, "-c", "import torch; print(torch.__version__)"], text=True).strip()
+    rows = []
+    with own_broker(), tempfile.TemporaryDirectory() as folder:
+        ours = start(sys.executable, OURS)
+        theirs = start(torch.python, THEIRS, f"{folder}/store")
+        try:
+            for nbytes in SIZES:
+                count = 4 if nbytes > 1 << 20 else 50
+                rounds = 3 if arguments.quick else 15
+                pairs = [(median_us(ours, nbytes, count), median_us(theirs, nbytes, count)) for _ in range(rounds)]
+                own, other = (statistics.median(times) for times in zip(*pairs, strict=True))
+                ratio = statistics.median(one / two for one, two in pairs)
+                rows.append([f"{nbytes >> 10:,} KiB", f"{own:,.0f}", f"{other:,.0f}", at_most(ratio, LIMIT)])
+        finally:
+            for rank in (*ours, *theirs):
+                rank.communicate()
+    finish(
+        "groups",
+        "An all_reduce of two ranks on one machine",
+        {"torch": {"torch": version}},
+        ("float32, in place", "lz.group, us", "torch.distributed's gloo, us", "ratio"),
+        rows,
+        ("Medians of rounds that alternate, of the slower rank; the ratio is the median of each round's.",),
+        is_quick=arguments.quick,
+    )
+
+
+if __name__ == "__main__":
+    main()

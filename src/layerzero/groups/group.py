@@ -1,0 +1,485 @@
+"""lz.group: the processes of a program as ranks that call each other."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from layerzero.client.connection.report import Copy
+from layerzero.client.facade import default_session
+from layerzero.groups import calls, choices, faults, meeting, points, staging
+from layerzero.groups.arrays import Given, Result
+from layerzero.groups.calls import Call, Op
+from layerzero.groups.choices import Choice, Choices, GroupReport, Measured
+from layerzero.groups.peers import COLLECTIVE, Peers
+from layerzero.groups.shared_memory import SharedMemory
+from layerzero.ipc.errors import EnvError, GroupBroken, InvalidArgument, LayerZeroError, RanksDisagree
+from layerzero.ipc.transport.plain import pack_body, unpack_body
+
+if TYPE_CHECKING:
+    from layerzero.functions.environment import FunctionEnv
+    from layerzero.groups.gloo import Gloo
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+TUNED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+_TRIES = 5
+_VALUE = b"CV"
+
+
+def group(
+    name: str,
+    rank: int | None = None,
+    size: int | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    gloo_env: FunctionEnv | None = None,
+) -> Group:
+    """This process as a rank of a group; returns when all ranks are there.
+
+    name: the same on all ranks, and another one for each group that a broker's clients have. rank, size: of the
+    variables RANK and WORLD_SIZE, as torchrun sets them, when left out. backend: "shared_memory" or "gloo" for all
+    calls; else what group.tune() has found, and shared memory where it has not. timeout_s: how long this and each call
+    may wait for other ranks. gloo_env: an environment with torch (lz.env) for gloo; else the store's torch.
+
+    Raises NotConnected before lz.connect(), InvalidArgument, ConfigError, and GroupBroken, which names the ranks that
+    did not come.
+    """
+    rank = _of_environment("rank", "RANK", rank)
+    size = _of_environment("size", "WORLD_SIZE", size)
+    meeting.demand(name, rank, size)
+    choices.demand_backend(backend)
+    _demand_seconds(timeout_s)
+    made = Group(default_session.session().path.parent, name, rank, size, backend, timeout_s, gloo_env)
+    made._form(timeout_s)
+    return made
+
+
+def _of_environment(what: str, variable: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    text = os.environ.get(variable, "")
+    if not text.isdecimal():
+        raise InvalidArgument(f"lz.group: pass {what}=, or set {variable}, as torchrun does; it is {text!r:.40}")
+    return int(text)
+
+
+def _demand_seconds(timeout_s: float) -> None:
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise InvalidArgument(f"timeout_s is {timeout_s!r:.40}; allowed: seconds above 0")
+
+
+class Group:
+    """Made by lz.group. All ranks make the same calls in the same order; of one rank, threads take turns.
+
+    What cannot be agreed on is RanksDisagree on all ranks. When a rank dies, leaves or does not come in time, all
+    others get GroupBroken, in a call or with their next one; `reform()` puts the group together again.
+    """
+
+    def __init__(
+        self,
+        runtime: Path,
+        name: str,
+        rank: int,
+        size: int,
+        backend: str | None,
+        timeout_s: float,
+        gloo_env: FunctionEnv | None,
+    ) -> None:
+        self._runtime, self._name, self._rank, self._size = runtime, name, rank, size
+        self._backend, self._timeout_s, self._gloo_env = backend, timeout_s, gloo_env
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._chunk = staging.chunk_bytes(os.environ)
+        self._choices = Choices()
+        self._generation = self._calls = 0
+        self._completed: dict[int, int] = {}
+        self._error: LayerZeroError | None = None
+        self._peers: Peers | None = None
+        self._own: staging.OwnMemory | None = None
+        self._shared: SharedMemory | None = None
+        self._gloo: Gloo | None = None
+        self._report: GroupReport | None = None
+
+    # --- what it is
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def generation(self) -> int:
+        """1 at first, one more with each re-forming."""
+        return self._generation
+
+    @property
+    def is_whole(self) -> bool:
+        """False once this rank knows that the group is broken, or has closed it."""
+        return self._peers is not None
+
+    @property
+    def completed(self) -> dict[int, int]:
+        """How many calls of the last generation each rank had completed; -1 of a rank that is new. Empty at first."""
+        return dict(self._completed)
+
+    def __repr__(self) -> str:
+        state = "" if self.is_whole else ", broken"
+        return f"<lz.Group {self._name!r}: rank {self._rank} of {self._size}, generation {self._generation}{state}>"
+
+    # --- calls of all ranks
+
+    def all_reduce(
+        self, x: T, op: str = "sum", *, out: Any = None, timeout_s: float | None = None, backend: str | None = None
+    ) -> T:
+        """The sum over all ranks, of the shape of `x`; the same bits on all of them.
+
+        op: sum, mean, prod, min or max. Additions go in the order of the ranks, (x0 + x1) + x2; of 16-bit floats in
+        float32, rounded once. out: where to put it, which may be `x`; else new shared memory.
+        """
+        return self._call(calls.ALL_REDUCE, x, out, timeout_s, backend, detail=op)  # type: ignore[no-any-return]
+
+    def all_gather(self, x: T, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None) -> T:
+        """What all ranks gave, in their order, along the first dimension."""
+        return self._call(calls.ALL_GATHER, x, out, timeout_s, backend)  # type: ignore[no-any-return]
+
+    def reduce_scatter(
+        self, x: T, op: str = "sum", *, out: Any = None, timeout_s: float | None = None, backend: str | None = None
+    ) -> T:
+        """Of the sum over all ranks, this rank's part along the first dimension. Additions as in `all_reduce`."""
+        return self._call(calls.REDUCE_SCATTER, x, out, timeout_s, backend, detail=op)  # type: ignore[no-any-return]
+
+    def all_to_all(self, x: T, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None) -> T:
+        """`x` has a part for each rank along the first dimension; gives what each rank has for this one."""
+        return self._call(calls.ALL_TO_ALL, x, out, timeout_s, backend)  # type: ignore[no-any-return]
+
+    def broadcast(
+        self, x: T, root: int = 0, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None
+    ) -> T:
+        """What rank `root` has. On others `x` says dtype and shape; out: may be `x`."""
+        return self._call(calls.BROADCAST, x, out, timeout_s, backend, detail=root)  # type: ignore[no-any-return]
+
+    def barrier(self, *, timeout_s: float | None = None, backend: str | None = None) -> None:
+        """Returns when all ranks are in it."""
+        self._call(calls.BARRIER, np.empty(0, np.uint8), None, timeout_s, backend)
+
+    # --- from one rank to another
+
+    def send(self, x: Any, to: int, *, timeout_s: float | None = None) -> None:
+        """Returns when rank `to` has it by `recv`."""
+        self._point(True, to, x, None, timeout_s)
+
+    def recv(self, source: int, *, out: Any = None, timeout_s: float | None = None) -> Any:
+        """What rank `source` sends: in `out`, whose dtype and shape must be those, or as a new NumPy array."""
+        return self._point(False, source, None, out, timeout_s)
+
+    # --- looking
+
+    def last_report(self) -> GroupReport:
+        """Of the last call that went well. Raises InvalidArgument before the first one."""
+        if self._report is None:
+            raise InvalidArgument(f"group {self._name!r}: call it first; it has not been yet")
+        return self._report
+
+    def explain(self, x: Any, op: str = "all_reduce", *, backend: str | None = None) -> Choice:
+        """Which way a call takes, and why not the others; calls nothing. x: the array, or a number of bytes."""
+        choices.demand_backend(backend)
+        if op not in calls.BY_NAME:
+            raise InvalidArgument(f"op is {op!r:.40}; allowed: {', '.join(calls.BY_NAME)}")
+        nbytes, dtype = (x, "float32") if isinstance(x, int) else ((given := Given(x)).nbytes, given.dtype)
+        return self._pick(calls.BY_NAME[op], nbytes, dtype, backend)
+
+    def tune(
+        self, sizes: Sequence[int] = TUNED_BYTES, ops: Sequence[str] = ("all_reduce",), timeout_s: float | None = None
+    ) -> dict[tuple[str, int], Measured]:
+        """Measure both backends, of float32 and these numbers of bytes; starts gloo, a process of some 300 MB for each
+        rank. A call of all ranks. What is faster on rank 0 is taken from then on by all, for sizes of the same power
+        of four. Raises EnvError where gloo cannot be started on a rank, and as calls do."""
+        wrong = [op for op in ops if op not in choices.MEASURED_OPS]
+        if wrong:
+            raise InvalidArgument(f"ops has {wrong[0]!r:.40}; allowed: {', '.join(choices.MEASURED_OPS)}")
+        with self._lock:
+            found: dict[tuple[str, int], Measured] = {}
+            for op in ops:
+                for nbytes in sizes:
+                    values = np.zeros((self._size, max(nbytes // 4 // self._size, 1)), np.float32)
+                    times = [self._median(op, values, timeout_s, name) for name in choices.BACKENDS]
+                    found[op, nbytes] = Measured(*times)
+            until_s = self._until(timeout_s)
+            told = self._exchange_values([[*key, *vars(one).values()] for key, one in found.items()], until_s)
+            rows = {(str(op), int(nbytes)): Measured(float(own), float(gloo)) for op, nbytes, own, gloo in told[0]}
+            self._choices.measured |= {(op, choices.size_class(n)): one for (op, n), one in rows.items()}
+            return rows
+
+    def _median(self, op: str, values: Any, timeout_s: float | None, backend: str) -> float:
+        times = []
+        for _ in range(_TRIES + 1):
+            start_ns = time.perf_counter_ns()
+            getattr(self, op)(values, timeout_s=timeout_s, backend=backend)
+            times.append((time.perf_counter_ns() - start_ns) / 1e3)
+        return statistics.median(times[1:])
+
+    # --- its life
+
+    def reform(self, *, rank: int | None = None, size: int | None = None, timeout_s: float | None = None) -> Group:
+        """Put the group together again, as a new generation: all ranks that are left call it, and a process in the
+        place of one that is lost calls lz.group. With `rank` and `size` fewer or more ranks go on, numbered anew. Of a
+        group that is whole, calls that are under way on other ranks end as GroupBroken. `completed` says afterwards
+        which calls of the last generation each rank had completed.
+
+        Returns the group. Raises as lz.group.
+        """
+        self._demand_own()
+        rank, size = self._rank if rank is None else rank, self._size if size is None else size
+        meeting.demand(self._name, rank, size)
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        _demand_seconds(seconds)
+        with self._lock:
+            self._break(self._broken(faults.RANK_LEFT, f"rank {self._rank} re-forms the group", [self._rank]))
+            self._rank, self._size = rank, size
+            self._form(seconds)
+        return self
+
+    def close(self) -> None:
+        """Leave the group: others are told so by their next call. A second time does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._peers is not None:
+                self._peers.leave()
+            self._error = self._broken(faults.CLOSED, f"rank {self._rank} has closed it", [self._rank])
+            if self._gloo is not None:
+                self._gloo.close()
+            self._drop()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self._break(error)
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
+            self._drop()
+
+    def _form(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        own = staging.OwnMemory(self._chunk)
+        try:
+            completed = self._calls if self._generation else -1
+            hello = meeting.Hello(self._name, self._rank, self._size, self._generation, completed, self._chunk)
+            shared = own.share()
+            try:
+                roster = meeting.meet(self._runtime, hello, shared, until_s)
+            finally:
+                os.close(shared)
+        except BaseException:
+            own.close()
+            raise
+        self._own = own
+        self._peers = peers = Peers(self._name, roster.generation, self._rank, roster.sockets, roster.pids)
+        self._completed = {} if max(roster.calls.values()) < 0 else roster.calls
+        self._generation, self._calls, self._error = roster.generation, 0, None
+        try:
+            others = {rank: staging.map_other(fd, self._chunk) for rank, fd in roster.memories.items()}
+            self._shared = SharedMemory(self._rank, self._size, peers, own, others)
+            self._choices.take(self._exchange_values(self._choices.to_wire(), until_s)[0])
+        except BaseException as exc:
+            self._break(exc)
+            raise
+
+    # --- a call
+
+    def _call(
+        self, op: Op, x: Any, out: Any, timeout_s: float | None, backend: str | None, detail: str | int = ""
+    ) -> Any:
+        with self._lock:
+            peers, shared = self._demand_whole()
+            start_ns, waited_ns = time.perf_counter_ns(), peers.waited_ns
+            until_s = self._until(timeout_s)
+            self._calls += 1
+            peers.doing = f"call {self._calls}, {op.name}"
+            copies: tuple[Copy, ...] = ()
+            try:
+                given, result, choice, error = self._prepared(op, x, out, backend, detail)
+                what: list[Any] = ["refused", str(error)]
+                if error is None:
+                    what = [op.name, detail, given.dtype, list(given.shape), choice.path]
+                head = calls.head(self._generation, self._calls, what)
+                is_said = choice is not None and choice.path == choices.MESSAGES
+                for rank in peers.ranks:
+                    said = calls.payload(op, given, self._rank, rank, self._size, detail) if is_said else b""
+                    peers.send(rank, head + said, until_s)
+                told = peers.take(COLLECTIVE, peers.ranks, until_s)
+                if error is None and not all(message.startswith(head) for message in told.values()):
+                    error = calls.disagreement(self._name, self._rank, head, told)
+                if error is None and choice.path == choices.GLOO:
+                    error = self._start_gloo(peers, until_s)
+                if error is None:
+                    rest = {rank: np.frombuffer(said, np.uint8, offset=len(head)) for rank, said in told.items()}
+                    call = Call(op, self._rank, self._size, given, result, detail, rest, until_s)
+                    copies = calls.run(call, choice.path, shared, self._gloo, peers)
+            except BaseException as exc:
+                raise self._break(exc) from (None if isinstance(exc, LayerZeroError) else exc)
+            if error is not None:
+                raise error
+            self._note(peers, choice, copies, start_ns, waited_ns)
+            return result.value
+
+    def _prepared(
+        self, op: Op, x: Any, out: Any, backend: str | None, detail: Any
+    ) -> tuple[Any, Any, Any, LayerZeroError | None]:
+        """What this rank gives, where the result goes and which way; or why it cannot, which others are told."""
+        try:
+            choices.demand_backend(backend)
+            given = Given(x)
+            op.demand(given, detail, self._size)
+            result = Result(given, op.result_shape(given.shape, self._size), out, may_be_input=op.is_in_place)
+            return given, result, self._pick(op, given.nbytes, given.dtype, backend), None
+        except LayerZeroError as exc:
+            return None, None, None, exc
+
+    def _pick(self, op: Op, nbytes: int, dtype: str, backend: str | None) -> Choice:
+        """Raises InvalidArgument where gloo is asked for what it does not have."""
+        forced = backend or self._backend
+        cannot = op.cannot_gloo(dtype)
+        if forced == choices.GLOO and cannot:
+            raise InvalidArgument(f"{cannot}; leave backend= out")
+        return self._choices.pick(op.name, nbytes, op.share(nbytes, self._size), self._size, forced, cannot)
+
+    def _note(self, peers: Peers, choice: Choice, copies: tuple[Copy, ...], start_ns: int, waited_ns: int) -> None:
+        """What the report is made of."""
+        peers.doing = f"after {peers.doing}"
+        waited_us, elapsed_us = (peers.waited_ns - waited_ns) / 1e3, (time.perf_counter_ns() - start_ns) / 1e3
+        its = (self._name, self._rank, self._size, self._generation, self._calls)
+        self._report = GroupReport(*its, choice, copies, waited_us, elapsed_us)
+
+    def _point(self, sends: bool, other: int, x: Any, out: Any, timeout_s: float | None) -> Any:
+        with self._lock:
+            peers, shared = self._demand_whole()
+            if type(other) is not int or other not in peers.ranks:
+                raise InvalidArgument(f"the other rank is {other!r:.40}; allowed: {', '.join(map(str, peers.ranks))}")
+            start_ns, waited_ns = time.perf_counter_ns(), peers.waited_ns
+            until_s = self._until(timeout_s)
+            given = Given(x) if sends else None
+            peers.doing = f"send(to={other})" if sends else f"recv({other})"
+            value = None
+            try:
+                if given is not None:
+                    choice, copies = points.send(peers, shared, given, other, until_s)
+                else:
+                    value, choice, copies = points.receive(peers, shared, other, out, until_s)
+            except (RanksDisagree, InvalidArgument) as exc:
+                if peers.is_crossed:
+                    raise self._break(exc) from None
+                raise
+            except BaseException as exc:
+                raise self._break(exc) from (None if isinstance(exc, LayerZeroError) else exc)
+            self._note(peers, choice, copies, start_ns, waited_ns)
+            return value
+
+    def _exchange_values(self, value: Any, until_s: float) -> dict[int, Any]:
+        """What each rank says, by rank. Raises GroupBroken."""
+        peers, _ = self._demand_whole()
+        peers.send_all(_VALUE + pack_body(value), until_s)
+        found = {self._rank: value}
+        for rank, said in peers.take(COLLECTIVE, peers.ranks, until_s).items():
+            if not said.startswith(_VALUE):
+                raise self._broken(faults.FAILED, f"rank {rank} makes another call", [rank])
+            found[rank] = unpack_body(said[len(_VALUE) :])
+        return found
+
+    def _start_gloo(self, peers: Peers, until_s: float) -> LayerZeroError | None:
+        """Where it does not run yet. Why it cannot, on whichever rank. Raises GroupBroken."""
+        if self._gloo is not None:
+            return None
+        from layerzero.groups.gloo import START_S, Gloo  # the environments, too: for those who use it
+
+        until_s = max(until_s, time.monotonic() + START_S)
+        made = Gloo(self._runtime, self._name, self._generation, self._rank, self._gloo_env)
+        why = {rank: text for rank, text in self._exchange_values(made.why_not(), until_s).items() if text}
+        if why:
+            rank, text = min(why.items())
+            return EnvError(f"{text}\n(rank {rank} of group {self._name!r} cannot start gloo)", ranks=sorted(why))
+        self._gloo = made
+        made.start(peers, self._size, until_s)
+        self._exchange_values("", until_s)
+        made.started()
+        return None
+
+    # --- whether it can
+
+    def _demand_own(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(f"group {self._name!r} is the process's that made it; call lz.group in this one")
+
+    def _demand_whole(self) -> tuple[Peers, SharedMemory]:
+        self._demand_own()
+        if self._error is not None:
+            error = type(self._error)(self._error.message, **self._error.facts)
+            raise error
+        assert self._peers is not None
+        assert self._shared is not None
+        return self._peers, self._shared
+
+    def _until(self, timeout_s: float | None) -> float:
+        if timeout_s is not None:
+            _demand_seconds(timeout_s)
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    def _broken(self, reason: str, what: str, ranks: Iterable[int]) -> GroupBroken:
+        doing = "between calls" if self._peers is None else self._peers.doing
+        its: dict[str, Any] = {
+            "group": self._name,
+            "generation": self._generation,
+            "ranks": list(ranks),
+            "doing": doing,
+        }
+        return faults.broken(reason, what, **its)
+
+    def _break(self, exc: BaseException) -> BaseException:
+        """The group ends here: the others are told why. Gives what to raise."""
+        error: LayerZeroError
+        if isinstance(exc, (GroupBroken, RanksDisagree)):
+            error = exc
+        else:
+            is_stopped = not isinstance(exc, Exception)
+            reason = faults.INTERRUPTED if is_stopped else faults.FAILED
+            text = f"rank {self._rank} was interrupted" if is_stopped else f"rank {self._rank} met {exc!r:.300}"
+            error = self._broken(reason, text, [self._rank])
+        if self._peers is not None:
+            self._calls -= self._peers.doing.startswith("call ")  # the one that it was in
+            self._peers.tell(error)
+            self._error = error
+        self._drop()
+        return error if isinstance(exc, Exception) else exc
+
+    def _drop(self) -> None:
+        """Let go of all that the ranks share."""
+        if self._peers is not None:
+            self._peers.close()
+        if self._own is not None:
+            self._own.close()
+        if self._gloo is not None:
+            self._gloo.drop()
+        self._peers = self._own = self._shared = self._gloo = None

@@ -1,0 +1,291 @@
+"""Groups of ranks: every call beside NumPy, disagreement on all ranks, and real deaths in the middle of calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.group_ranks import Rank, all_of, form
+from tests.process.harness import Site, wait_until
+
+import layerzero as lz
+
+SIZE = 3
+SOON_S = 1.0  # so late may an error come
+BIG = [1 << 18]  # elements of float32: more than a message, and than a chunk of the smallest size
+
+
+class Crew:
+    """As many ranks as are asked for, the same processes for all tests; one that has died is replaced."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._ranks: list[Rank] = []
+
+    def of(self, size: int) -> list[Rank]:
+        self._ranks = [one for one in self._ranks if one.process.poll() is None]
+        self._ranks += [Rank(self.site) for _ in range(size - len(self._ranks))]
+        return self._ranks[:size]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+
+
+@pytest.fixture(scope="module")
+def crew(store: Path) -> Iterator[Crew]:
+    site = Site(store, group_kib=64)
+    made = Crew(site.start())
+    try:
+        yield made
+    finally:
+        made.close()
+        site.stop()
+
+
+@pytest.fixture
+def formed(crew: Crew) -> Iterator[Callable[..., list[Rank]]]:
+    """Ranks that have formed the group "tp"; closed after the test, when nothing may be left of it."""
+    groups: list[list[Rank]] = []
+
+    def make(size: int = SIZE, **options: Any) -> list[Rank]:
+        ranks = crew.of(size)
+        assert form(ranks, **options) == [1] * size
+        groups.append(ranks)
+        return ranks
+
+    yield make
+    for ranks in groups:
+        for rank in ranks:
+            if rank.process.poll() is None:
+                rank.ask("close")
+                rank.told()
+    assert not list((crew.site.folder / "groups").iterdir())
+
+
+def errors(told: list[Any]) -> list[str]:
+    return [one["error"] for one in told]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_call_gives_numpys_result_and_all_ranks_the_same_bits(formed: Any, size: int) -> None:
+    """Random shapes, dtypes, strides and addresses; by messages and in shared memory, whose chunks are small here."""
+    digests = all_of(formed(size), "check", seed=size)
+    assert isinstance(digests[0], str), digests[0]
+    assert len(set(digests)) == 1
+
+
+def test_ranks_that_disagree_are_all_told_who_gave_what_and_go_on(formed: Any) -> None:
+    """Another dtype, shape, op or way; and what one of them cannot call with at all."""
+    ranks = formed()
+    others: list[tuple[Any, str]] = [
+        (("call", "all_reduce", [3]), "all_reduce(sum) of float32[3] by messages"),
+        (("call", "all_reduce", [4], "int32"), "all_reduce(sum) of int32[4] by messages"),
+        (("call", "all_gather", [4]), "all_gather of float32[4] by messages"),
+    ]
+    for (what, *args), text in others:
+        for rank in ranks[:2]:
+            rank.ask("call", "all_reduce", [4])
+        ranks[2].ask(what, *args)
+        told = [rank.told() for rank in ranks]
+        assert errors(told) == ["RANKS_DISAGREE"] * 3
+        first = "all_reduce(sum) of float32[4] by messages"
+        assert [one["facts"]["given"] for one in told] == [{"0": first, "1": first, "2": text}] * 3
+    for rank in ranks[:2]:
+        rank.ask("call", "reduce_scatter", [3])
+    ranks[2].ask("call", "reduce_scatter", [3], out=[2])
+    told = [rank.told() for rank in ranks]
+    assert errors(told) == ["RANKS_DISAGREE", "RANKS_DISAGREE", "INVALID_ARGUMENT"]
+    assert told[0]["facts"]["given"]["2"].startswith("what it cannot call with: out is numpy float32 [2]")
+    assert all_of(ranks, "call", "all_reduce", [2]) == [[6.0, 6.0]] * 3
+
+
+def test_from_rank_to_rank(formed: Any) -> None:
+    """Small and large ones; where the two do not fit both are told, and go on."""
+    ranks = formed()
+    for count in (0, 5, 1 << 18):
+        ranks[0].ask("point", True, 2, count)
+        ranks[2].ask("point", False, 0, count)
+        assert [ranks[0].told(), ranks[2].told()] == [None, True]
+    ranks[0].ask("point", True, 2, 5)
+    ranks[2].ask("point", False, 0, 4, out=4)
+    told = [ranks[0].told(), ranks[2].told()]
+    assert errors(told) == ["RANKS_DISAGREE"] * 2
+    assert "rank 0 sends int32[5], rank 2 receives int32[4]" in told[0]["message"]
+    for one, other in ((0, 1), (1, 0)):
+        ranks[one].ask("point", True, other, 5)
+    told = [ranks[0].told(), ranks[1].told()]
+    assert errors(told) == ["RANKS_DISAGREE"] * 2
+    assert all_of(ranks, "call", "all_reduce", [1]) == [[6.0]] * 3
+
+
+def test_a_send_that_meets_a_call_of_all_ranks_hangs_nobody(formed: Any) -> None:
+    """Neither can go on: all ranks are told so, and form the group again."""
+    ranks = formed()
+    ranks[0].ask("point", True, 1, 5)
+    for rank in ranks[1:]:
+        rank.ask("call", "all_reduce", [1])
+    told = [rank.told() for rank in ranks]
+    assert errors(told) == ["RANKS_DISAGREE"] * 3
+    assert "rank 0 is in send(to=1), rank 1 is in " in told[2]["message"]
+    assert [one[0] for one in all_of(ranks, "reform")] == [2] * 3
+
+
+@pytest.mark.parametrize("how", ["waited for", "in a large call"])
+def test_a_rank_is_killed_and_another_process_takes_its_place(formed: Any, crew: Crew, how: str) -> None:
+    """All others know within a second, by name; what each had completed is known afterwards."""
+    ranks = formed()
+    assert all_of(ranks, "call", "all_reduce", BIG) == [[6.0] * 8] * 3
+    for rank in ranks[:2]:
+        rank.ask("call", "all_reduce", [1 << 20])
+    if how == "waited for":
+        ranks[2].kill()
+    else:
+        ranks[2].ask("die_in_round", 5)
+        ranks[2].process.wait()
+        ranks[2].close()
+    start_s = time.monotonic()
+    told = [rank.told() for rank in ranks[:2]]
+    assert time.monotonic() - start_s < SOON_S
+    assert errors(told) == ["GROUP_BROKEN"] * 2
+    for one in told:
+        assert (one["facts"]["reason"], one["facts"]["ranks"]) == ("RANK_DIED", [2])
+        assert one["message"].startswith("call group.reform() on all ranks: rank 2 has died")
+    again = all_of(ranks[:2], "call", "all_reduce", [1])
+    assert errors(again) == ["GROUP_BROKEN"] * 2
+    ranks[2] = crew.of(3)[2]
+    for rank in ranks[:2]:
+        rank.ask("reform")
+    ranks[2].ask("form", "tp", 2, 3)
+    assert [rank.told() for rank in ranks] == [[2, [[0, 1], [1, 1], [2, -1]]]] * 2 + [2]
+    assert all_of(ranks, "call", "all_reduce", BIG) == [[6.0] * 8] * 3
+
+
+def test_fewer_ranks_go_on_where_nobody_comes_in_the_lost_ones_place(formed: Any) -> None:
+    ranks = formed()
+    ranks[1].kill()
+    left = [ranks[0], ranks[2]]
+    for number, rank in enumerate(left):
+        rank.ask("reform", rank=number, size=2)
+    assert [rank.told()[0] for rank in left] == [2, 2]
+    assert all_of(left, "call", "all_reduce", [1]) == [[3.0]] * 2
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(formed: Any) -> None:
+    """It hears of that with its next call."""
+    ranks = formed()
+    told = all_of(ranks[:2], "call", "all_reduce", [1], timeout_s=0.1)
+    assert errors(told) == ["GROUP_BROKEN"] * 2
+    assert {one["facts"]["reason"] for one in told} == {"DEADLINE"}
+    assert all(2 in one["facts"]["ranks"] for one in told)
+    ranks[2].ask("call", "all_reduce", [1])
+    late = ranks[2].told()
+    assert (late["error"], late["facts"]["reason"]) == ("GROUP_BROKEN", "DEADLINE")
+
+
+def test_a_rank_that_ctrl_c_reaches_in_a_call_and_one_that_closes_the_group(formed: Any) -> None:
+    ranks = formed()
+    ranks[0].ask("interrupted")
+    assert ranks[0].told()["error"] == "KeyboardInterrupt"
+    told = all_of(ranks[1:], "call", "all_reduce", [1])
+    assert [(one["facts"]["reason"], one["facts"]["ranks"]) for one in told] == [("INTERRUPTED", [0])] * 2
+    all_of(ranks, "reform")
+    ranks[1].ask("close")
+    ranks[1].told()
+    for rank in (ranks[0], ranks[2]):
+        rank.ask("call", "all_reduce", [1])
+    told = [ranks[0].told(), ranks[2].told()]
+    assert [(one["facts"]["reason"], one["facts"]["ranks"]) for one in told] == [("RANK_LEFT", [1])] * 2
+    ranks[1].ask("form", "tp", 1, 3)
+    for rank in (ranks[0], ranks[2]):
+        rank.ask("reform")
+    assert [ranks[1].told(), ranks[0].told()[0], ranks[2].told()[0]] == [3, 3, 3]
+
+
+def test_the_brokers_death_does_not_touch_shared_memory(crew: Crew, formed: Any) -> None:
+    """It is not on the way of such calls, nor is it needed to form the group again."""
+    ranks = formed(2)
+    pid = crew.site.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert all_of(ranks, "call", "all_reduce", BIG) == [[3.0] * 8] * 2
+    assert [one[0] for one in all_of(ranks, "reform")] == [2, 2]
+    crew.site.start()
+
+
+def test_who_is_missing_is_named_and_who_does_not_fit_refused(crew: Crew, no_leaks: None) -> None:
+    """In a meeting whose host leaves first, too."""
+    ranks = crew.of(3)
+    ranks[0].ask("form", "other", 0, 4, timeout_s=0.2)
+    ranks[1].ask("form", "other", 3, 4, timeout_s=0.2)
+    told = [ranks[0].told(), ranks[1].told()]
+    assert errors(told) == ["GROUP_BROKEN"] * 2
+    assert {one["facts"]["reason"] for one in told} == {"INCOMPLETE"}
+    said = "start the missing ranks, and call again: ranks 1, 2 of 4 did not come within timeout_s"
+    assert any(one["message"].startswith(said) for one in told)  # whoever was there longer
+    ranks[0].ask("form", "other", 0, 3, timeout_s=5)
+    wait_until((crew.site.folder / "groups" / "other.sock").exists)
+    ranks[1].ask("form", "other", 0, 3)
+    assert f"is there already, as pid {ranks[0].process.pid}" in ranks[1].told()["message"]
+    ranks[1].ask("form", "other", 1, 2)
+    assert "size must be the same" in ranks[1].told()["message"]
+    ranks[1].ask("form", "other", 1, 3)
+    ranks[0].kill()  # the host
+    ranks[2].ask("form", "other", 2, 3)
+    ranks[0] = Rank(crew.site)
+    ranks[0].ask("form", "other", 0, 3)
+    assert [rank.told() for rank in ranks] == [1, 1, 1]
+    assert all_of(ranks, "call", "all_reduce", [1], name="other") == [[6.0]] * 3
+    all_of(ranks, "close", "other")
+    ranks[0].close()
+
+
+def test_nothing_is_left_and_a_forked_child_is_no_rank(formed: Any) -> None:
+    ranks = formed(2)
+    ranks[0].ask("fork")
+    assert ranks[0].told() == 7
+    assert all_of(ranks, "call", "all_reduce", [1]) == [[3.0]] * 2
+    before = all_of(ranks, "files")
+    for _ in range(3):
+        all_of(ranks, "reform")
+    assert all_of(ranks, "files") == before
+
+
+def test_reports_say_which_way_and_why_not_the_others(formed: Any) -> None:
+    ranks = formed(2)
+    all_of(ranks, "call", "all_reduce", [4])
+    report = all_of(ranks, "report")[1]
+    assert (report["path"], report["call"]) == ("messages", 1)
+    all_of(ranks, "call", "all_reduce", BIG)
+    report = all_of(ranks, "report")[0]
+    assert report["path"] == "shared memory"
+    assert report["copied"] == 3 * (1 << 20) // 2  # half in, the own half and the other half out
+    assert "not gloo: not measured; group.tune() does it" in report["text"]
+    ranks[0].ask("explain", 1 << 20, op="all_to_all", backend="gloo")
+    assert ranks[0].told().startswith("all_to_all of 1,048,576 bytes: gloo, asked for by backend=")
+    told = all_of(ranks, "call", "all_reduce", [4], "uint16", backend="gloo")
+    assert told[0]["message"] == "gloo adds up no uint16; leave backend= out"
+
+
+def test_what_no_group_can_be_is_refused_before_anybody_waits(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew.site.connect()
+    try:
+        for args in (("a/b", 0, 1), ("a", 1, 1), ("a", 0, 65), ("a", "0", 2)):
+            with pytest.raises(lz.InvalidArgument, match="allowed"):
+                lz.group(*args)
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        with pytest.raises(lz.InvalidArgument, match="set WORLD_SIZE, as torchrun does"):
+            lz.group("a", 0)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        with lz.group("a") as group:
+            assert (group.rank, group.size, group.all_reduce(np.ones(()))) == (0, 1, 1.0)
+            assert group.last_report().path == "here"
+    finally:
+        lz.disconnect()

@@ -1,0 +1,55 @@
+"""What a rank hears of another that ends: what it said last, whatever it had not read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+
+from layerzero.groups.faults import broken
+from layerzero.groups.peers import COLLECTIVE, Peers
+from layerzero.ipc.errors import GroupBroken
+from layerzero.ipc.transport.plain import pack_body
+
+
+@pytest.fixture
+def pair() -> tuple[Peers, socket.socket]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Peers("tp", 1, 0, {1: mine}, {1: os.getpid()}), theirs
+
+
+def test_a_rank_that_gives_up_is_heard_though_it_read_nothing(pair: tuple[Peers, socket.socket]) -> None:
+    """The kernel says "reset" first, of a socket that was closed with messages unread: it was taken for a death."""
+    peers, other = pair
+    peers.send(1, b"C unread", time.monotonic() + 5)
+    why = broken("RANK_DIED", "rank 2 has died", group="tp", generation=1, ranks=[2], doing="call 1, barrier")
+    other.send(b"X" + pack_body(why.to_wire()))
+    other.close()
+    with pytest.raises(GroupBroken) as caught:
+        peers.take(COLLECTIVE, [1], time.monotonic() + 5)
+    assert caught.value.facts["ranks"] == [2]
+    assert caught.value.facts["told_by"] == 1
+    peers.close()
+
+
+def test_messages_before_the_end_count(pair: tuple[Peers, socket.socket]) -> None:
+    """Who ends after its last message has done its part."""
+    peers, other = pair
+    other.send(b"C last")
+    other.close()
+    assert peers.take(COLLECTIVE, [1], time.monotonic() + 5) == {1: b"C last"}
+    with pytest.raises(GroupBroken, match="rank 1 has died"):
+        peers.take(COLLECTIVE, [1], time.monotonic() + 5)
+    peers.close()
+
+
+def test_bytes_that_are_no_error_break_the_group_and_no_more(pair: tuple[Peers, socket.socket]) -> None:
+    peers, other = pair
+    other.send(b"X\xc1")
+    with pytest.raises(GroupBroken, match="rank 1 sent not msgpack") as caught:
+        peers.take(COLLECTIVE, [1], time.monotonic() + 5)
+    assert caught.value.facts["reason"] == "FAILED"
+    other.close()
+    peers.close()
