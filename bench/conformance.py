@@ -32,7 +32,7 @@ from conformance_calls import Node, Unserved
 import layerzero as lz
 
 CALLS = {**conformance_calls.CALLS, **conformance_vision.CALLS}
-BACKENDS = ("torch", "onnxruntime", "mlx", "zentorch", "onnx-reference")
+BACKENDS = ("torch", "onnxruntime", "mlx", "numba", "openblas", "zentorch", "onnx-reference")
 QUICK = ("Softmax", "MatMul", "LayerNormalization")
 
 

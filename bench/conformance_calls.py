@@ -140,7 +140,6 @@ def rotary(node: Node) -> Call:
 def attention(node: Node) -> Call:
     q, k, v = (node.array(i) for i in range(3))
     mask, past_k, past_v, lengths = (node.input(i) for i in range(3, 7))
-    need(lengths is None, "nonpad_kv_seqlen")
     need(not node.has_output(3), "qk_matmul_output")
     is_flat = q.ndim == 3
     if is_flat:
@@ -153,17 +152,35 @@ def attention(node: Node) -> Call:
     options: dict[str, Any] = {"scale": node.attr("scale", None), "enable_gqa": q.shape[1] != k.shape[1]}
     options |= {"softcap": node.attr("softcap", 0.0), "is_causal": bool(node.attr("is_causal", 0))}
     options["window_size"] = tuple(node.attr(f"{side}_window_size", -1) for side in ("left", "right"))
-    if options["is_causal"] or options["window_size"] != (-1, -1):
-        is_last = past == k.shape[2] - q.shape[2]
-        need(not past or is_last, "a causal rule that begins between the first and the last key")
+    if mask is not None and mask.shape[-1] < k.shape[2]:  # what it does not name is not seen
+        beyond = [(0, 0)] * (mask.ndim - 1) + [(0, k.shape[2] - mask.shape[-1])]
+        mask = np.pad(mask, beyond, constant_values=False if mask.dtype == bool else -np.inf)
+    if lengths is not None or (past and past != k.shape[2] - q.shape[2]):
+        mask = _mask_of(q, k, mask, past if lengths is None else lengths, lengths is not None, options)
+    elif options["is_causal"] or options["window_size"] != (-1, -1):
         options["causal_alignment"] = "bottom_right" if past else "top_left"
-    need(mask is None or mask.shape[-1] == k.shape[2], "a mask of fewer keys than there are")
 
     def call(backend: str) -> Array:
         out = lz.attention(q, k, v, mask, **options, backend=backend)
         return out.transpose(0, 2, 1, 3).reshape(len(out), out.shape[2], -1) if is_flat else out
 
     return call
+
+
+def _mask_of(q: Array, k: Array, mask: Array | None, first: Any, is_length: bool, options: dict[str, Any]) -> Array:
+    """The causal rule and the window of `options`, which lose them, as a mask: ours begin at the first or the last key,
+    those of ONNX at the key `first`, or so that the last query is at the last key of each sequence's own length."""
+    lengths = np.reshape(first, (-1, 1, 1, 1))
+    keys = np.arange(k.shape[2])
+    places = np.arange(q.shape[2])[:, None] + lengths - (q.shape[2] if is_length else 0)
+    seen = (keys < lengths) if is_length else np.ones((1, 1, 1, k.shape[2]), bool)
+    left, right = options.pop("window_size")
+    right = 0 if options.pop("is_causal") else right
+    seen = seen & (places - keys <= left if left >= 0 else True) & (keys - places <= right if right >= 0 else True)
+    seen = np.broadcast_to(seen, (*seen.shape[:2], q.shape[2], k.shape[2]))
+    if mask is None or mask.dtype == bool:
+        return np.ascontiguousarray(seen if mask is None else seen & mask)
+    return np.where(seen, mask, np.asarray(-np.inf, mask.dtype))
 
 
 QUANTIZED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")

@@ -24,7 +24,7 @@ STORE = Path(os.environ.get("LAYERZERO_STORE") or platformdirs.user_cache_path("
 SCRIPT = Path(__file__).with_name("provider_harness.py")
 LENGTH = struct.Struct("<I")
 # The backends of a CPU installation; those of GPUs are there, too, and have nothing to run on.
-ON_CPU = {"mlx", "null", "onnx-reference", "onnxruntime", "torch", "zentorch"}
+ON_CPU = {"mlx", "null", "numba", "onnx-reference", "onnxruntime", "openblas", "torch", "zentorch"}
 ON_CPU |= {"sentencepiece", "tiktoken", "tokenizers-0.13", "tokenizers-0.23"}
 FILL = 0x7B  # what outputs hold before a run: a huge number, which a kernel that adds to it cannot hide
 

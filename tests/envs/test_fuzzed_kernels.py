@@ -17,7 +17,7 @@ from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.ipc.vocabulary.numerics import pack, unpack
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-BACKENDS = ("mlx", "onnxruntime", "torch")
+BACKENDS = ("mlx", "numba", "onnxruntime", "openblas", "torch")
 KERNELS, EXAMPLES = 8, 3
 
 

@@ -17,11 +17,11 @@ import layerzero as lz
 
 pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(1200)]
 BACKENDS = {
-    "log_softmax": ("torch", "mlx", "onnxruntime"),
+    "log_softmax": ("torch", "mlx", "numba", "onnxruntime"),
     "group_norm": ("torch", "mlx", "onnxruntime"),
     "instance_norm": ("torch", "mlx", "onnxruntime"),
     "batch_norm": ("torch", "mlx", "onnxruntime"),
-    "add_rms_norm": ("torch", "mlx", "onnxruntime", "zentorch"),
+    "add_rms_norm": ("torch", "mlx", "numba", "onnxruntime", "zentorch"),
 }
 PAIRS = [(op, backend) for op, backends in BACKENDS.items() for backend in backends]
 

@@ -108,7 +108,15 @@ def test_report_shows_chosen_then_accepted_then_what_can_be_repaired(new_site: S
     report = lz.last_report()
     assert report is not None
     kernels = [line.split()[0] for line in str(report).splitlines() if ".silu " in line and "silu:" not in line]
-    assert kernels == ["alpha.silu", "beta.silu", "gamma.silu", "mlx.silu", "onnxruntime.silu", "torch.silu"]
+    assert kernels == [
+        "alpha.silu",
+        "beta.silu",
+        "gamma.silu",
+        "mlx.silu",
+        "numba.silu",
+        "onnxruntime.silu",
+        "torch.silu",
+    ]
     assert "need an NVIDIA GPU" in report._repr_html_()
 
 

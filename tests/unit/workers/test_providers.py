@@ -35,6 +35,7 @@ def test_modules_import_without_their_libraries() -> None:
     loaded = set(ran.stdout.split())
     libraries = {"torch", "numpy", "onnx", "onnxruntime", "mlx", "tokenizers", "zentorch", "triton", "flashinfer"}
     libraries |= {"cudnn", "flash_attn", "xformers", "liger_kernel", "jax", "cupy"}
+    libraries |= {"numba", "llvmlite", "scipy_openblas64"}
     assert not loaded & libraries
 
 
