@@ -211,14 +211,15 @@ static void in_place(lz_client *client) {
     int64_t *at = (int64_t *)(void *)floats(client, 4);
     at[0] = 4, at[1] = 1;
     memset(k, 0, 24 * sizeof *k), memset(v, 0, 24 * sizeof *v);
-    lz_tensor in[5] = {tensor(tokens, 3, keys), tensor(tokens, 3, values), tensor(cache, 4, k), tensor(cache, 4, v),
+    lz_tensor in[7] = {tensor(tokens, 3, keys), tensor(tokens, 3, values), tensor(cache, 4, k), tensor(cache, 4, v),
                        tensor(slots, 1, at)};
     lz_tensor out[2] = {in[2], in[3]};
     in[4].dtype = LZ_INT64;
+    in[5] = in[6] = (lz_tensor){.struct_size = sizeof(lz_tensor)}; /* scales, of caches of 8 bits */
     lz_call_spec call = {.struct_size = sizeof call,
                          .op = "append_kv",
                          .inputs = in,
-                         .input_count = 5,
+                         .input_count = 7,
                          .outputs = out,
                          .output_count = 2};
     CHECK(lz_call(client, &call, NULL, &error) == LZ_OK);

@@ -143,6 +143,16 @@ def test_a_broker_that_is_silent_is_asked_for_a_sign_of_life(built: Built, scrip
     assert said == ["OK", ""]
 
 
+def test_a_broker_that_gives_no_sign_of_life_is_lost(built: Built, script: Script) -> None:
+    """As one that was stopped: nobody waits for ever."""
+    with program(built, script, "cut") as said:
+        script.add_arena(script.accept(timeout_s=0.02))
+        script.hear(Kind.REQUEST)
+        script.hear(Kind.REQUEST)
+    assert said[0] == "BROKER_LOST"
+    assert said[2].startswith("The broker says nothing, although it was asked.")
+
+
 @pytest.mark.parametrize(
     "frame",
     [b"", b"\1" * 31, b"\1\0" + bytes(30), wire.pack(99), b"\2" * 2000],

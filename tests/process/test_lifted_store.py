@@ -160,7 +160,7 @@ def test_verify_removes_what_does_not_hold_and_says_so(idle: Site, filled: Path)
     assert shown.returncode == FAILED
     (call,) = [line for line in shown.stdout.splitlines() if "call" in line]
     assert sorted(shown.stdout.splitlines()) == sorted([f"removed machine code {code.name[:12]}", call])
-    assert data(run(idle, "verify", "--json")) == {"removed": []}
+    assert data(run(idle, "verify", "--json")) == {"removed": [], "compile_caches": []}
 
 
 def test_clear_keeps_faults_and_forgive_forgets_them(idle: Site, filled: Path) -> None:

@@ -187,6 +187,7 @@ def now(status: Mapping[str, Any], sample: Sample | None) -> dict[str, Any]:
             **row,
             "rate": round(rates.get(row["name"], 0.0), 1),
             "memory_bytes": workers[row["name"]].memory_bytes if row["name"] in workers else 0,
+            "gpu_bytes": workers[row["name"]].gpu_bytes if row["name"] in workers else 0,
         }
         for row in status["backends"]
     ]

@@ -19,7 +19,19 @@ EVERY_S = 1.0
 RESTART_S = 120.0
 MAX_OPS = 20
 _GOOD, _CARE = ("ready", "busy"), ("starting", "probing", "backoff")
-BACKENDS = ("backend", "state", "calls/s", "p50", "p99", "running", "waiting", "fallbacks", "restarts", "memory")
+BACKENDS = (
+    "backend",
+    "state",
+    "calls/s",
+    "p50",
+    "p99",
+    "running",
+    "waiting",
+    "fallbacks",
+    "restarts",
+    "memory",
+    "GPU memory",
+)
 OPS = ("op", "backend", "path", "calls/s", "p50", "p99")
 
 
@@ -131,6 +143,7 @@ class Top(App[None]):
             Text(str(row.fallbacks), "yellow" if row.fallbacks else ""),
             Text(str(row.restarts), "yellow" if row.restarts else ""),
             bytes_text(row.memory_bytes),
+            bytes_text(row.gpu_bytes),
         )
 
     def _fill(self, selector: str, rows: list[tuple[Any, ...]], names: int) -> None:

@@ -18,8 +18,10 @@ from layerzero.client.cli import keys as cli_keys
 from layerzero.client.cli.output import FAILED, note, out, print_json
 from layerzero.client.connection import remote as remote_broker
 from layerzero.client.connection import start
+from layerzero.client.history.moments import bytes_text
 from layerzero.client.session import settings_check
 from layerzero.client.session.session import Session
+from layerzero.ipc.cuda.usage import GpuUsage
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected, ProtocolError
 from layerzero.ipc.transport import control
 from layerzero.ipc.transport.endpoints import Endpoints
@@ -186,6 +188,8 @@ def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_
         where = start.endpoints()
         with connection(where) as session:
             answer = session.ask("status") if backend is None else session.ask("health", backend=backend)
+        if backend is None:
+            add_gpu_memory(answer)
     else:
         method, params = ("status", {}) if backend is None else ("health", {"backend": backend})
         answer = remote_broker.ask(remote, cli_keys.where(keys), method, params)
@@ -218,6 +222,13 @@ def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_
     return 0
 
 
+def add_gpu_memory(answer: dict[str, Any]) -> None:
+    """What the driver tells of each worker, by the GPU's UUID: nothing of those in other containers."""
+    held = GpuUsage().of({row["name"]: row["pid"] for row in answer["backends"] if row["pid"]})
+    for row in answer["backends"]:
+        row["gpu_bytes"] = held.get(row["name"], {})
+
+
 def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
     broker, clients, more = answer["broker"], answer["clients"], answer["more_clients"]
     clients = clients if more else clients[:-1]  # the newest is this very command
@@ -239,6 +250,8 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
     }
     if switches := [d for d in devices if "switch_us" in d]:
         rows["GPU switch"] = ", ".join(f"{d['switch_us']:,.0f} us ({d['switch']})" for d in switches)
+    if held := [row for row in answer["backends"] if row.get("gpu_bytes")]:
+        rows["GPU memory"] = ", ".join(f"{row['name']} {bytes_text(sum(row['gpu_bytes'].values()))}" for row in held)
     if answer.get("lifted"):
         states = Counter(row["state"] for row in answer["lifted"])
         told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
@@ -249,7 +262,7 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         )
     if damaged := [row for row in answer["backends"] if (row.get("cache") or {}).get("set_aside")]:
         told = ", ".join(f"{row['name']} ({row['cache']['set_aside']})" for row in damaged)
-        rows["caches"] = f"set aside, not as it was sealed, of {told}; lz cache verify"
+        rows["caches"] = f"files set aside, since they were not as sealed: {told}; lz cache gc removes them"
     if answer["users"]:
         rows["users"] = "with a broker of their own each: " + ", ".join(
             f"{user['uid']} (pid {user['pid']}, LAYERZERO_RUNTIME_DIR={user['runtime_dir']})"

@@ -63,8 +63,8 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the compile caches that were not used for longest, until the others are within the bounds. What is in use
-    stays, and so does what was used last."""
+    """Remove the compile caches that were not used for longest, until the others are within the bounds, and what was
+    set aside. What is in use stays, and so does what was used last."""
     from layerzero.broker.configuration import settings
     from layerzero.client.cli.output import out, print_json
     from layerzero.envs.compile_caches import keeping
@@ -72,14 +72,17 @@ def gc(
 
     found = settings.load(cache_mib=mib, cache_entries=entries)
     removed = keeping.collect(found.store, Bounds(found.cache_mib << 20, found.cache_entries), dry_run=dry_run)
+    aside = sum(one.set_aside for one in keeping.kept(found.store)) if dry_run else keeping.forget_aside(found.store)
     if as_json:
-        print_json({"removed": [one.facts() for one in removed], "dry_run": dry_run})
+        print_json({"removed": [one.facts() for one in removed], "set_aside": aside, "dry_run": dry_run})
         return
     what = "would remove" if dry_run else "removed"
     for one in removed:
         out().print(f"{what} {one.name}, {one.nbytes / 1e6:,.1f} MB", soft_wrap=True)
         out().print(f"  {one.place}", soft_wrap=True)
-    if not removed:
+    if aside:
+        out().print(f"{what} {counted(aside, 'file')} that had been set aside")
+    if not removed and not aside:
         out().print("nothing to remove: what is kept is within its bounds, in use, or was used last", soft_wrap=True)
 
 

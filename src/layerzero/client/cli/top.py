@@ -91,7 +91,7 @@ def _print_tables(seen: Seen) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("backend", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("calls/s", "p50", "p99", "running", "waiting", "fallbacks", "restarts", "memory"):
+    for name in ("calls/s", "p50", "p99", "running", "waiting", "fallbacks", "restarts", "memory", "GPU memory"):
         table.add_column(name, no_wrap=True, justify="right")
     for row in backend_rows(sample):
         table.add_row(
@@ -102,6 +102,7 @@ def _print_tables(seen: Seen) -> None:
             time_text(row.p99_us),
             *map(str, (row.running, row.waiting, row.fallbacks, row.restarts)),
             bytes_text(row.memory_bytes),
+            bytes_text(row.gpu_bytes),
         )
     out().print(table)
     ops = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layerzero.client.history.sample import Sample
 from layerzero.ipc import kept_files
@@ -24,6 +24,8 @@ APPLICATION_ID = 0x4C5A4853  # "LZHS"
 MAX_ROW_BYTES = 2048  # of a slot; calls of kinds that do not fit are counted together
 MAX_ROWS_OF_A_KIND = 64
 MAX_TEXT_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 1 << 16  # of the last answer, compressed: a larger one is not kept
+ANSWER = ("up_s", "durations", "queued", "errors", "fallbacks", "restarts")  # what is kept of it: all that is counted
 BUSY_S = 1.0
 
 
@@ -119,8 +121,9 @@ class HistoryFile:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
 
-    def add(self, sample: Sample, at: float) -> None:
-        """To the slots that the time `at` is in. Raises sqlite3.Error."""
+    def add(self, sample: Sample, at: float, answer: Mapping[str, Any] | None = None) -> None:
+        """To the slots that the time `at` is in; `answer` of the broker, which the sample ends with, is for who keeps
+        the next one. Raises sqlite3.Error."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for tier in TIERS:
@@ -133,12 +136,26 @@ class HistoryFile:
                 whole.add(sample)
                 row = (tier.width_s, place, begin, _encoded(whole))
                 self._db.execute("INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?)", row)
+            if answer is not None:
+                text = json.dumps({name: answer[name] for name in ANSWER}, separators=(",", ":"))
+                data = zlib.compress(text.encode(), 1)
+                self._db.execute("DELETE FROM answers")
+                if len(data) <= MAX_ANSWER_BYTES and len(text) <= MAX_TEXT_BYTES:
+                    self._db.execute("INSERT INTO answers VALUES (?, ?)", (at, data))
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
             raise
+
+    def last_answer(self) -> tuple[float, dict[str, Any]] | tuple[None, dict[str, Any]]:
+        """(when it came, what `add` was given last); (None, {}) of a file without one. Raises sqlite3.Error."""
+        row = self._db.execute("SELECT at, data FROM answers").fetchone()
+        answer = None if row is None else _text(row[1])
+        if not isinstance(answer, dict) or not all(name in answer for name in ANSWER):
+            return None, {}
+        return float(row[0]), answer
 
     def between(self, start: float, end: float, *, most: int = 720) -> list[Kept]:
         """Slots of the finest tier that still has the time from `start` on, at most `most` of them, in order of time: a
@@ -196,6 +213,7 @@ def _create(path: Path) -> sqlite3.Connection:
             db.execute("CREATE INDEX by_time ON slots (width_s, at)")
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA}")
+        db.execute("CREATE TABLE IF NOT EXISTS answers (at REAL, data BLOB)")
         _check(db)
     except BaseException:
         db.close()
@@ -220,11 +238,18 @@ def _encoded(sample: Sample) -> bytes:
         most //= 2
 
 
+def _text(data: object) -> Any:
+    """None of what is damaged."""
+    try:
+        assert isinstance(data, bytes)
+        return json.loads(zlib.decompressobj().decompress(data, MAX_TEXT_BYTES))
+    except (AssertionError, zlib.error, ValueError, RecursionError):
+        return None
+
+
 def _decoded(data: object) -> Sample | None:
     """None of a row that is damaged."""
     try:
-        assert isinstance(data, bytes)
-        text = zlib.decompressobj().decompress(data, MAX_TEXT_BYTES)
-        return Sample.from_dict(json.loads(text))
-    except (AssertionError, zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Sample.from_dict(_text(data))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

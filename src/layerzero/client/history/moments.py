@@ -57,6 +57,7 @@ class BackendRow(NamedTuple):
     fallbacks: int
     restarts: int
     memory_bytes: int
+    gpu_bytes: int
 
 
 def backend_rows(sample: Sample) -> list[BackendRow]:
@@ -79,6 +80,7 @@ def backend_rows(sample: Sample) -> list[BackendRow]:
                 sum(count for (_, backend, _), count in sample.fallbacks.items() if backend == name),
                 sum(count for (backend, _), count in sample.restarts.items() if backend == name),
                 0 if worker is None else worker.memory_bytes,
+                0 if worker is None else worker.gpu_bytes,
             )
         )
     return rows

@@ -11,17 +11,20 @@ from typing import Any
 
 from layerzero.client.history.history_file import HistoryFile
 from layerzero.client.history.sample import Sample, between
+from layerzero.ipc.cuda.usage import GpuUsage
 
 EVERY_S = 1.0
 YOUNG_S = 60.0  # a broker that was seen so late has its first minute told as one
+SAME_BROKER_S = 1.0  # so far apart its beginning may lie by two answers
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Recorder:
-    """`file`: where Samples go; None: they are only returned."""
+    """`file`: where Samples go; None: they are only returned. `usage`: what the driver tells of GPUs' memory."""
 
-    def __init__(self, file: HistoryFile | None) -> None:
+    def __init__(self, file: HistoryFile | None, usage: GpuUsage | None = None) -> None:
         self._file = file
+        self._usage = GpuUsage() if usage is None else usage
         self._before: Mapping[str, Any] = {}
 
     def keep_in(self, file: HistoryFile) -> None:
@@ -29,16 +32,26 @@ class Recorder:
         self._file = file
 
     def take(self, answer: Mapping[str, Any], now: float | None = None) -> Sample | None:
-        """What happened since the answer before. Of the first one: since the broker began, if that was not long ago and
-        nothing was kept of it yet; else None. Raises sqlite3.Error where it cannot be kept."""
-        before, self._before = self._before, answer
+        """What happened since the answer before. Of the first one: since the last answer of this broker to a recorder
+        that had the file before, or since the broker began, if that was not long ago and nothing was kept of it yet;
+        else None. Raises sqlite3.Error where it cannot be kept."""
+        now = time.time() if now is None else now
+        before, self._before = self._before or self._answer_before(answer["up_s"], now), answer
         if not before and not self._is_new(answer["up_s"]):
             return None
         memory = {name: nbytes for name, pid in answer["pids"].items() if (nbytes := own_bytes(pid))}
-        sample = between(before, answer, memory)
+        gpu = {name: sum(its.values()) for name, its in self._usage.of(answer["pids"]).items()}
+        sample = between(before, answer, memory, gpu)
         if self._file is not None and sample.seconds > 0:
-            self._file.add(sample, time.time() if now is None else now)
+            self._file.add(sample, now, answer)
         return sample
+
+    def _answer_before(self, up_s: float, now: float) -> Mapping[str, Any]:
+        """The last one that the file has, if it is of the broker that is up for so long; else none."""
+        at, answer = (None, {}) if self._file is None else self._file.last_answer()
+        if at is None or abs(at - answer["up_s"] - (now - up_s)) > SAME_BROKER_S:
+            return {}
+        return answer
 
     def _is_new(self, up_s: float) -> bool:
         newest = None if self._file is None else self._file.newest

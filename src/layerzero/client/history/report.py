@@ -131,7 +131,7 @@ def _lines(
 def _tables(total: Sample) -> Iterator[str]:
     yield from _table(
         "Backends",
-        ("backend", "state at the end", "calls/s", "p50", "p99", "fallbacks", "restarts", "memory"),
+        ("backend", "state at the end", "calls/s", "p50", "p99", "fallbacks", "restarts", "memory", "GPU memory"),
         [
             (
                 row.name,
@@ -142,6 +142,7 @@ def _tables(total: Sample) -> Iterator[str]:
                 f"{row.fallbacks:,}",
                 f"{row.restarts:,}",
                 bytes_text(row.memory_bytes),
+                bytes_text(row.gpu_bytes),
             )
             for row in backend_rows(total)
         ],

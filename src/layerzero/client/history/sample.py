@@ -52,13 +52,14 @@ class Durations:
 
 @dataclass(slots=True)
 class Worker:
-    """`memory_bytes`: of its process, which it has not shared; 0 where nobody tells."""
+    """`memory_bytes`: of its process, which it has not shared; `gpu_bytes`: of all GPUs. 0 where nobody tells."""
 
     state: str
     running: int = 0
     waiting: int = 0
     enqueued: int = 0
     memory_bytes: int = 0
+    gpu_bytes: int = 0
 
     @property
     def is_busy(self) -> bool:
@@ -98,7 +99,7 @@ class Sample:
                 worker.state,
                 *(
                     max(getattr(worker, what), getattr(before, what) if before else 0)
-                    for what in ("running", "waiting", "enqueued", "memory_bytes")
+                    for what in ("running", "waiting", "enqueued", "memory_bytes", "gpu_bytes")
                 ),
             )
         for name, value in later.gauges.items():
@@ -137,7 +138,7 @@ class Sample:
         for name in ("errors", "fallbacks", "restarts"):
             lists[name] = [[*key, count] for key, count in getattr(self, name).items()]
         lists["workers"] = [
-            [name, one.state, one.running, one.waiting, one.enqueued, one.memory_bytes]
+            [name, one.state, one.running, one.waiting, one.enqueued, one.memory_bytes, one.gpu_bytes]
             for name, one in self.workers.items()
         ]
         return {
@@ -186,9 +187,11 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def between(before: Mapping[str, Any], after: Mapping[str, Any], memory: Mapping[str, int]) -> Sample:
+def between(
+    before: Mapping[str, Any], after: Mapping[str, Any], memory: Mapping[str, int], gpu: Mapping[str, int] | None = None
+) -> Sample:
     """What happened between two answers of one broker, or since it began where `before` is of another or is empty.
-    `memory`: bytes of each backend's worker."""
+    `memory`: bytes of each backend's worker; `gpu`: those on GPUs."""
     if before and after["up_s"] < before["up_s"]:
         before = {}
     found = Sample(after["up_s"] - (before["up_s"] if before else 0.0))
@@ -203,7 +206,9 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any], memory: Mapping
         counts.update(_grown(before.get(name, ()), after[name]))
     for backend, state, running, waiting, enqueued in after["workers"]:
         if state not in UNSEEN:
-            found.workers[backend] = Worker(state, running, waiting, enqueued, memory.get(backend, 0))
+            found.workers[backend] = Worker(
+                state, running, waiting, enqueued, memory.get(backend, 0), (gpu or {}).get(backend, 0)
+            )
     found.gauges = {name: float(after[name]) for name in GAUGES if name in after}
     found.gauges |= {f"{kind}_bytes": float(nbytes) for kind, nbytes in after["arena_bytes"].items()}
     return found

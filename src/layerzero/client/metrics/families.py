@@ -51,10 +51,11 @@ _KEYS = {
 
 
 class Snapshot(Collector):
-    """One answer of the broker."""
+    """One answer of the broker. `gpu_bytes`: what its workers hold of GPUs' memory, by backend and UUID."""
 
-    def __init__(self, answer: Mapping[str, Any]) -> None:
+    def __init__(self, answer: Mapping[str, Any], gpu_bytes: Mapping[str, Mapping[str, int]] | None = None) -> None:
         self._answer = answer
+        self._gpu_bytes = gpu_bytes or {}
 
     def collect(self) -> Iterator[Metric]:
         """Every family, also those without samples."""
@@ -79,6 +80,11 @@ class Snapshot(Collector):
         arenas = GaugeMetricFamily("layerzero_arena_bytes", "Memory that clients lend.", labels=("kind",))
         _fill(arenas, answer["arena_bytes"].items())
         yield arenas
+        gpu = GaugeMetricFamily(
+            "layerzero_gpu_memory_bytes", "Memory of GPUs that workers hold, as the driver tells it.", labels=_ON_GPU
+        )
+        _fill(gpu, ((name, uuid, n) for name, its in self._gpu_bytes.items() for uuid, n in its.items()))
+        yield gpu
         yield from self._workers()
 
     def _calls(self) -> Metric:
@@ -107,6 +113,7 @@ class Snapshot(Collector):
         yield calls
 
 
+_ON_GPU = ("backend", "gpu")
 _CALLS, _OUTCOMES = ("op", "backend", "path"), ("op", "backend", "outcome")
 
 

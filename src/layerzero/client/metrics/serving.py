@@ -13,6 +13,7 @@ from typing import Any
 
 from layerzero.client.metrics import text
 from layerzero.client.metrics.families import Snapshot
+from layerzero.ipc.cuda.usage import GpuUsage
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.transport import secret
 
@@ -31,6 +32,7 @@ class Broker:
         self._lock = threading.Lock()
         self._under_way: dict[str, Future[dict[str, Any]]] = {}
         self._threads = ThreadPoolExecutor(2, "question")
+        self._usage = GpuUsage()
 
     def answer(self, question: str, within_s: float) -> dict[str, Any]:
         """Raises LayerZeroError, OSError, and TimeoutError when there is no answer in that time."""
@@ -42,6 +44,11 @@ class Broker:
             return found.result(within_s)
         except FutureTimeoutError:
             raise TimeoutError(f"the broker does not answer within {within_s:g} s") from None
+
+    def snapshot(self) -> Snapshot:
+        """What there is to count now. Raises as `answer` does."""
+        answer = self.answer("metrics", METRICS_S)
+        return Snapshot(answer, self._usage.of(answer["pids"]))
 
 
 class Server(ThreadingMixIn, HTTPServer):
@@ -99,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _metrics(self) -> None:
         try:
-            snapshot = Snapshot(self.server.broker.answer("metrics", METRICS_S))
+            snapshot = self.server.broker.snapshot()
         except (LayerZeroError, OSError) as exc:
             self._send(503, f"{exc}\n")
             return

@@ -26,6 +26,11 @@ export function dot(text) {
   return h(`span.state.${style}`, {}, text);
 }
 
+/** A worker's memory, and what it holds of GPUs'. */
+function memoryOf(row) {
+  return row.gpu_bytes ? `${bytes(row.memory_bytes)} + ${bytes(row.gpu_bytes)} GPU` : bytes(row.memory_bytes);
+}
+
 /** What `lz status` calls the state. */
 function stateOf(row) {
   if (row.state !== "absent") return row.state;
@@ -79,7 +84,7 @@ function overview(state) {
       .map(([head, style]) => [head, style.replace(" ", ".")]),
     now.backends.filter((row) => row.pid || row.state !== "absent" && !row.unavailable).map((row) => ({
       key: row.name, open: (key) => { location.hash = `backends/${encodeURIComponent(key)}`; },
-      cells: [row.name, dot(stateOf(row)), number(now.isOld ? 0 : row.rate), bytes(row.memory_bytes), row.running, row.waiting],
+      cells: [row.name, dot(stateOf(row)), number(now.isOld ? 0 : row.rate), memoryOf(row), row.running, row.waiting],
     })), { empty: "None runs: the first call starts one." }),
     h("h2", {}, "The broker"),
     h("dl.facts", {}, facts({
@@ -124,7 +129,7 @@ function backends(state) {
       key: row.name, open,
       cells: [row.name, dot(stateOf(row)), number(now.isOld ? 0 : row.rate), number(row.answered),
         h(row.failed ? "span.bad" : "span", {}, number(row.failed)), h(row.restarts ? "span.care" : "span", {}, row.restarts), row.pid ?? "",
-        bytes(row.memory_bytes), Object.entries(row.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
+        memoryOf(row), Object.entries(row.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
     })), { empty: "None.", selected: state.open }),
     elsewhere.length ? [h("h2", {}, "Not for this machine"), table([["backend", "name"], ["why", "text"]],
       elsewhere.map((row) => ({ key: row.name, open, cells: [row.name, row.unavailable.detail] })), { empty: "" })] : null,

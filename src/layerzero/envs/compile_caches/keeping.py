@@ -117,6 +117,15 @@ def collect(store: Path, bounds: Bounds, *, dry_run: bool = False) -> list[Kept]
     return removed
 
 
+def forget_aside(store: Path) -> int:
+    """Remove what was set aside, which nobody loads; how many files that was."""
+    count = 0
+    for folder in _folders(store):
+        count += folders.aside_count(folder)
+        shutil.rmtree(folder / manifest.OURS / folders.ASIDE, ignore_errors=True)
+    return count
+
+
 def _remove(folder: Path) -> bool:
     """Whether it is gone; not when somebody has begun to use it."""
     with suppress(InUse), folders.alone(folder):

@@ -23,6 +23,7 @@ from layerzero.ipc.compile_caches.manifest import Changed, Entry
 
 FRESH_S = 0.5  # a file that was written to so lately may be written to still
 NOTES = "compiled.json"  # in `.lz`: what is compiled, as the broker has it (envs/probe/caches.py)
+ASIDE = "aside"
 MAX_NAMED = 5  # files that one line names
 
 
@@ -126,7 +127,7 @@ def set_aside(folder: Path, paths: list[str]) -> Path:
     """Move files to where nobody loads them; what was set aside before is removed. Notes of what is compiled go, too.
     Raises OSError."""
     ours = folder / manifest.OURS
-    aside = ours / "aside"
+    aside = ours / ASIDE
     shutil.rmtree(aside, ignore_errors=True)
     for path in paths:
         target = aside / path
@@ -139,7 +140,7 @@ def set_aside(folder: Path, paths: list[str]) -> Path:
 
 def aside_count(folder: Path) -> int:
     """How many files were set aside last."""
-    return sum(len(names) for _, _, names in os.walk(folder / manifest.OURS / "aside"))
+    return sum(len(names) for _, _, names in os.walk(folder / manifest.OURS / ASIDE))
 
 
 def make(folder: Path) -> None:
@@ -296,4 +297,4 @@ def _empty(folder: Path) -> None:
     ours = folder / manifest.OURS
     for name in (manifest.manifest_path(folder).name, NOTES):
         (ours / name).unlink(missing_ok=True)
-    shutil.rmtree(ours / "aside", ignore_errors=True)
+    shutil.rmtree(ours / ASIDE, ignore_errors=True)

@@ -21,10 +21,10 @@ def at(up_s: float, calls: int = 0, **more: Any) -> dict[str, Any]:
 
 def test_only_what_has_grown_is_told() -> None:
     """Rates are of the time between; a kind of calls that stood still has no row."""
-    found = between(at(10, 5), at(12, 9, errors=[["silu", "alpha", "DEADLINE", 2]]), {"alpha": 4096})
+    found = between(at(10, 5), at(12, 9, errors=[["silu", "alpha", "DEADLINE", 2]]), {"alpha": 4096}, {"alpha": 64})
     assert (found.seconds, found.errors) == (2, {("silu", "alpha", "DEADLINE"): 2})
     assert found.calls == {("silu", "alpha", "express"): Durations(4, 32_000, {3: 4})}
-    assert found.workers == {"alpha": Worker("ready", 1, 0, 0, 4096)}
+    assert found.workers == {"alpha": Worker("ready", 1, 0, 0, 4096, 64)}
     assert between(at(10, 5), at(12, 5), {}).calls == {}
 
 

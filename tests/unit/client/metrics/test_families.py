@@ -43,7 +43,7 @@ def answer(**more: Any) -> dict[str, Any]:
 
 
 def shown(given: dict[str, Any]) -> str:
-    return text.render(Snapshot(given).collect()).decode()
+    return text.render(Snapshot(given, {"alpha": {"GPU-1": 1 << 30}}).collect()).decode()
 
 
 def names() -> set[str]:
@@ -59,6 +59,12 @@ def test_a_duration_is_a_histogram_of_seconds() -> None:
     assert [s.value for s in buckets] == list(range(1, BUCKETS + 1))
     assert float(BOUNDS[-2]) == pytest.approx(16.777216)
     assert [s.value for s in samples if s.name == "layerzero_call_duration_seconds_sum"] == [2.5]
+
+
+def test_what_workers_hold_of_gpus_has_the_backend_and_the_gpu() -> None:
+    samples = [s for family in text_string_to_metric_families(shown(answer())) for s in family.samples]
+    [held] = [s for s in samples if s.name == "layerzero_gpu_memory_bytes"]
+    assert (held.labels, held.value) == ({"backend": "alpha", "gpu": "GPU-1"}, 1 << 30)
 
 
 @pytest.mark.parametrize("backend", ["alpha", 'a"b', "a\\b\n", "", "\u00e4", "{}"])

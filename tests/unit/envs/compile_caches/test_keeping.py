@@ -98,3 +98,5 @@ def test_verify_sets_aside_what_does_not_fit_also_of_what_is_in_use(store: Path)
     assert found == {"env0": ["code"], "env1": ["code"], "env2": [], "env3": []}
     assert not (first / "code").exists()
     assert {one.name: one.set_aside for one in keeping.kept(store)} == {"env0": 1, "env1": 1, "env2": 0, "env3": 0}
+    assert keeping.forget_aside(store) == 2
+    assert keeping.forget_aside(store) == 0

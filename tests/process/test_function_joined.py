@@ -1,0 +1,55 @@
+"""Functions whose environment's worker joins by itself, as from a container: they run there, and its agent outlives the
+broker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.process import forks
+from tests.process import isolated_functions as fn
+from tests.process.harness import Site, wait_ended, wait_until
+from tests.process.join_site import Agent
+
+import layerzero as lz
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    forks.start_server()
+    one = Site(tmp_path / "store", joined=fn.PLAIN.backend, backoff_s=0.01)
+    with one.environment():
+        fn.PLAIN.build(quiet=True)
+        one.start().connect()
+        yield one
+        lz.disconnect()
+    one.stop()
+
+
+def is_ready(site: Site) -> bool:
+    return site.backend(fn.PLAIN.backend)["state"] == "ready"
+
+
+def test_a_joined_worker_of_functions_survives_its_broker(site: Site) -> None:
+    """The next broker knows the environment before anybody calls, and its agent registers there."""
+    with pytest.raises(lz.EnvError, match="no worker has joined"):
+        fn.echo(1)
+    agent = Agent(site, fn.PLAIN.backend)
+    try:
+        wait_until(lambda: is_ready(site))
+        assert fn.echo([1, "a"]) == [1, "a"]
+        pid = site.broker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_ended(pid)
+        site.start()
+        lz.disconnect()
+        site.connect()
+        wait_until(lambda: is_ready(site))
+        assert fn.place()[0] in agent.children()
+        assert agent.process.poll() is None
+    finally:
+        agent.end()
