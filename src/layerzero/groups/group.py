@@ -280,6 +280,8 @@ class Group:
 
     def __del__(self) -> None:
         if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
+            if self._peers is not None:
+                self._peers.leave()
             self._drop()
 
     def _form(self, timeout_s: float) -> None:
