@@ -260,6 +260,7 @@ DOES: dict[str, Callable[..., Any]] = {
     "files": _files,
     "reform": _reform,
     "fork": _fork,
+    "forget": lambda name="tp": bool(_groups.pop(name)) and gc.collect() < 0,
     "close": lambda name="tp": _groups.pop(name).close(),
     "explain": lambda nbytes, name="tp", **options: str(_groups[name].explain(nbytes, **options)),
     "tune": lambda sizes, name="tp": sorted(_groups[name].tune(sizes)),

@@ -11,7 +11,7 @@ import numpy as np
 from layerzero.client.connection.report import Copy
 from layerzero.groups import choices, reducing
 from layerzero.groups.arrays import Given, Result
-from layerzero.groups.peers import HEAD
+from layerzero.groups.peers import COLLECTIVE, HEAD
 from layerzero.groups.shared_memory import SharedMemory
 from layerzero.ipc.errors import InvalidArgument, ProtocolError, RanksDisagree
 from layerzero.ipc.transport.plain import pack_body, unpack_body
@@ -66,8 +66,8 @@ BY_NAME = {op.name: op for op in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO
 
 @dataclass(frozen=True)
 class Call:
-    """One that all ranks have agreed on. `detail`: the reduction's op, or the root; `told`: what the others' first
-    messages had beside that, by rank."""
+    """One of this rank's; `given` and `result` are None where it cannot be made. `detail`: the reduction's op, or the
+    root."""
 
     op: Op
     rank: int
@@ -75,7 +75,6 @@ class Call:
     given: Given
     result: Result
     detail: Any
-    told: Mapping[int, Any]
     until_s: float
 
 
@@ -97,7 +96,17 @@ def payload(op: Op, given: Given, rank: int, to: int, size: int, detail: Any) ->
     return data.tobytes()  # type: ignore[no-any-return]
 
 
-def disagreement(group: str, rank: int, own: bytes, told: Mapping[int, bytes]) -> RanksDisagree:
+def opened(call: Call, own: bytes, peers: Peers, *, is_said: bool) -> dict[int, bytes]:
+    """What the others begin the call with; each gets `own`, and if it `is_said` what is for it. Raises GroupBroken."""
+    for rank in peers.ranks:
+        said = payload(call.op, call.given, call.rank, rank, call.size, call.detail) if is_said else b""
+        peers.send(rank, own + said, call.until_s)
+    return peers.take(COLLECTIVE, peers.ranks, call.until_s)
+
+
+def disagreement(group: str, rank: int, own: bytes, told: Mapping[int, bytes]) -> RanksDisagree | None:
+    if all(message.startswith(own) for message in told.values()):
+        return None
     given = {one: _text(message) for one, message in sorted({**told, rank: own}.items())}
     text = "; ".join(f"rank {one}: {what}" for one, what in given.items())
     return RanksDisagree(
@@ -123,16 +132,16 @@ def _text(message: bytes) -> str:
 # --- going
 
 
-def run_by_messages(call: Call) -> tuple[Copy, ...]:
+def run_by_messages(call: Call, told: Mapping[int, Any]) -> tuple[Copy, ...]:
     given, out, ranks = call.given, call.result.data, range(call.size)
     if call.op is BROADCAST:
-        source = given.data if call.rank == call.detail else call.told[call.detail]
+        source = given.data if call.rank == call.detail else told[call.detail]
         if source is not given.data or call.result.value is not given.keep:
             np.copyto(out, source)
         return _copied(len(out), "in messages")
     share = call.op.share(given.nbytes, call.size)
     own = given.data[call.rank * share : (call.rank + 1) * share] if call.op.is_split else given.data
-    parts = [own if rank == call.rank else call.told[rank] for rank in ranks]
+    parts = [own if rank == call.rank else told[rank] for rank in ranks]
     if call.op.reduces:
         if len(out):
             reducing.reduce_into(out, parts, call.detail, given.dtype)
@@ -140,6 +149,27 @@ def run_by_messages(call: Call) -> tuple[Copy, ...]:
     for rank in ranks:
         np.copyto(out[rank * share : (rank + 1) * share], parts[rank])
     return _copied((2 * call.size - 1) * share, "in messages")
+
+
+def open_in_shared_memory(
+    call: Call, own: bytes, shared: SharedMemory, peers: Peers
+) -> tuple[tuple[Copy, ...], RanksDisagree | None]:
+    """Agree, and go: the first round is written before anybody is told. Raises GroupBroken."""
+    found: list[RanksDisagree] = []
+
+    def opening() -> None:
+        error = disagreement(peers.name, call.rank, own, opened(call, own, peers, is_said=False))
+        if error is not None:
+            found.append(error)
+            raise error
+
+    shared.opening = opening
+    try:
+        return (*_copied(call.given.copied, "it was strided"), *run_in_shared_memory(call, shared)), None
+    except RanksDisagree:
+        if not found:
+            raise
+        return (), found[0]
 
 
 def run_in_shared_memory(call: Call, shared: SharedMemory) -> tuple[Copy, ...]:
@@ -180,12 +210,13 @@ def _copied(nbytes: int, reason: str, where: str = "client") -> tuple[Copy, ...]
     return (Copy("x", nbytes, where, reason),) if nbytes else ()
 
 
-def run(call: Call, path: str, shared: SharedMemory, gloo: Gloo | None, peers: Peers) -> tuple[Copy, ...]:
-    """By the way that was agreed on; what was copied. Raises GroupBroken."""
+def run(
+    call: Call, path: str, told: Mapping[int, bytes], begin: int, gloo: Gloo | None, peers: Peers
+) -> tuple[Copy, ...]:
+    """By gloo, or with what the others' messages have from `begin` on; what was copied. Raises GroupBroken."""
     strided = _copied(call.given.copied, "it was strided")
     if path == choices.GLOO:
         assert gloo is not None
         return (*strided, *run_by_gloo(call, gloo, peers))
-    if path == choices.SHARED:
-        return (*strided, *run_in_shared_memory(call, shared))
-    return (*strided, *run_by_messages(call))
+    rest = {rank: np.frombuffer(message, np.uint8, offset=begin) for rank, message in told.items()}
+    return (*strided, *run_by_messages(call, rest))

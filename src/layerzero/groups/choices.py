@@ -12,7 +12,7 @@ from layerzero.ipc.errors import InvalidArgument
 SHARED_MEMORY, GLOO = "shared_memory", "gloo"
 BACKENDS = (SHARED_MEMORY, GLOO)
 MESSAGES, SHARED, ALONE = "messages", "shared memory", "here"  # paths, beside gloo
-MESSAGE_BYTES = 16 << 10  # up to so much for each other rank goes with the message that begins a call
+MESSAGE_BYTES = 64 << 10  # up to so much for each other rank goes with the message that begins a call
 GLOO_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")  # that it adds up
 MEASURED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 

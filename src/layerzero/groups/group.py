@@ -280,6 +280,8 @@ class Group:
 
     def __del__(self) -> None:
         if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
+            if self._peers is not None:
+                self._peers.leave()
             self._drop()
 
     def _form(self, timeout_s: float) -> None:
@@ -326,19 +328,19 @@ class Group:
                 if error is None:
                     what = [op.name, detail, given.dtype, list(given.shape), choice.path]
                 head = calls.head(self._generation, self._calls, what)
-                is_said = choice is not None and choice.path == choices.MESSAGES
-                for rank in peers.ranks:
-                    said = calls.payload(op, given, self._rank, rank, self._size, detail) if is_said else b""
-                    peers.send(rank, head + said, until_s)
-                told = peers.take(COLLECTIVE, peers.ranks, until_s)
-                if error is None and not all(message.startswith(head) for message in told.values()):
-                    error = calls.disagreement(self._name, self._rank, head, told)
-                if error is None and choice.path == choices.GLOO:
-                    error = self._start_gloo(peers, until_s)
-                if error is None:
-                    rest = {rank: np.frombuffer(said, np.uint8, offset=len(head)) for rank, said in told.items()}
-                    call = Call(op, self._rank, self._size, given, result, detail, rest, until_s)
-                    copies = calls.run(call, choice.path, shared, self._gloo, peers)
+                call = Call(op, self._rank, self._size, given, result, detail, until_s)
+                if error is None and choice.path == choices.SHARED:
+                    copies, error = calls.open_in_shared_memory(call, head, shared, peers)
+                else:
+                    told = calls.opened(
+                        call, head, peers, is_said=choice is not None and choice.path == choices.MESSAGES
+                    )
+                    if error is None:
+                        error = calls.disagreement(self._name, self._rank, head, told)
+                    if error is None and choice.path == choices.GLOO:
+                        error = self._start_gloo(peers, until_s)
+                    if error is None:
+                        copies = calls.run(call, choice.path, told, len(head), self._gloo, peers)
             except BaseException as exc:
                 raise self._break(exc) from (None if isinstance(exc, LayerZeroError) else exc)
             if error is not None:

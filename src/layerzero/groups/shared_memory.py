@@ -2,8 +2,8 @@
 
 A call goes in rounds: each rank writes into one of its areas, tells all others, waits until all have told, and reads
 theirs. The next round has the other area, so nobody writes what somebody still reads: who tells of a round is done
-with the one before. A sum takes two: each rank adds up a slice of the chunk, in the order of the ranks, then takes the
-others'.
+with the one before. The first round is told by the message that begins the call. A sum takes two: each rank adds up a
+slice of the chunk, in the order of the ranks, then takes the others'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CHUNK, TAKEN = b"PC", b"PT"
 
 
 class SharedMemory:
-    """`copied`: bytes that this rank has copied in the present call."""
+    """`copied`: bytes that this rank has copied in the present call. `opening`: tells its first round, and raises where
+    ranks disagree."""
 
     def __init__(
         self, rank: int, size: int, peers: Peers, own: staging.OwnMemory, others: Mapping[int, tuple[Any, Any]]
@@ -32,6 +33,7 @@ class SharedMemory:
         self._chunk = own.nbytes // 2
         self._round = 0
         self.copied = 0
+        self.opening: Callable[[], None] | None = None
 
     # --- calls
 
@@ -122,16 +124,21 @@ class SharedMemory:
 
     def _exchanged(self, until_s: float) -> dict[int, Any]:
         """Tell that this round's area is written, wait for the others' and give theirs; the round is over then."""
+        opening, self.opening = self.opening, None
+        if opening is not None:
+            opening()
+        else:
+            self._tell_round(until_s)
+        areas = {rank: areas[self._round % 2] for rank, areas in self._others.items()}
+        self._round += 1
+        return areas
+
+    def _tell_round(self, until_s: float) -> None:
         message = STEP + self._round.to_bytes(8, "little")
         self._peers.send_all(message, until_s)
         for rank, told in self._peers.take(COLLECTIVE, self._peers.ranks, until_s).items():
             if told != message:
-                raise ProtocolError(
-                    f"rank {rank} told {told[:32]!r} in round {self._round} of group {self._peers.name!r}"
-                )
-        areas = {rank: areas[self._round % 2] for rank, areas in self._others.items()}
-        self._round += 1
-        return areas
+                raise ProtocolError(f"rank {rank} told {told[:32]!r} in round {self._round}")
 
     def _scatter(self, data: Any, take: Callable[[int, int, list[Any]], None], until_s: float) -> None:
         """`take` gets, for a stretch of this rank's part, what all ranks have there, in their order."""
