@@ -65,7 +65,9 @@ typedef enum lz_code {
     LZ_CUDA_GRAPH_UNSAFE = 23,
     LZ_NO_TRANSPORT = 24,
     LZ_REMOTE_EXCEPTION = 25,
-    LZ_CONFIG = 26
+    LZ_CONFIG = 26,
+    LZ_GROUP_BROKEN = 27,   /* never seen: between ranks of a group, which this library has not */
+    LZ_RANKS_DISAGREE = 28  /* likewise */
 } lz_code;
 
 /* May another attempt help? */

@@ -44,6 +44,8 @@ static const code_row CODES[] = {
     {"NO_TRANSPORT", LZ_RETRY_OTHER_BACKEND, "Name another backend: this memory does not reach its worker."},
     {"REMOTE_EXCEPTION", LZ_RETRY_NEVER, "Read what the function raised in its environment."},
     {"CONFIG", LZ_RETRY_NEVER, "Correct the setting that is named."},
+    {"GROUP_BROKEN", LZ_RETRY_SAME, "Form the group again without the rank that is named."},
+    {"RANKS_DISAGREE", LZ_RETRY_NEVER, "Have all ranks make the same calls in the same order."},
 };
 enum { CODE_COUNT = sizeof CODES / sizeof *CODES };
 

@@ -25,6 +25,7 @@ weight = rng.standard_normal((64, 512), dtype=np.float32)
 """
 NOT_RUN = {
     "docs/adding-a-backend.md": "it is the example's provider: test_docs.py compares them, test_third_party.py runs it",
+    "docs/cluster.md": "it needs Ray: tests/clusters",
     "docs/joined.md": "it needs another container: tests/containers",
     "docs/diffusers.md": "the program needs Diffusers: tests/diffusion_models",
     "docs/engines.md": "the program needs flashinfer: tests/serving_engines",

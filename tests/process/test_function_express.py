@@ -131,8 +131,13 @@ def test_results_that_nobody_takes_give_their_memory_back() -> None:
     for _ in range(5):
         submitted()
     assert [future.result() for future in submitted()] == list(range(MANY))
-    settled()
-    assert pool.stats()["slots"] <= before + 2 * 64
+
+    def are_back() -> bool:
+        """The broker's answers come when they come; those on the lane are seen at later calls."""
+        settled()
+        return pool.stats()["slots"] <= before + 2 * 64
+
+    wait_until(are_back)
 
 
 def test_threads_get_their_own_results_and_reports() -> None:

@@ -35,8 +35,9 @@ def test_a_digest_is_of_every_input() -> None:
 def test_a_digest_leaves_out_what_the_call_writes() -> None:
     """A cache is another one at each call, so that no poison would be known again."""
     slots = np.zeros(1, np.int64)
-    assert digest("append_kv", A, A, A, A, slots) == digest("append_kv", A, A, B, B, slots)
-    assert digest("append_kv", A, A, A, A, slots) != digest("append_kv", A, A, A, A, slots + 1)
+    unscaled = None, None
+    assert digest("append_kv", A, A, A, A, slots, *unscaled) == digest("append_kv", A, A, B, B, slots, *unscaled)
+    assert digest("append_kv", A, A, A, A, slots, *unscaled) != digest("append_kv", A, A, A, A, slots + 1, *unscaled)
 
 
 def test_the_shortest_time_is_no_time_without_end() -> None:
