@@ -151,7 +151,7 @@ def test_the_whole_default_matrix_is_not_tried_unasked(tmp_path: Path) -> None:
     answer = subprocess.run(**command(tmp_path), capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
     assert answer.returncode == 2
     assert "add --yes, or name a few: lz matrix torch mlx" in answer.stderr
-    assert re.search(r"tries 19 libraries, alone and in pairs: 190 environments, about \d+ minutes", answer.stderr)
+    assert re.search(r"tries 21 libraries, alone and in pairs: 231 environments, about \d+ minutes", answer.stderr)
     own, theirs = pty.openpty()
     with subprocess.Popen(**command(tmp_path), stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as process:
         os.close(theirs)
