@@ -40,13 +40,16 @@ if [ -n "$ENVIRONMENT" ]; then
     ln -s $root/store/envs/"$ENVIRONMENT"-* $root/environment
     ln -s $root/store/stage/* $root/code
     # Compile caches of this very environment, if somebody has exported them (docs/containers.md).
-    name=$(basename "$(readlink -f $root/environment)")
+    for folder in $root/store/envs/"$ENVIRONMENT"-*; do name=${folder##*/}; done
     mkdir -p /image$root/warm
-    if [ -d "containers/caches/$name" ]; then
-        cp -r "containers/caches/$name" /image$root/warm
-    elif ls -d containers/caches/"$ENVIRONMENT"-* >/dev/null 2>&1; then
-        echo "containers/caches has no $name: what is there of $ENVIRONMENT is of another lock or Python, and left out" >&2
-    fi
+    for folder in containers/caches/"$ENVIRONMENT"-*; do
+        [ -d "$folder" ] || continue
+        if [ "${folder##*/}" = "$name" ]; then
+            cp -r "$folder" /image$root/warm
+        else
+            echo "$folder is left out: it is of another lock or Python than $name" >&2
+        fi
+    done
     chmod -R a+rX /image$root/warm
     rm -rf $root/store/probes $root/store/*/.locks
     chmod 755 $root/store/envs/* $root/store/stage/*
