@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.process.harness import BACKENDS, Site, wait_until
+from tests.process.compiling import QUICK, provider
+from tests.process.harness import Site, wait_until
 from tests.process.test_cli import FAILED, data
 from tests.process.test_cli import lz as lz_command
 from tests.unit.ipc.test_compile_caches import flip
@@ -17,46 +18,7 @@ from tests.unit.ipc.test_compile_caches import flip
 import layerzero as lz
 from layerzero.envs import signing
 
-ROW = 500
-# The toy's silu, compiled for each length of rows. Whoever compiles writes down what it is.
-PROVIDER = """
-
-import importlib.util
-import py_compile
-from pathlib import Path
-
-
-def load():
-    import numpy
-
-    cache, notes = Path(os.environ["LZ_JIT_CACHE"]), Path(os.environ["LZ_JIT_NOTES"])
-
-    def compiled(row):
-        target = cache / f"silu_{row}.pyc"
-        if not target.exists():
-            with notes.open("a") as file:
-                file.write(f"{row}\\n")
-            cache.mkdir(parents=True, exist_ok=True)
-            source = cache / f"silu_{row}.py"
-            source.write_text("import numpy as np\\ndef silu(x):\\n    return x / (1 + np.exp(-x))\\n")
-            py_compile.compile(str(source), cfile=str(target), doraise=True)
-        spec = importlib.util.spec_from_file_location(f"silu_{row}", target)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.silu
-
-    def silu(call, inputs, outputs):
-        shape = call.inputs[0].shape
-        run, read, write = compiled(shape[-1] if shape else 1), _reader(inputs[0]), _writer(outputs[0])
-
-        def bound():
-            with numpy.errstate(over="ignore"):
-                write(run(read()))
-
-        return bound
-
-    return Loaded({"numpy": numpy.__version__}, {"jit.silu": silu, "jit.null": _null})
-"""
+ROW = QUICK
 
 
 class Machines:
@@ -65,13 +27,13 @@ class Machines:
     def __init__(self, new_site: Callable[..., Site], folder: Path) -> None:
         self._new, self._folder, self._count = new_site, folder, 0
         self.notes = folder / "notes"
+        self.notes.mkdir()
 
     def make(self, store: str, **environ: str) -> Site:
         site = self._new()
         site.use_store(self._folder / store)
         env = {"LZ_JIT_CACHE": "{cache}/silu", "LZ_JIT_NOTES": str(self.notes)}
-        source = (BACKENDS / "toy.py").read_text() + PROVIDER
-        site.add_backend("jit", provider=source, env=env, needs_jit=True, compiled_for=["row"])
+        site.add_backend("jit", provider=provider(), env=env, needs_jit=True, compiled_for=["row"])
         site.environ.update(environ)
         return site
 
@@ -89,7 +51,9 @@ class Machines:
 
     @property
     def compiled(self) -> int:
-        return self.notes.read_text().split().count(str(ROW)) if self.notes.exists() else 0
+        compiled = self.notes / "compiled"
+        rows = compiled.read_text().splitlines() if compiled.exists() else []
+        return sum(line.split()[0] == str(ROW) for line in rows)
 
     def cache(self, store: str) -> Path:
         (folder,) = (self._folder / store / "caches").glob("jit-*/*")

@@ -8,61 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.process.harness import BACKENDS, PATIENCE_S, Site, wait_until
+from tests.process.compiling import BROKEN, QUICK, SLOW, provider
+from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.process.join_site import Agent
 from tests.process.test_reload import restart
 
 import layerzero as lz
 from layerzero.ipc.errors import DeadlineExceeded, NoBackend
 
-SLOW, BROKEN, QUICK = 500, 501, 502  # lengths of rows: compiled when the gate opens, never, at once
 X = np.linspace(-4, 4, 2 * SLOW, dtype=np.float32).reshape(2, SLOW)
-
-# The toy's silu, compiled for each length of rows. Whoever compiles writes down what it is.
-PROVIDER = """
-
-import importlib.util
-import py_compile
-import sys
-from pathlib import Path
-
-
-def load():
-    import numpy
-
-    cache, notes = Path(os.environ["LZ_JIT_CACHE"]), Path(os.environ["LZ_JIT_NOTES"])
-
-    def compiled(row):
-        target = cache / f"silu_{row}.pyc"
-        if not target.exists():
-            with (notes / "compiled").open("a") as file:
-                file.write(f"{row} {' '.join(sys.orig_argv)}\\n")
-            if row == SLOW:
-                with (notes / "gate").open() as gate:  # a FIFO: goes on when somebody has opened it for writing
-                    gate.read()
-            if row == BROKEN:
-                raise RuntimeError("nvcc: error: no image for this row")
-            cache.mkdir(parents=True, exist_ok=True)
-            source = cache / f"silu_{row}.py"
-            source.write_text("import numpy as np\\ndef silu(x):\\n    return x / (1 + np.exp(-x))\\n")
-            py_compile.compile(str(source), cfile=str(target), doraise=True)
-        spec = importlib.util.spec_from_file_location(f"silu_{row}", target)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.silu
-
-    def silu(call, inputs, outputs):
-        shape = call.inputs[0].shape
-        run, read, write = compiled(shape[-1] if shape else 1), _reader(inputs[0]), _writer(outputs[0])
-
-        def bound():
-            with numpy.errstate(over="ignore"):
-                write(run(read()))
-
-        return bound
-
-    return Loaded({"numpy": numpy.__version__}, {"jit.silu": silu, "jit.null": _null})
-"""
 
 
 class Compiling:
@@ -72,12 +26,9 @@ class Compiling:
         self.site = site
         self._notes = folder
         os.mkfifo(folder / "gate")
-        source = (BACKENDS / "toy.py").read_text() + PROVIDER
-        for name, value in (("SLOW", SLOW), ("BROKEN", BROKEN)):
-            source = source.replace(f"row == {name}:", f"row == {value}:")
         env = {"LZ_JIT_CACHE": "{cache}/silu", "LZ_JIT_NOTES": str(folder)}
         site.use_store(folder / "store")  # with caches that are empty
-        site.add_backend("jit", provider=source, env=env, needs_jit=True, compiled_for=["row"])
+        site.add_backend("jit", provider=provider(), env=env, needs_jit=True, compiled_for=["row"])
         self.session = site.start().connect()
 
     def compiled(self, row: int) -> list[str]:
