@@ -76,7 +76,6 @@ def test_a_kernel_that_takes_long_here_gives_way(cluster: Cluster) -> None:
     wait_until(served_elsewhere, 40.0)
     told = report()
     assert node_of(cluster, told.kernel_id) == cluster.nodes[1]
-    assert told.elapsed_us < 30_000
     assert any(c.kernel_id == "alpha.silu" and c.accepted for c in told.candidates)
 
 
