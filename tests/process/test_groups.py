@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from tests.process.group_ranks import Rank, all_of, form
 from tests.process.harness import Site, wait_until
+from tests.process.split_ranks import HIDDEN, INNER
 
 import layerzero as lz
 
 SIZE = 3
 SOON_S = 5.0  # an error comes within 1 s; more where ten processes want each core, and far less than timeout_s
+SPLIT = "tests.process.split_ranks"
 BIG = [1 << 18]  # elements of float32: more than a message, and than a chunk of the smallest size
 
 
@@ -291,3 +293,65 @@ def test_what_no_group_can_be_is_refused_before_anybody_waits(crew: Crew, monkey
             assert group.last_report().path == "here"
     finally:
         lz.disconnect()
+
+
+# --- plans split over ranks
+
+
+def on(ranks: list[Rank], what: str, *args: Any) -> list[Any]:
+    return all_of(ranks, "on", f"{SPLIT}:{what}", *args)
+
+
+def connected(formed: Any) -> list[Rank]:
+    """Two ranks: they call, and another test may have killed their broker."""
+    ranks: list[Rank] = formed(2)
+    assert all_of(ranks, "connect") == [True] * 2
+    return ranks
+
+
+def test_a_plan_is_split_and_gives_on_all_ranks_what_it_gives_whole(formed: Any) -> None:
+    """For other numbers each time, and other shapes; what lies between the sums are plans."""
+    ranks = connected(formed)
+    assert on(ranks, "agree", [0]) == ["WARM"] * 2
+    assert on(ranks, "agree", [1, 2, 3]) == ["FROZEN"] * 2
+    assert on(ranks, "agree", [4, 5, 6, 7], 5) == ["FROZEN"] * 2
+    assert on(ranks, "agree", list(range(8))) == ["FROZEN"] * 2
+    text = on(ranks, "explain")[1]
+    assert text.startswith("FROZEN: float64[4, 8], rank 1 of 2\n  2 weights in parts, ")
+    assert "0 matmul at split_ranks.py:" in text
+    assert ": by column" in text
+    assert "all_reduce after 2 matmul, float64[4, 8]" in text
+    assert "  a plan, FROZEN: float64[4, 8]\n" in text
+    assert on(ranks, "weight_bytes") == [HIDDEN * INNER * 8] * 2
+
+
+def test_what_cannot_be_split_is_refused_on_all_ranks(formed: Any) -> None:
+    ranks = connected(formed)
+    told = on(ranks, "refuse", "summed")
+    assert all(one.startswith("leave cumsum at split_ranks.py:") for one in told), told
+    ranks[0].ask("on", f"{SPLIT}:refuse", "summed")
+    ranks[1].ask("on", f"{SPLIT}:refuse", "block")
+    told = [rank.told() for rank in ranks]
+    assert told[1] == "let all ranks plan the same function, of the same shapes: rank 0 refused it"
+    ranks[0].ask("on", f"{SPLIT}:refuse", "block", 4)
+    ranks[1].ask("on", f"{SPLIT}:refuse", "block", 6)
+    told = [rank.told() for rank in ranks]
+    assert [one.rpartition(": ")[2] for one in told] == ["rank 1 split another one", "rank 0 split another one"]
+
+
+def test_a_rank_dies_in_a_run_and_the_plan_goes_on_with_another_one(formed: Any, crew: Crew) -> None:
+    """Both begin anew: what is split is a matter of the ranks that there are."""
+    ranks = connected(formed)
+    assert on(ranks, "agree", [0, 1, 2, 3]) == ["FROZEN"] * 2
+    ranks[1].ask("on", f"{SPLIT}:die_in_a_run")
+    ranks[0].ask("on", f"{SPLIT}:agree", [1])
+    told = ranks[0].told()
+    assert (told["error"], told["facts"]["reason"], told["facts"]["ranks"]) == ("GROUP_BROKEN", "RANK_DIED", [1])
+    ranks[1].process.wait()
+    ranks[1].close()
+    ranks[1] = crew.of(2)[1]
+    ranks[0].ask("reform")
+    ranks[1].ask("form", "tp", 1, 2)
+    assert [rank.told() for rank in ranks][1] == 2
+    assert on(ranks, "agree", [0]) == ["WARM"] * 2
+    assert on(ranks, "agree", [1, 2]) == ["FROZEN"] * 2
