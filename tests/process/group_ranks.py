@@ -76,7 +76,7 @@ def serve() -> None:
         what, args, kwargs = json.loads(line)
         try:
             value = DOES[what](*args, **kwargs)
-        except (lz.LayerZeroError, KeyboardInterrupt) as exc:
+        except (lz.LayerZeroError, KeyboardInterrupt, ValueError) as exc:
             value = {"error": getattr(exc, "code", type(exc).__name__), "message": str(exc)}
             value["facts"] = getattr(exc, "facts", {})
         print(json.dumps(value), flush=True)

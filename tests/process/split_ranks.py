@@ -1,4 +1,4 @@
-"""What ranks do with plans that are split over them, told by tests/process/test_groups.py."""
+"""What ranks do with plans that are split over them, and with pipelines, told by tests/process/test_groups.py."""
 
 from __future__ import annotations
 
@@ -60,7 +60,71 @@ def refuse(group: lz.Group, function: str, rows: int = 4) -> str:
     return ""
 
 
-def die_in_a_run(group: lz.Group) -> None:
-    """After the first part."""
-    group.all_reduce = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
-    _plans[group](some(0))
+# --- pipelines
+
+
+def _first(x: Any) -> Any:
+    return x, lz.matmul(x, UP)
+
+
+def _second(x: Any, h: Any) -> Any:
+    return x, lz.silu(h)
+
+
+def _third(x: Any, h: Any) -> Any:
+    return x, lz.matmul(h, DOWN)
+
+
+def _raises(x: Any, h: Any) -> Any:
+    raise ValueError("it cannot")
+
+
+STAGES: dict[str, list[Any]] = {
+    "two": [lambda x: _second(*_first(x)), lambda x, h: x + lz.matmul(h, DOWN)],
+    "four": [_first, _second, _third, lambda x, h: x + h],
+    "raises": [_first, _raises],
+    "no arrays": [_first, lambda x, h: "nothing"],
+}
+_pipelines: dict[tuple[lz.Group, str, int], Any] = {}
+
+
+def _pipeline(group: lz.Group, stages: str, micro_batches: int) -> Any:
+    own = [one if n % group.size == group.rank else None for n, one in enumerate(STAGES[stages])]
+    made = lz.pipeline(own, group, micro_batches=micro_batches)
+    return _pipelines.setdefault((group, stages, micro_batches), made)
+
+
+def flow(group: lz.Group, stages: str, micro_batches: int, seeds: list[int], rows: int = 8) -> str:
+    """Runs on these arrays, as NumPy computes it; how it goes."""
+    made = _pipeline(group, stages, micro_batches)
+    for seed in seeds:
+        np.testing.assert_allclose(made(some(seed, rows)), expected(some(seed, rows)), rtol=1e-9, atol=1e-12)
+    return str(made.explain())
+
+
+def flow_apart(group: lz.Group) -> bool:
+    """The result is where it was made."""
+    found = lz.pipeline(STAGES["two"], group, micro_batches=2, shares_result=False)(some(1, 4))
+    return found is not None
+
+
+def flow_split(group: lz.Group) -> str:
+    """Stages that are split over groups of their own."""
+    with lz.group(f"stage{group.rank}", 0, 1) as own:
+        first = lz.split_plan(_first, own)
+        last = lz.split_plan(lambda x, h: x + lz.matmul(lz.silu(h), DOWN), own)
+        flow = lz.pipeline([first, last], group, micro_batches=3)
+        np.testing.assert_allclose(flow(some(1, 6)), expected(some(1, 6)), rtol=1e-9, atol=1e-12)
+        return str([first, last][group.rank].phase)
+
+
+def die_in_a_stage(group: lz.Group) -> None:
+    """Of the second micro-batch."""
+    calls = iter(range(2))
+
+    def last(x: Any, h: Any) -> Any:
+        if next(calls):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x + lz.matmul(h, DOWN)
+
+    lz.pipeline([None, last], group, micro_batches=4)(some(0, 8))

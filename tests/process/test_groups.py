@@ -299,6 +299,7 @@ def test_what_no_group_can_be_is_refused_before_anybody_waits(crew: Crew, monkey
 
 
 def on(ranks: list[Rank], what: str, *args: Any) -> list[Any]:
+    """What a function of tests/process/split_ranks.py gives on each rank."""
     return all_of(ranks, "on", f"{SPLIT}:{what}", *args)
 
 
@@ -339,12 +340,57 @@ def test_what_cannot_be_split_is_refused_on_all_ranks(formed: Any) -> None:
     assert [one.rpartition(": ")[2] for one in told] == ["rank 1 split another one", "rank 0 split another one"]
 
 
-def test_a_rank_dies_in_a_run_and_the_plan_goes_on_with_another_one(formed: Any, crew: Crew) -> None:
-    """Both begin anew: what is split is a matter of the ranks that there are."""
+# --- pipelines
+
+
+def test_micro_batches_go_through_stages_and_come_out_as_one_process_makes_them(formed: Any) -> None:
+    """Stages of one rank after the other, or dealt out twice; several arrays between them; other shapes after that."""
     ranks = connected(formed)
-    assert on(ranks, "agree", [0, 1, 2, 3]) == ["FROZEN"] * 2
-    ranks[1].ask("on", f"{SPLIT}:die_in_a_run")
-    ranks[0].ask("on", f"{SPLIT}:agree", [1])
+    for micro_batches in (1, 4):
+        told = on(ranks, "flow", "two", micro_batches, [0, 1, 2])
+    assert told[1].startswith("rank 1 of 2: 2 stages, here 1\n  4 micro-batches, 5 ticks: 1 to fill, 3 steady, 1 to dr")
+    told = on(ranks, "flow", "four", 4, [3, 4])
+    assert told[0].startswith("rank 0 of 2: 4 stages, here 0, 2\n  4 micro-batches, 9 ticks: ")
+    on(ranks, "flow", "four", 4, [3, 4], 12)
+    assert on(ranks, "flow_apart") == [False, True]
+    assert on(ranks, "flow_split") == ["FROZEN"] * 2
+
+
+@pytest.mark.parametrize(("stages", "text"), [("raises", "ValueError('it cannot')"), ("no arrays", "'nothing'")])
+def test_a_stage_that_raises_ends_the_run_on_all_ranks(formed: Any, stages: str, text: str) -> None:
+    """At once, and by name; after that the group is formed again."""
+    ranks = connected(formed)
+    told = on(ranks, "flow", stages, 2, [0])
+    assert errors(told)[0] == "GROUP_BROKEN"
+    assert (told[0]["facts"]["reason"], told[0]["facts"]["ranks"]) == ("FAILED", [1])
+    assert text in told[0]["message"]
+    all_of(ranks, "reform")
+    on(ranks, "flow", "two", 2, [0])
+
+
+def test_what_no_pipeline_takes_is_refused_before_anything_is_sent(formed: Any) -> None:
+    ranks = connected(formed)
+    for args, text in (
+        (("two", 3, [0]), "arrays have shapes [8, 8]; allowed: one first dimension, which 3 micro-batches divide"),
+        (("two", 0, [0]), "micro_batches is 0; allowed: 1 or more"),
+    ):
+        told = on(ranks, "flow", *args)
+        assert [one["message"] for one in told] == [text] * 2
+    for rank, rows in zip(ranks, (8, 12), strict=True):
+        rank.ask("on", f"{SPLIT}:flow", "two", 2, [0], rows)
+    told = [rank.told() for rank in ranks]
+    assert errors(told) == ["INVALID_ARGUMENT"] * 2
+    assert told[1]["message"].endswith("unlike rank 1 are 0")
+    on(ranks, "flow", "two", 2, [0])
+
+
+def test_a_rank_dies_in_its_stage_and_plans_go_on_with_another_one(formed: Any, crew: Crew) -> None:
+    """Pipelines and split plans begin anew: what is whose is a matter of the ranks that there are."""
+    ranks = connected(formed)
+    assert on(ranks, "agree", [0, 1, 2]) == ["FROZEN"] * 2
+    on(ranks, "flow", "two", 4, [0])
+    ranks[1].ask("on", f"{SPLIT}:die_in_a_stage")
+    ranks[0].ask("on", f"{SPLIT}:flow", "two", 4, [1])
     told = ranks[0].told()
     assert (told["error"], told["facts"]["reason"], told["facts"]["ranks"]) == ("GROUP_BROKEN", "RANK_DIED", [1])
     ranks[1].process.wait()
@@ -353,5 +399,6 @@ def test_a_rank_dies_in_a_run_and_the_plan_goes_on_with_another_one(formed: Any,
     ranks[0].ask("reform")
     ranks[1].ask("form", "tp", 1, 2)
     assert [rank.told() for rank in ranks][1] == 2
+    on(ranks, "flow", "two", 4, [2])
     assert on(ranks, "agree", [0]) == ["WARM"] * 2
     assert on(ranks, "agree", [1, 2]) == ["FROZEN"] * 2

@@ -99,7 +99,8 @@ class SplitPlan:
         with self._lock:
             variant = self._variant(args, kwargs)
             if variant.phase == FROZEN:
-                return self._run(variant, arrays_of((args, kwargs)))
+                with self._group.giving_up():
+                    return self._run(variant, arrays_of((args, kwargs)))
             return self._record(variant, args, kwargs)
 
     def __repr__(self) -> str:
