@@ -168,7 +168,7 @@ def write(
     parts += [(LOCK + one, [memoryview(text.encode())]) for one, (_, text) in envs.items() if text]
     if content.constant_bytes:
         parts.append((CONSTANTS, list(constants)))
-    sizes, digests = [sum(map(len, pieces)) for _, pieces in parts], [_sha256(pieces) for _, pieces in parts]
+    sizes, digests = [sum(map(len, pieces)) for _, pieces in parts], [part_digest(pieces) for _, pieces in parts]
     environments = [[backend, env] for backend, (env, _) in envs.items()]
     value = {"kind": "bundle", "name": name, "made_by": made_by, "made_s": made_s, "environments": environments}
     packed, offsets = b"", list[int]()
@@ -204,7 +204,8 @@ def head_of(manifest: bytes) -> bytes:
     return MAGIC + numbers + hashlib.sha256(manifest).digest()
 
 
-def _sha256(pieces: Iterable[memoryview]) -> bytes:
+def part_digest(pieces: Iterable[memoryview]) -> bytes:
+    """The SHA-256 of a part."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
