@@ -48,6 +48,17 @@ class Built:
         """The static library."""
         return self._once("liblayerzero.a", self._make_library)
 
+    def shared_library(self) -> Path:
+        """liblayerzero.so as a user builds it, without sanitizers: for what is no C."""
+        folder = self.folder / "plain"
+
+        def make(_: Path) -> None:
+            command = ["make", f"-j{os.cpu_count()}", "-C", LIBRARY, f"BUILD={folder}", f"CC={COMPILER}"]
+            self._run([*command, "CFLAGS=-O0 -Werror", "all"])
+
+        self._once("plain.so", make)
+        return folder / "liblayerzero.so"
+
     def program(self, source: Path) -> Path:
         """A C program that is linked with it."""
         library = self.library()
