@@ -6,10 +6,12 @@ import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from tests.process.harness import Site
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "c"
@@ -94,6 +96,16 @@ class Built:
                 make(target)
                 done.touch()
         return target
+
+
+@pytest.fixture(scope="package")
+def broker(store: Path) -> Iterator[Site]:
+    """One for the modules of this folder, which leave it intact. Its workers restart at once."""
+    site = Site(store, restart_budget=100_000, backoff_s=0.01, backoff_max_s=0.01)
+    try:
+        yield site.start()
+    finally:
+        site.stop()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What a bundle is: one file with a straight line of calls, their constants, and what they were made with. Data of
-anybody's: no code, each part with its SHA-256, and each number in it checked. docs/bundles.md has the format."""
+anybody's: no code, each part with its SHA-256, and each number in it checked. docs/bundles.md has the format, which the
+C library reads as well (c/src/bundle_file.c)."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def write_bundle(source: ExecutionPlan | Executor, path: str | Path) -> None:
-    """Write what a plan, or an executor, does to a file, which lz.load_bundle and `lz bundle` run without the code
-    that it was recorded of.
+    """Write what a plan, or an executor, does to a file, which lz.load_bundle, `lz bundle` and the C library run
+    without the code that it was recorded of.
 
     Of a plan that is the one that ran last, with its constants (weights, say) as they are now; it must be FROZEN, on
     the CPU, and have no steps but lz calls and views. Raises InvalidArgument for others, and names the step.
@@ -42,15 +42,15 @@ def write_bundle(source: ExecutionPlan | Executor, path: str | Path) -> None:
         raise InvalidArgument(f"give lz.write_bundle a plan of lz.plan or an executor, not a {type(source).__name__}")
     session = default_session.session()
     made, kernel = (source, "") if isinstance(source, ExecutionPlan) else _planned(source)
-    variant = made.latest()
+    function, variant = made.__wrapped__, made.latest()  # type: ignore[attr-defined]
+    name = getattr(function, "__name__", type(function).__name__)
     if variant.phase != FROZEN:
         raise InvalidArgument(f"run the plan until it is FROZEN: it is {variant.phase}; {variant.problem}".rstrip("; "))
     if variant.graph is not None or variant.frozen is None:
         why = "it runs on a GPU, whose plans are no bundles" if variant.graph is not None else "run it once more"
-        raise InvalidArgument(f"{made.__name__}: {why}")  # type: ignore[attr-defined]
-    name = getattr(made, "__qualname__", "plan")
+        raise InvalidArgument(f"{name}: {why}")
     with variant.lock:
-        writing = _Writing(variant.frozen, names_of(made, variant), kernel)
+        writing = _Writing(variant.frozen, names_of(function, variant), kernel)
         writing.check()
         content = writing.content(_backends(session, writing))
     backends = sorted({step.backend for step in content.steps})
@@ -62,12 +62,13 @@ def write_bundle(source: ExecutionPlan | Executor, path: str | Path) -> None:
     form.write(Path(path), name[: form.MAX_TEXT], __version__, time.time(), content, envs, writing.constants)
 
 
-def names_of(made: ExecutionPlan, variant: Variant) -> list[str]:
-    """Of the arrays in the arguments: the function's parameters where it has as many, else numbers."""
+def names_of(function: Any, variant: Variant) -> list[str]:
+    """Of the arrays in the arguments: the parameters of a function, or of a module's forward, where it has as many,
+    else numbers."""
     assert variant.program is not None
     count = len(variant.program.recording.inputs)
     try:
-        names = [*inspect.signature(made).parameters]
+        names = [*inspect.signature(getattr(function, "forward", function)).parameters]
     except (TypeError, ValueError):
         names = []
     return names if len(names) == count else [f"input{n}" for n in range(count)]
