@@ -186,7 +186,7 @@ def test_arrays_on_other_devices_are_refused_before_export() -> None:
         def __dlpack__(self, **_: Any) -> object:
             raise AssertionError("exported")
 
-    with pytest.raises(InvalidArgument, match=r"device vulkan \(7\); .*move it to the CPU"):
+    with pytest.raises(InvalidArgument, match=r"device vulkan \(7\), .*move it to the CPU"):
         read_dlpack(OnVulkan(None, version=None))
 
 
