@@ -67,7 +67,7 @@ class _Moving:
         self._numpy = numpy
 
     def append(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        key, value, *_, slots, _, _ = inputs
+        key, value, _, _, slots, *_ = inputs
         *rows, slots = self._views(key, value, slots)
         caches = self._views(*outputs)
         blocks, page = caches[0].shape[:2]
