@@ -57,6 +57,8 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     "client/cli/compile_caches.py": {"broker"},
     "client/cli/lift.py": {"broker", "rich"},
+    # Of measured times, which the broker keeps, the calls that were made.
+    "client/cli/profile.py": {"broker", "capabilities", "rich"},
     "client/cli/cluster.py": {"cluster", "rich"},
     "client/cli/dashboard.py": {"dashboard"},
     "client/cli/top.py": {"top"},

@@ -89,6 +89,7 @@ def run(
         times=tuple(imported.times(launcher.imported, gpus, time.monotonic())),
         compiled={name: tuple(units) for name, units in launcher.compiled().items()},
         lifted=tuple(sorted(launcher.imported)),
+        profile=launcher.profile,
     )
     recorder = None
     try:

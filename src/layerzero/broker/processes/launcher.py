@@ -22,7 +22,7 @@ from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import descriptors, functions
+from layerzero.envs import descriptors, functions, profiles
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.env import Env
@@ -60,6 +60,7 @@ class Launcher:
         self._settings = settings
         self._gpus = gpus
         self.accelerators = accelerators
+        self.profile = profiles.read(settings.profile, settings.store)
         self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
         self._started: dict[str, str] = {}  # ids of the environments that workers were started in last
         self._held: dict[str, ExitStack] = {}
@@ -289,7 +290,7 @@ class Launcher:
         """The probe of a backend that is built here, if it is known without running one."""
         with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
             env = self._plan(backend)
-            return probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
+            return probe.cached_probe(env, self.manifests[backend], self.profile) if env.is_built else None
         return None
 
     def probe(self, backend: str) -> ProbeRecord:
@@ -307,7 +308,10 @@ class Launcher:
         self._checked.add(backend)
         stage.stage(env.store)
         record = probe.probe_cached(
-            self._with_caches(env), self.manifests[backend], timeout_s=self._settings.start_timeout_s
+            self._with_caches(env),
+            self.manifests[backend],
+            timeout_s=self._settings.start_timeout_s,
+            profile=self.profile,
         )
         return record
 

@@ -304,6 +304,7 @@ def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
         "pid": os.getpid(),
         "policy": str(server.policy.file.absolute()),
         "manifest_dirs": folders,
+        "profile": server.settings.profile,
         "metrics": server.settings.metrics,
         "history": server.settings.history,
         "record": "" if server.settings.record is None else str(server.settings.record.absolute()),
