@@ -58,7 +58,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli/compile_caches.py": {"broker"},
     "client/cli/lift.py": {"broker", "rich"},
     "client/cli/cluster.py": {"cluster", "rich"},
-    "client/cli/dashboard.py": {"dashboard"},
+    "client/cli/dashboard.py": {"cluster", "dashboard"},
     "client/cli/top.py": {"top"},
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
     "client/cli/types.py": {"capabilities", "workers"},
