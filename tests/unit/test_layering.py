@@ -60,7 +60,7 @@ EXTRA: dict[str, set[str]] = {
     # Of measured times, which the broker keeps, the calls that were made.
     "client/cli/profile.py": {"broker", "capabilities", "rich"},
     "client/cli/cluster.py": {"cluster", "rich"},
-    "client/cli/dashboard.py": {"dashboard"},
+    "client/cli/dashboard.py": {"cluster", "dashboard"},
     "client/cli/top.py": {"top"},
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
     "client/cli/types.py": {"capabilities", "workers"},

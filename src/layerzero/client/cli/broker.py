@@ -280,7 +280,7 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("versions")
     for row in backends:
-        state = _state(row)
+        state = state_of(row)
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
         table.add_row(
             Text(row["name"]),
@@ -307,7 +307,8 @@ _UNUSABLE = {
 }
 
 
-def _state(row: Mapping[str, Any]) -> str:
+def state_of(row: Mapping[str, Any]) -> str:
+    """Of a backend, in a word."""
     is_vacant = (row["unavailable"] or {}).get("code") == "NOT_JOINED"
     if row["state"] != "absent" and not (row["state"] == "disabled" and is_vacant):
         return str(row["state"])
