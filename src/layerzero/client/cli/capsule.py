@@ -267,7 +267,12 @@ def replay(
         data = form.memory(folder, capsule) if capsule.has_data else []
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
-    wanted = None if env == "all" else list(dict.fromkeys(backend or [capsule.failed.backend]))
+    own = [capsule.failed.backend]
+    if capsule.failed.outcome == form.WRONG:
+        if shrink or under:
+            raise InvalidArgument("replay it without --shrink and --under: they look at deaths, and its worker lived")
+        own.append(capsule.served_by.partition(".")[0])  # wrong beside what
+    wanted = None if env == "all" else list(dict.fromkeys(backend or own))
     if shrink:
         if env == "all" or (wanted is not None and len(wanted) > 1):
             raise InvalidArgument(
