@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -187,9 +188,10 @@ class Group:
         """Returns when rank `to` has it by `recv`."""
         self._point(True, to, x, None, timeout_s)
 
-    def recv(self, source: int, *, out: Any = None, timeout_s: float | None = None) -> Any:
-        """What rank `source` sends: in `out`, whose dtype and shape must be those, or as a new NumPy array."""
-        return self._point(False, source, None, out, timeout_s)
+    def recv(self, source: int, *, out: Any = None, kind: str = "numpy", timeout_s: float | None = None) -> Any:
+        """What rank `source` sends: in `out`, whose dtype and shape must be those, or as a new array of NumPy, or of
+        torch by kind="torch"."""
+        return self._point(False, source, None, out, timeout_s, kind)
 
     # --- looking
 
@@ -257,6 +259,16 @@ class Group:
             self._rank, self._size = rank, size
             self._form(seconds)
         return self
+
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """What is raised within, and is not the group's own, ends it, reason FAILED: others wait for this rank."""
+        try:
+            yield
+        except BaseException as exc:
+            if self._peers is not None and not isinstance(exc, (GroupBroken, RanksDisagree)):
+                self._break(exc)
+            raise
 
     def close(self) -> None:
         """Leave the group: others are told so by their next call. A second time does nothing."""
@@ -376,7 +388,7 @@ class Group:
         its = (self._name, self._rank, self._size, self._generation, self._calls)
         self._report = GroupReport(*its, choice, copies, waited_us, elapsed_us)
 
-    def _point(self, sends: bool, other: int, x: Any, out: Any, timeout_s: float | None) -> Any:
+    def _point(self, sends: bool, other: int, x: Any, out: Any, timeout_s: float | None, kind: str = "numpy") -> Any:
         with self._lock:
             peers, shared = self._demand_whole()
             if type(other) is not int or other not in peers.ranks:
@@ -390,7 +402,7 @@ class Group:
                 if given is not None:
                     choice, copies = points.send(peers, shared, given, other, until_s)
                 else:
-                    value, choice, copies = points.receive(peers, shared, other, out, until_s)
+                    value, choice, copies = points.receive(peers, shared, other, out, kind, until_s)
             except (RanksDisagree, InvalidArgument) as exc:
                 if peers.is_crossed:
                     raise self._break(exc) from None
