@@ -28,6 +28,8 @@ from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
 from layerzero.ipc.wording import counted
 
+ROOMY = 100  # columns of a terminal, from which on versions are shown
+
 STOP_TIMEOUT_S = 10.0
 ENDING_POLL_S = 0.1
 _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cyan", "idle": ""}
@@ -278,7 +280,8 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("pid", "ops", "answered", "failed", "restarts"):
         table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("versions")
+    if has_versions := out().width >= ROOMY:
+        table.add_column("versions")
     for row in backends:
         state = state_of(row)
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
@@ -290,7 +293,7 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['answered']:,}",
             Text(f"{row['failed']:,}", style="yellow" if row["failed"] else ""),
             Text(str(row["restarts"]), style="yellow" if row["restarts"] else ""),
-            Text(versions, no_wrap=True, overflow="ellipsis"),
+            *([Text(versions, no_wrap=True, overflow="ellipsis")] if has_versions else []),
         )
     return table
 
