@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.process import forks
 from tests.process import isolated_functions as fn
+from tests.process import isolated_pools as pools
 from tests.process.harness import Site, wait_ended, wait_until
 from tests.process.join_site import Agent
 
@@ -53,3 +54,38 @@ def test_a_joined_worker_of_functions_survives_its_broker(site: Site) -> None:
         assert agent.process.poll() is None
     finally:
         agent.end()
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Site]:
+    forks.start_server()
+    one = Site(tmp_path / "store", joined=pools.PAIR.backend, backoff_s=0.01)
+    with one.environment():
+        pools.PAIR.build(quiet=True)
+        one.start().connect()
+        yield one
+        lz.disconnect()
+    one.stop()
+
+
+def test_each_worker_of_a_pool_joins_by_itself(pool: Site, tmp_path: Path) -> None:
+    """One serves alone; calls run side by side in both. The second may come before the broker was asked for it, and
+    one that is not of the pool is refused."""
+    first, second = pools.PAIR.backend, f"{pools.PAIR.backend}.2"
+    agents = [Agent(pool, second)]
+    stranger = Agent(pool, f"{pools.PAIR.backend}.1001")
+    try:
+        wait_until(lambda: any(one["name"] == second and one["state"] == "ready" for one in lz.status()["backends"]))
+        assert [pools.pid() for _ in range(3)] == 3 * agents[0].children()
+        agents.append(Agent(pool, first))
+        wait_until(lambda: pool.backend(first)["state"] == "ready")
+        assert stranger.process.wait(30) == 2
+        folder = tmp_path / "met"
+        folder.mkdir()
+        met = [pools.gather.submit(str(folder), 2) for _ in range(2)]
+        found = [one.result() for one in met]
+        assert found[0] == found[1] == sorted(pid for agent in agents for pid in agent.children())
+        assert {one.report.served_by for one in met} == {first, second}
+    finally:
+        for agent in agents:
+            agent.end()

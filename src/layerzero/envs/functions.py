@@ -220,6 +220,20 @@ def remove(name: str, store: Path) -> bool:
     return True
 
 
+def given_to(manifest: EnvManifest, backend: str) -> tuple[bytes, dict[str, str]]:
+    """The descriptor and the variables that a worker which joins is given; those of several workers of an environment
+    have their own names."""
+    text, variables = manifest.descriptor_path.read_bytes(), dict(manifest.env)
+    if backend == manifest.name or not is_ours(manifest):
+        return text, variables
+    told = json.loads(text)
+    told["backend"] = backend
+    for kernels in told["ops"].values():
+        for kernel in kernels:
+            kernel["kernel_id"] = f"{backend}.call"
+    return json.dumps(told).encode(), {**variables, VARIABLE: backend}
+
+
 def of_worker(capability: Capability, backend: str) -> Capability:
     """What the descriptor of an environment says of one of its workers."""
     ops = {

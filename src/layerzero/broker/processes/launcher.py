@@ -142,7 +142,16 @@ class Launcher:
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
-        return capability, self.missing(backend), self.env_ids().get(backend, "")
+        if self.joins(name):
+            self.joined |= {backend}
+        missing = self.absence(backend) if backend in self.joined else self.missing(backend)
+        return capability, missing, self.env_ids().get(backend, "")
+
+    def joins(self, backend: str) -> bool:
+        """Whether the workers of such a backend join, known or not: those of a pool do as its first one."""
+        name = pools.environment_of(backend)
+        is_one = backend in pools.members(name, pools.MAX_WORKERS)
+        return is_one and (name in self.joined or self._settings.joined.strip() == ALL)
 
     def new_versions(self) -> list[str]:
         """Versions that were declared since the start, of backends that are here."""

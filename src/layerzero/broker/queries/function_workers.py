@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from layerzero.broker.core import events as ev
@@ -11,7 +12,7 @@ from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.selection.signature import unknown_backend
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import OPS
 
@@ -31,13 +32,20 @@ def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"serves": all(serve)}
 
 
+def learn_joined(server: BrokerView, name: str) -> None:
+    """An agent has come, of a further worker of an environment that joins, and nobody has called that yet."""
+    if server.launcher.joins(name):
+        with suppress(LayerZeroError):
+            _learn(server, name)
+
+
 def _learn(server: BrokerView, name: str) -> bool:
     if name not in server.state.workers:
         found = server.launcher.learn(name)
         if found is None:
             raise _unknown(server, name)
         capability, missing, env = found
-        server.handle(ev.BackendLearned(name, capability, missing, env))
+        server.handle(ev.BackendLearned(name, capability, missing, env, name in server.joined.names))
         policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
         server.handle(ev.PolicyChanged(policy))
         return missing is None
