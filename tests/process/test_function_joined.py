@@ -89,3 +89,27 @@ def test_each_worker_of_a_pool_joins_by_itself(pool: Site, tmp_path: Path) -> No
     finally:
         for agent in agents:
             agent.end()
+
+
+def test_one_that_joins_is_neither_built_nor_declared_before(tmp_path: Path) -> None:
+    """Where the program runs: the broker waits for its name, the first call tells of it, and says what to start."""
+    forks.start_server()
+    one = Site(tmp_path / "store", joined=f"{fn.PLAIN.backend},{fn.LATE.backend}", backoff_s=0.01)
+    with one.environment():
+        one.start().connect()
+        early = Agent(one, fn.LATE.backend)
+        assert early.process.wait(30) == 2  # nobody has declared that
+        with pytest.raises(lz.EnvError) as failure:
+            fn.echo(1)
+        first = f"run where it is installed: python -m layerzero.workers.join --backend {fn.PLAIN.backend}"
+        assert failure.value.message.partition("\n")[0] == first
+        assert fn.echo.explain(1).command == ""
+        agent = Agent(one, fn.PLAIN.backend)
+        try:
+            wait_until(lambda: is_ready(one))
+            assert fn.echo([1, "a"]) == [1, "a"]
+            assert fn.place()[0] in agent.children()
+        finally:
+            agent.end()
+            lz.disconnect()
+    one.stop()

@@ -167,7 +167,7 @@ class Server:
             self.joined,
             gate,
             self.users,
-            welcome=Greeting(settings, self.incarnation, self._zmq_paths, bool(self.joined.names)).welcome,
+            welcome=Greeting(settings, self.incarnation, self._zmq_paths, bool(settings.joined.strip())).welcome,
             forget=self._routers.forget_client,
             handle=self.handle,
             note_change=self._plan_check,

@@ -103,22 +103,26 @@ class FunctionEnv:
 
     def is_served(self, ask: Any, workers: int = 1) -> bool:
         """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now,
-        by so many workers. `ask`: of the session."""
-        if not self.is_built:
-            return False
+        by so many workers; one that is not built here may have workers that join. `ask`: of the session."""
+        from layerzero.envs import functions
+
+        is_built = self.is_built
         try:
-            return ask("learn", backend=self.backend, workers=workers)["serves"] is True
+            if not is_built:
+                functions.declare(self._declared, self._store)
+            return ask("learn", backend=self.backend, workers=workers, is_built=is_built)["serves"] is True
         except LayerZeroError:
             return False
 
     def explain_failure(self, error: LayerZeroError, ask: Any) -> LayerZeroError:
         """Why a call did not come to this environment: not built, unknown to the broker, or `error`. `ask`: of the
         session."""
-        unready = self.unready()
+        state = self._state(ask)
+        unready = None if state.get("joins") else self.unready()
         if unready is not None:
             return unready
         try:
-            state = ask("health", backend=self.backend)
+            state = state or ask("health", backend=self.backend)
         except InvalidArgument:
             text = (
                 "run: lz down, then start the program again\n"
@@ -132,9 +136,17 @@ class FunctionEnv:
             is_late = "NOT_INSTALLED" in cause  # it was built since the broker has looked
             repair = f"lz restart {self.backend}" if is_late or not told else told
             cause = "it was built after the broker had looked for it" if is_late else cause
-            text = f"run: {repair}\nenvironment {self.name} cannot serve: {cause}"
+            head = repair if repair.startswith("run ") else f"run: {repair}"  # "run where it is installed"
+            text = f"{head}\nenvironment {self.name} cannot serve: {cause}"
             return EnvError(text, env=self.backend, cause=cause, repair=repair)
         return error
+
+    def _state(self, ask: Any) -> dict[str, Any]:
+        """What the broker says of it; nothing where it cannot be asked, or does not know it."""
+        try:
+            return dict(ask("health", backend=self.backend))
+        except LayerZeroError:
+            return {}
 
     def unready(self) -> EnvError | None:
         """Why it cannot be used as it is on disk: not built, or changed since."""

@@ -81,8 +81,9 @@ class Launcher:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
         expected = _joined(settings.joined, found)
-        self.joined = frozenset(name for name in expected if found[name].is_allowed)
-        for name in sorted(expected - self.joined):
+        self._awaited = expected - found.keys()  # environments of functions that nobody has declared yet
+        self.joined = frozenset(name for name in expected - self._awaited if found[name].is_allowed)
+        for name in sorted(expected - self._awaited - self.joined):
             source = found[name].source
             if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
@@ -151,7 +152,7 @@ class Launcher:
         """Whether the workers of such a backend join, known or not: those of a pool do as its first one."""
         name = pools.environment_of(backend)
         is_one = backend in pools.members(name, pools.MAX_WORKERS)
-        return is_one and (name in self.joined or self._settings.joined.strip() == ALL)
+        return is_one and (name in self.joined | self._awaited or self._settings.joined.strip() == ALL)
 
     def new_versions(self) -> list[str]:
         """Versions that were declared since the start, of backends that are here."""
@@ -485,7 +486,7 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
     if setting.strip() == ALL:
         return frozenset(manifests)
     names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
-    unknown = sorted(names - manifests.keys())
+    unknown = sorted(name for name in names - manifests.keys() if not pools.is_environment(name))
     if unknown:
         known = ", ".join(sorted(manifests))
         raise ConfigError(

@@ -20,12 +20,13 @@ from layerzero.ipc.vocabulary.ops import OPS
 def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Look again for an environment of functions, or a version: one that was declared, or built, after this broker had
     looked; for its first `workers`, 1 if left out; without a name for all versions. `serves`: these can be used now,
-    whoever's question this broker has learned of them by."""
+    whoever's question this broker has learned of them by. Where it `is_built` says no, one whose worker joins alone is
+    learned."""
     name, count = params.get("backend"), params.get("workers", 1)
     if name is None:
         learned = [_learn(server, one) for one in server.launcher.new_versions()]
         return {"serves": any(learned)}
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not (params.get("is_built", True) or server.launcher.joins(name)):
         raise _unknown(server, name)
     several = pools.members(name, count) if count != 1 else (name,)
     serve = [_learn(server, one) for one in several]  # each is looked for
