@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.process import boxed_functions as boxed
 from tests.process import forks
 from tests.process import isolated_functions as fn
 from tests.process import isolated_pools as pools
@@ -16,6 +17,7 @@ from tests.process.harness import Site, wait_ended, wait_until
 from tests.process.join_site import Agent
 
 import layerzero as lz
+from layerzero.envs import functions
 
 
 @pytest.fixture
@@ -109,6 +111,34 @@ def test_one_that_joins_is_neither_built_nor_declared_before(tmp_path: Path) -> 
             wait_until(lambda: is_ready(one))
             assert fn.echo([1, "a"]) == [1, "a"]
             assert fn.place()[0] in agent.children()
+        finally:
+            agent.end()
+            lz.disconnect()
+    one.stop()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_an_environment_of_an_image_joins_without_being_told_of(tmp_path: Path, is_early: bool) -> None:
+    """Its broker has no setting for it; the agent may come before the first call. What is not there is said by name."""
+    forks.start_server()
+    one = Site(tmp_path / "store", backoff_s=0.01)
+    name = boxed.BOXED.backend
+    with one.environment():
+        one.start().connect()
+        if is_early:  # another program has declared it
+            functions.declare(boxed.BOXED._declared, functions.default_store(os.environ))
+        else:
+            with pytest.raises(lz.EnvError) as failure:
+                boxed.pid()
+            first = f"run where it is installed: python -m layerzero.workers.join --backend {name}"
+            assert failure.value.message.partition("\n")[0] == first
+        agent = Agent(one, name)
+        try:
+            wait_until(lambda: any(b["name"] == name and b["state"] == "ready" for b in lz.status()["backends"]))
+            assert [boxed.pid()] == agent.children()
+            assert boxed.anywhere() != os.getpid()
+            with pytest.raises(lz.InvalidArgument, match="nothing is built for it: it is what image registry"):
+                boxed.BOXED.build()
         finally:
             agent.end()
             lz.disconnect()

@@ -80,7 +80,7 @@ class Launcher:
             except EnvError as exc:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
-        expected = _joined(settings.joined, found)
+        expected = _joined(settings.joined, found) | {name for name, one in found.items() if one.image is not None}
         self._awaited = expected - found.keys()  # environments of functions that nobody has declared yet
         self.joined = frozenset(name for name in expected - self._awaited if found[name].is_allowed)
         for name in sorted(expected - self._awaited - self.joined):
@@ -151,8 +151,10 @@ class Launcher:
     def joins(self, backend: str) -> bool:
         """Whether the workers of such a backend join, known or not: those of a pool do as its first one."""
         name = pools.environment_of(backend)
-        is_one = backend in pools.members(name, pools.MAX_WORKERS)
-        return is_one and (name in self.joined | self._awaited or self._settings.joined.strip() == ALL)
+        if backend not in pools.members(name, pools.MAX_WORKERS):
+            return False
+        is_said = name in self.joined | self._awaited or self._settings.joined.strip() == ALL
+        return is_said or functions.is_of_image(name, self._settings.store)
 
     def new_versions(self) -> list[str]:
         """Versions that were declared since the start, of backends that are here."""
