@@ -82,9 +82,10 @@ class Launcher:
             except EnvError as exc:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
-        expected = _joined(settings.joined, found)
-        self.joined = frozenset(name for name in expected if found[name].is_allowed)
-        for name in sorted(expected - self.joined):
+        expected = _joined(settings.joined, found) | {name for name, one in found.items() if one.image is not None}
+        self._awaited = expected - found.keys()  # environments of functions that nobody has declared yet
+        self.joined = frozenset(name for name in expected - self._awaited if found[name].is_allowed)
+        for name in sorted(expected - self._awaited - self.joined):
             source = found[name].source
             if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
@@ -144,7 +145,18 @@ class Launcher:
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
-        return capability, self.missing(backend), self.env_ids().get(backend, "")
+        if self.joins(name):
+            self.joined |= {backend}
+        missing = self.absence(backend) if backend in self.joined else self.missing(backend)
+        return capability, missing, self.env_ids().get(backend, "")
+
+    def joins(self, backend: str) -> bool:
+        """Whether the workers of such a backend join, known or not: those of a pool do as its first one."""
+        name = pools.environment_of(backend)
+        if backend not in pools.members(name, pools.MAX_WORKERS):
+            return False
+        is_said = name in self.joined | self._awaited or self._settings.joined.strip() == ALL
+        return is_said or functions.is_of_image(name, self._settings.store)
 
     def new_versions(self) -> list[str]:
         """Versions that were declared since the start, of backends that are here."""
@@ -484,7 +496,7 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
     if setting.strip() == ALL:
         return frozenset(manifests)
     names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
-    unknown = sorted(names - manifests.keys())
+    unknown = sorted(name for name in names - manifests.keys() if not pools.is_environment(name))
     if unknown:
         known = ", ".join(sorted(manifests))
         raise ConfigError(
