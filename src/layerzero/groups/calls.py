@@ -18,6 +18,7 @@ from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 if TYPE_CHECKING:
     from layerzero.groups.gloo import Gloo
+    from layerzero.groups.nccl import Nccl
     from layerzero.groups.peers import Peers
 
 
@@ -53,6 +54,9 @@ class Op:
     def cannot_gloo(self, dtype: str) -> str:
         """Why gloo has no such call; empty where it has."""
         return f"gloo adds up no {dtype}" if self.reduces and dtype not in choices.GLOO_DTYPES else ""
+
+    def cannot_nccl(self, dtype: str) -> str:
+        return f"nccl adds up no {dtype}" if self.reduces and dtype not in choices.NCCL_DTYPES else ""
 
 
 ALL_REDUCE = Op("all_reduce", reduces=True, is_in_place=True)
@@ -211,12 +215,13 @@ def _copied(nbytes: int, reason: str, where: str = "client") -> tuple[Copy, ...]
 
 
 def run(
-    call: Call, path: str, told: Mapping[int, bytes], begin: int, gloo: Gloo | None, peers: Peers
+    call: Call, path: str, told: Mapping[int, bytes], begin: int, library: Gloo | Nccl | None, peers: Peers
 ) -> tuple[Copy, ...]:
-    """By gloo, or with what the others' messages have from `begin` on; what was copied. Raises GroupBroken."""
+    """By gloo or nccl, or with what the others' messages have from `begin` on; what was copied. Raises GroupBroken."""
     strided = _copied(call.given.copied, "it was strided")
+    if path == choices.NCCL:
+        return (*strided, *library.run(peers, call))  # type: ignore[union-attr, call-arg, arg-type]
     if path == choices.GLOO:
-        assert gloo is not None
-        return (*strided, *run_by_gloo(call, gloo, peers))
+        return (*strided, *run_by_gloo(call, library, peers))  # type: ignore[arg-type]
     rest = {rank: np.frombuffer(message, np.uint8, offset=begin) for rank, message in told.items()}
     return (*strided, *run_by_messages(call, rest))
