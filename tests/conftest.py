@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage do not walk through twelve thousand tests each: where memory is short that takes seconds."""
+    """Collections of garbage do not walk through twelve thousand tests each, which takes seconds on a busy machine."""
     gc.freeze()
 
 

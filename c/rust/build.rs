@@ -28,6 +28,7 @@ fn built() -> PathBuf {
         .arg("-C")
         .arg(library)
         .arg(format!("BUILD={}", out.display()))
+        .arg(format!("-j{}", env::var("NUM_JOBS").expect("cargo sets it")))
         .arg(out.join("liblayerzero.a"))
         .status();
     match made {

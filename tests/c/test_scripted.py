@@ -101,11 +101,12 @@ def script() -> Iterator[Script]:
 
 
 @contextmanager
-def program(built: Built, script: Script, mode: str) -> Iterator[list[str]]:
+def program(built: Built, script: Script, mode: str, **variables: str) -> Iterator[list[str]]:
     """Runs meanwhile, and must end well; what it said is there then."""
     command = [built["calls"], mode, str(script.folder), libzmq()]
     said: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    environ = os.environ | variables
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as running:
         try:
             yield said
             out, errors = running.communicate(timeout=PATIENCE_S)
@@ -145,7 +146,7 @@ def test_a_broker_that_is_silent_is_asked_for_a_sign_of_life(built: Built, scrip
 
 def test_a_broker_that_gives_no_sign_of_life_is_lost(built: Built, script: Script) -> None:
     """As one that was stopped: nobody waits for ever."""
-    with program(built, script, "cut") as said:
+    with program(built, script, "cut", LZ_TEST_GRACE_S="0.05") as said:
         script.add_arena(script.accept(timeout_s=0.02))
         script.hear(Kind.REQUEST)
         script.hear(Kind.REQUEST)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.harness import BACKENDS, ROOT, processes, wait_until
+from tests.process.harness import BACKENDS, PATIENCE_S, ROOT, processes, wait_until
 
 from layerzero.client.connection import node as nodes
 
@@ -24,7 +24,7 @@ if "LZ_TEST_CLUSTERS" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
 OBJECT_STORE_BYTES = 80 << 20
-# Of Ray's own: nothing is reported to anybody, dead nodes are noticed soon.
+# Of Ray's own: nothing is reported to anybody; a node that has ended is noticed soon, one that is slow never.
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as Ray is by default there: on the loopback
@@ -32,8 +32,9 @@ RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_timeout_ms": "60000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_memory_monitor_refresh_ms": "0",  # other programs of this machine are no reason to end workers
 }
 
 
@@ -48,7 +49,7 @@ def _silu(call, inputs, outputs):
         return bound
 
     def run():
-        time.sleep(0.03)
+        time.sleep(0.5)
         return bound()
 
     return run
@@ -72,22 +73,43 @@ class Cluster:
     def nodes(self) -> list[str]:
         return list(self.raylets)
 
-    def add_node(self, **environ: str) -> str:
-        """A node, with variables of its own. Its id."""
-        name = str(len(self.raylets))
+    def add_node(self, backends: Path) -> None:
+        """A node with these backends, and a store of its own; the first one is the head."""
+        number = len(self.raylets)
+        environ = {
+            "LAYERZERO_MANIFEST_DIRS": f"{backends}:{self.manifests}",
+            "LAYERZERO_STORE": str(self.store_of(number)),
+            "LAYERZERO_PERF_DB": str(self.folder / f"perf-{number}.db"),
+        }
         made = self.cluster.add_node(
             num_cpus=1,
             object_store_memory=OBJECT_STORE_BYTES,
             node_ip_address="127.0.0.1",
             include_dashboard=False,
-            env_vars={"LAYERZERO_PERF_DB": str(self.folder / f"perf-{name}.db"), **environ},
+            include_log_monitor=False,
+            no_monitor=True,
+            env_vars=environ,
         )
         self.raylets[made.node_id] = made
-        return str(made.node_id)
+
+    @property
+    def manifests(self) -> Path:
+        """Of environments that all nodes know."""
+        return self.folder / "manifests"
+
+    def store_of(self, number: int) -> Path:
+        return self.folder / f"store-{number}"
+
+    def remove(self, node: str) -> None:
+        """Its raylet is killed."""
+        self.cluster.remove_node(self.raylets[node], allow_graceful=False)
 
     def on(self, node: str, function: Any, *args: Any) -> Any:
         """The result of a function that runs as a Ray task there."""
-        return self.ray.get(self.start_on(node, function, *args), timeout=60)
+        return self.result(self.start_on(node, function, *args))
+
+    def result(self, task: Any) -> Any:
+        return self.ray.get(task, timeout=PATIENCE_S)
 
     def start_on(self, node: str, function: Any, *args: Any) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -100,11 +122,11 @@ class Cluster:
 
     def lz(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "layerzero", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
 @contextlib.contextmanager
-def cluster_of(**environ: str) -> Iterator[Cluster]:
+def cluster_of() -> Iterator[Cluster]:
     """A cluster without nodes, and what all of them have; nothing of it is left."""
     folder = Path(tempfile.mkdtemp(prefix="lzr-"))
     (folder / "layerzero").mkdir()
@@ -113,14 +135,12 @@ def cluster_of(**environ: str) -> Iterator[Cluster]:
         **RAY,
         "LAYERZERO_RUNTIME_DIR": str(folder),
         "LAYERZERO_STORE": str(folder / "store"),
-        "LAYERZERO_MANIFEST_DIRS": str(BACKENDS),
         "LAYERZERO_RESTART_BUDGET": "100",
         "LAYERZERO_BACKOFF_S": "0.01",
         "XDG_CONFIG_HOME": str(folder),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "HOME": str(folder),  # Ray writes its token there
         "RAY_TMPDIR": str(folder),  # and logs, sockets, and which cluster runs on this machine, here
-        **environ,
     }
     before = dict(os.environ)
     os.environ.update(ours)  # before Ray is imported, which reads some of them then
@@ -135,12 +155,30 @@ def cluster_of(**environ: str) -> Iterator[Cluster]:
         found.cluster.shutdown()
         os.environ.clear()
         os.environ.update(before)
-        wait_until(lambda: not processes(folder), 30.0)
+        wait_until(lambda: not processes(folder))
         shutil.rmtree(folder)
 
 
+def tiny_manifest(folder: Path) -> None:
+    """Of an environment that nobody has yet, with a wheel that the test makes."""
+    folder.mkdir()
+    for name in ("tiny.toml", "tiny.json", "tiny.py"):
+        shutil.copy(ROOT / "tests" / "samples" / "manifests" / name, folder)
+    path = folder / "tiny.toml"
+    path.write_text(path.read_text().replace("requirements = []", 'requirements = ["twig"]'))
+
+
+def few_backends(folder: Path) -> Path:
+    """All toys but gamma."""
+    made = folder / "few"
+    made.mkdir()
+    for name in ("alpha.toml", "alpha.json", "beta.toml", "beta.json", "toy.py"):
+        shutil.copy(BACKENDS / name, made)
+    return made
+
+
 def slow_backends(folder: Path) -> Path:
-    """Of the first node: the toys without matmul, and with silu of float32 alone, slow for a thousand numbers."""
+    """The toys without matmul, and with silu of float32 alone, slow for a thousand numbers."""
     made = folder / "slow"
     made.mkdir()
     (made / "toy.py").write_text((BACKENDS / "toy.py").read_text() + SLOWLY)
@@ -155,15 +193,19 @@ def slow_backends(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Three nodes with an agent each, the first with slow kernels, the others with all toy backends."""
+    """Three nodes with an agent each: the first has slow kernels, the second all toy backends, the third has few. What
+    is asked of agents waits for them as long as a busy machine takes."""
+    from layerzero.cluster import ray_link
     from layerzero.cluster.agent import fleet
+    from layerzero.cluster.calls import others
 
-    with cluster_of() as made:
-        made.add_node(LAYERZERO_MANIFEST_DIRS=str(slow_backends(made.folder)))
-        for _ in range(2):
-            made.add_node()
+    with cluster_of() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_link, "ANSWER_S", PATIENCE_S)
+        patch.setattr(others, "EXPLAIN_S", PATIENCE_S)
+        tiny_manifest(made.manifests)
+        for backends in (slow_backends(made.folder), BACKENDS, few_backends(made.folder)):
+            made.add_node(backends)
         assert [one.state for one in fleet.up(made.address)] == ["ok"] * 3
-        del os.environ["LAYERZERO_MANIFEST_DIRS"]
         yield made
 
 
@@ -172,6 +214,16 @@ def states_of(cluster: Cluster) -> dict[str, Any]:
     from layerzero.cluster.agent import fleet
 
     return {one.node: one for one in fleet.states(cluster.address)}
+
+
+def facts_of(cluster: Cluster, node: str) -> dict[str, Any]:
+    """What a node's agent says, once it says it, of a broker that answers."""
+
+    def found() -> Any:
+        facts = states_of(cluster)[node].facts
+        return facts if facts.get("broker") else None
+
+    return dict(wait_until(found))
 
 
 def as_json(ran: subprocess.CompletedProcess[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -12,22 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.toy import KILL, fault
-from tests.clusters.conftest import Cluster, states_of
-from tests.process.harness import wait_until
+from tests.clusters.conftest import Cluster, facts_of, states_of
+from tests.process.harness import wait_ended, wait_until
 
 import layerzero as lz
+from layerzero.cluster.agent import fleet
+from layerzero.cluster.calls.price import Way
+from layerzero.cluster.calls.session import ClusterSession
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, NoBackend, Poison
 
 X = np.linspace(-2, 2, 4096, dtype=np.float32)
 SILU = X / (1 + np.exp(-X))
 A, B = (np.arange(6, dtype=np.float32).reshape(shape) for shape in ((2, 3), (3, 2)))
+SHORT = Way(hops_us=1e3, bytes_per_s=1e9)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _session(cluster: Cluster) -> Iterator[None]:
+def session(cluster: Cluster) -> Iterator[ClusterSession]:
     """This process is on the first node, whose kernels take long; the others have matmul, too."""
-    lz.connect(cluster="ray")
-    yield
+    found = lz.connect(cluster="ray")
+    assert isinstance(found, ClusterSession)
+    yield found
     lz.disconnect()
 
 
@@ -57,6 +63,7 @@ def test_what_nobody_here_has_is_served_elsewhere(cluster: Cluster) -> None:
     assert explained.path == "node"
     assert "two hops" in str(explained)
     assert {node_of(cluster, c.kernel_id) for c in explained.candidates if c.accepted} == set(cluster.nodes[1:])
+    assert not [c for c in explained.candidates if c.kernel_id == f"{cluster.nodes[2][:12]}/gamma.matmul"]
 
 
 def test_what_is_wanted_of_selection_travels_along(cluster: Cluster) -> None:
@@ -68,12 +75,15 @@ def test_what_is_wanted_of_selection_travels_along(cluster: Cluster) -> None:
     assert report().backend.endswith("/gamma")
 
 
-def test_a_kernel_that_takes_long_here_gives_way(cluster: Cluster) -> None:
-    """Once it is known there: what was never measured there never wins."""
+def test_a_kernel_that_takes_long_here_gives_way(cluster: Cluster, session: ClusterSession) -> None:
+    """Once it is known there: what was never measured there never wins. The way there is said, not measured: on a busy
+    machine it may be as long."""
     assert np.allclose(lz.silu(X), SILU, atol=1e-6)
     assert report().path != "node"
     cluster.on(cluster.nodes[1], call_often)
-    wait_until(served_elsewhere, 40.0)
+    for other in session.others.reachable():
+        other.way, other.measured_s = SHORT, math.inf
+    wait_until(partial(served_elsewhere, session))
     told = report()
     assert node_of(cluster, told.kernel_id) == cluster.nodes[1]
     assert any(c.kernel_id == "alpha.silu" and c.accepted for c in told.candidates)
@@ -90,8 +100,8 @@ def call_often() -> None:
         lz.silu(np.linspace(-2, 2, 4096, dtype=np.float32), backend="alpha")
 
 
-def served_elsewhere() -> bool:
-    lz.connect(cluster="ray")._stay_until_s.clear()  # else it is looked at after half a minute
+def served_elsewhere(session: ClusterSession) -> bool:
+    session._stay_until_s.clear()  # else it is looked at after half a minute
     assert np.allclose(lz.silu(X), SILU, atol=1e-6)
     return bool(report().path == "node")
 
@@ -120,6 +130,7 @@ class Load:
     def __init__(self, call: Callable[[], bool], threads: int = 2) -> None:
         self._call = call
         self.right = self.wrong = self.lost = 0
+        self.kernel: str | None = None  # that served the last one
         self.outcomes: set[str] = set()
         self._ends = threading.Event()
         self._threads = [threading.Thread(target=self._work) for _ in range(threads)]
@@ -148,41 +159,44 @@ class Load:
                 self.outcomes.add(f"raised {exc.code}: {exc.message:.300}")
             else:
                 self.right, self.wrong = self.right + right, self.wrong + (not right)
+                self.kernel = report().kernel_id
                 self.outcomes.update(attempt.outcome or "served" for attempt in report().attempts)
 
 
 def test_deaths_of_other_nodes_cost_no_call(cluster: Cluster) -> None:
     """An agent, a broker and a raylet are killed in the middle of calls: each is answered, and right."""
     with Load(lambda: np.array_equal(lz.matmul(A, B), A @ B)) as load:
+        wait_until(partial(killed_an_agent_in_a_call, cluster, load))
+        before = facts_of(cluster, node_of(cluster, load.kernel))
+        os.kill(before["broker"]["broker"]["pid"], signal.SIGKILL)
+        wait_until(lambda: facts_of(cluster, before["node"])["restarts"] > before["restarts"])
         load.some_more()
-        for victim in cluster.nodes[1:]:
-            state = states_of(cluster)[victim].facts
-            os.kill(state["pid"], signal.SIGKILL)
-            load.some_more()
-            wait_until(partial(has_another_agent, cluster, victim, state["pid"]), 30.0)
-            os.kill(states_of(cluster)[victim].facts["broker"]["broker"]["pid"], signal.SIGKILL)
-            load.some_more()
-            wait_until(partial(has_another_agent, cluster, victim, state["pid"]), 30.0)
-        cluster.cluster.remove_node(cluster.raylets[cluster.nodes[2]], allow_graceful=False)
+        victim = node_of(cluster, load.kernel)
+        broker = facts_of(cluster, victim)["broker"]["broker"]["pid"]
+        cluster.remove(victim)
         load.some_more()
     assert (load.wrong, load.lost) == (0, 0), load.outcomes
-    assert "NODE_LOST" in load.outcomes
+    wait_ended(broker)  # with its last client
+    wait_until(lambda: states_of(cluster)[victim].state == fleet.LOST)
 
 
-def has_another_agent(cluster: Cluster, node: str, pid: int) -> bool:
-    """Than that one, with a broker that answers."""
-    facts = states_of(cluster)[node].facts
-    return bool(facts.get("broker")) and facts["pid"] != pid
+def killed_an_agent_in_a_call(cluster: Cluster, load: Load) -> bool:
+    """Of the node that calls go to, which has another one then: False where none was on its way there."""
+    load.some_more()
+    before = facts_of(cluster, node_of(cluster, load.kernel))
+    os.kill(before["pid"], signal.SIGKILL)
+    load.some_more()
+    wait_until(lambda: facts_of(cluster, before["node"])["pid"] != before["pid"])
+    return "NODE_LOST" in load.outcomes
 
 
-def test_the_death_of_this_nodes_broker_costs_no_call(cluster: Cluster) -> None:
+def test_the_death_of_this_nodes_broker_costs_no_call(session: ClusterSession) -> None:
     """Another node serves calls meanwhile; this node's next broker the later ones."""
-    session = lz.connect(cluster="ray")
     before = session.broker_pid
     with Load(lambda: np.allclose(lz.silu(X[:8]), SILU[:8], atol=1e-6)) as load:
         load.some_more()
         os.kill(before, signal.SIGKILL)
         load.some_more()
-        wait_until(lambda: session.broker_pid != before or load.lost, 30.0)
+        wait_until(lambda: session.broker_pid != before or load.lost)
         load.some_more()
     assert (load.wrong, load.lost) == (0, 0), load.outcomes

@@ -23,7 +23,7 @@ def python() -> Path:
         pytest.skip(f"Ray's environment cannot be built here: {exc.message}")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_nodes_of_a_ray_cluster(python: Path) -> None:
-    """Real Ray, two nodes on this machine: agents, brokers and raylets are killed in the middle of calls."""
+    """Real Ray, three nodes on this machine: agents, brokers and raylets are killed in the middle of calls."""
     run_pytest(python, "tests/clusters", "-W", "default", LZ_TEST_CLUSTERS="1")

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,6 @@ from tests.process.harness import ROOT, Site, processes, wait_until
 
 import layerzero as lz
 from layerzero.envs.build import build
-
-SOON_S = 5.0  # an error comes within 1 s; more where ten processes want each core, and far less than timeout_s
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +88,8 @@ def test_a_death_is_told_to_all_ranks_and_the_group_forms_again(site: Site, rank
         pid = site.broker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-    start_s = time.monotonic()
     left = ranks[:1] if who == "rank" else ranks
     told = [rank.told() for rank in left]
-    assert time.monotonic() - start_s < SOON_S
     assert {one["error"] for one in told} == {"GROUP_BROKEN"}, told
     reasons = {"worker": "WORKER_DIED", "rank": "RANK_DIED", "broker": "BROKER_LOST"}
     assert {one["facts"]["reason"] for one in told} == {reasons[who]}, told
