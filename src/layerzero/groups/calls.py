@@ -18,7 +18,6 @@ from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 if TYPE_CHECKING:
     from layerzero.groups.gloo import Gloo
-    from layerzero.groups.nccl import Nccl
     from layerzero.groups.peers import Peers
 
 
@@ -214,14 +213,13 @@ def _copied(nbytes: int, reason: str, where: str = "client") -> tuple[Copy, ...]
     return (Copy("x", nbytes, where, reason),) if nbytes else ()
 
 
-def run(
-    call: Call, path: str, told: Mapping[int, bytes], begin: int, library: Gloo | Nccl | None, peers: Peers
-) -> tuple[Copy, ...]:
-    """By gloo or nccl, or with what the others' messages have from `begin` on; what was copied. Raises GroupBroken."""
+def run(call: Call, path: str, told: Mapping[int, bytes], begin: int, library: Any, peers: Peers) -> tuple[Copy, ...]:
+    """By gloo's or nccl's library, or with what the others' messages have from `begin` on; what was copied. Raises
+    GroupBroken."""
     strided = _copied(call.given.copied, "it was strided")
     if path == choices.NCCL:
-        return (*strided, *library.run(peers, call))  # type: ignore[union-attr, call-arg, arg-type]
+        return (*strided, *library.run(peers, call))
     if path == choices.GLOO:
-        return (*strided, *run_by_gloo(call, library, peers))  # type: ignore[arg-type]
+        return (*strided, *run_by_gloo(call, library, peers))
     rest = {rank: np.frombuffer(message, np.uint8, offset=begin) for rank, message in told.items()}
     return (*strided, *run_by_messages(call, rest))

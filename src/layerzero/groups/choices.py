@@ -17,6 +17,7 @@ MESSAGES, SHARED, ALONE = "messages", "shared memory", "here"  # paths, beside g
 MESSAGE_BYTES = 64 << 10  # up to so much for each other rank goes with the message that begins a call
 GLOO_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")  # that it adds up
 NCCL_DTYPES = GLOO_DTYPES
+START_S = 60.0  # so long may a library take until it has all connections
 MEASURED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 

@@ -18,9 +18,9 @@ from layerzero.functions.calls import Options
 from layerzero.functions.environment import FunctionEnv, env
 from layerzero.functions.objects import IsolatedClass
 from layerzero.groups import faults
+from layerzero.groups.choices import START_S
 from layerzero.groups.inside import lz_gloo
 from layerzero.groups.peers import Peers
-from layerzero.groups.starting import START_S
 from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,

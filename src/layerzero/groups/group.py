@@ -425,7 +425,7 @@ class Group:
         if name in self._libraries:
             return None
         made = starting.library(name, self._runtime, self._name, self._generation, self._rank, self._gloo_env, device)
-        until_s = max(until_s, time.monotonic() + starting.START_S)
+        until_s = max(until_s, time.monotonic() + choices.START_S)
         told = self._exchange_values([made.why_not(), made.place()], until_s)
         error = starting.refused(name, self._name, told)
         if error is None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from layerzero.client.connection.report import Copy
 from layerzero.groups import calls, faults
+from layerzero.groups.choices import START_S
 from layerzero.groups.peers import Peers
-from layerzero.groups.starting import START_S
 
 
 class Nccl:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from layerzero.groups.gloo import Gloo
     from layerzero.groups.nccl import Nccl
 
-START_S = 60.0  # so long may it take until a library has all connections
-
 
 def of_environment(what: str, variable: str, given: int | None) -> int:
     """Raises InvalidArgument."""
