@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -280,12 +280,6 @@ class Group:
             self._break(error)
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
-            if self._peers is not None:
-                self._peers.leave()
-            self._drop()
-
     def _form(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
         own = staging.OwnMemory(self._chunk)
@@ -302,6 +296,10 @@ class Group:
             raise
         self._own = own
         self._peers = peers = Peers(self._name, roster.generation, self._rank, roster.sockets, roster.pids)
+        # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
+        self._libraries = {}
+        self._forgotten = weakref.finalize(self, starting.leave, os.getpid(), peers, own, self._libraries)
+        self._forgotten.atexit = False
         self._completed = {} if max(roster.calls.values()) < 0 else roster.calls
         self._generation, self._calls, self._error = roster.generation, 0, None
         try:
@@ -485,6 +483,7 @@ class Group:
     def _drop(self) -> None:
         """Let go of all that the ranks share."""
         if self._peers is not None:
+            self._forgotten.detach()
             self._peers.close()
         if self._own is not None:
             self._own.close()

@@ -1,9 +1,11 @@
-"""What groups and their libraries are started with: arguments, and whether all ranks can."""
+"""What groups and their libraries are started with: arguments, and whether all ranks can; and their end where nobody
+has them any more."""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,19 @@ if TYPE_CHECKING:
     from layerzero.functions.environment import FunctionEnv
     from layerzero.groups.gloo import Gloo
     from layerzero.groups.nccl import Nccl
+    from layerzero.groups.peers import Peers
+    from layerzero.groups.staging import OwnMemory
+
+
+def leave(pid: int, peers: Peers, own: OwnMemory, libraries: Mapping[str, Gloo | Nccl]) -> None:
+    """What `close` does, of a group that nobody has any more: no child's that was forked from its process."""
+    if pid != os.getpid() or sys.is_finalizing():
+        return
+    peers.leave()
+    peers.close()
+    own.close()
+    for one in libraries.values():
+        one.drop()
 
 
 def of_environment(what: str, variable: str, given: int | None) -> int:
