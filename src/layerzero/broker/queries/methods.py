@@ -117,6 +117,10 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
                 **(server.lifts.switches.facts(key) if key else {}),
             }
             for key, spec in state.engine.devices.items()
+        ]
+        + [
+            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
+            for spec in server.launcher.accelerators
         ],
         "backends": backends,
         **tally.facts(),

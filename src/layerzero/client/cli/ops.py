@@ -13,7 +13,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
-CERTIFIED = "certified"
+CERTIFIED, NOT_RUN = "certified", "not run"
 
 
 def ops(
@@ -49,18 +49,20 @@ def ops(
 
 
 def _show_all(ops: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Backends of each op: those with a certificate here, and the others."""
+    """Backends of each op: those with a certificate here, the others, and those that this project has run nowhere."""
     from rich.table import Table
     from rich.text import Text
 
     from layerzero.client.cli.output import note, out
 
-    table = Table("op", "certified here", "not here", box=None)
+    table = Table("op", "certified here", "not here", "not run anywhere", box=None)
     table.columns[0].no_wrap = True
     for op, rows in ops.items():
         backends = dict.fromkeys(row["backend"] for row in rows if row["state"] == CERTIFIED)
-        others = dict.fromkeys(row["backend"] for row in rows if row["backend"] not in backends)
-        table.add_row(op, Text(", ".join(backends)), Text(", ".join(others), style="dim"))
+        never = dict.fromkeys(row["backend"] for row in rows if row["state"] == NOT_RUN)
+        others = dict.fromkeys(row["backend"] for row in rows if row["backend"] not in {**backends, **never})
+        dim = (Text(", ".join(names), style="dim") for names in (others, never))
+        table.add_row(op, Text(", ".join(backends)), *dim)
     out().print(table)
     note("lz ops OP: each kernel, its dtypes and why it is not here")
 

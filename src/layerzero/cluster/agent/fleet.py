@@ -103,8 +103,11 @@ def _environment(row: Mapping[str, Any] | None) -> str:
     """What a node has of a backend, in words that are equal where it is the same."""
     if row is None:
         return "unknown"
-    if (row["unavailable"] or {}).get("code") == "NOT_FOR_MACHINE":
-        return "not for this machine"
+    match (row["unavailable"] or {}).get("code"):
+        case "NOT_FOR_MACHINE":
+            return "not for this machine"
+        case "NOT_RUN":
+            return "never run"
     env = row.get("env") or "no environment"
     return str(env) if row.get("built") is not False else f"{env} not built"
 

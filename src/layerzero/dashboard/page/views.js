@@ -16,13 +16,13 @@ export const VIEWS = [
 ];
 const [AT, , RATE, P50, P99, FALLBACKS, ERRORS, RESTARTS, WAITING, MEMORY] = Array(10).keys();
 const GOOD = ["ready", "busy"], BUSY = ["starting", "probing", "draining"];
-const ELSEWHERE = ["NOT_FOR_MACHINE"];
+const ELSEWHERE = ["NOT_FOR_MACHINE", "NOT_RUN"];
 
 const waiting = () => [h("p.soft", {}, "Nothing is known yet of a broker.")];
 
 export function dot(text) {
   const style = GOOD.includes(text) ? "good" : BUSY.includes(text) || text === "backoff" ? "care"
-    : ["idle", "elsewhere", "ok", ""].includes(text) ? "soft" : "bad";
+    : ["idle", "elsewhere", "not run", "ok", ""].includes(text) ? "soft" : "bad";
   return h(`span.state.${style}`, {}, text);
 }
 
@@ -35,7 +35,7 @@ function memoryOf(row) {
 function stateOf(row) {
   if (row.state !== "absent") return row.state;
   if (!row.unavailable) return "idle";
-  return { NOT_FOR_MACHINE: "elsewhere", NOT_INSTALLED: "not built", NOT_JOINED: "not joined", LIFTED_ONLY: "imported" }[row.unavailable.code] ?? "unusable";
+  return { NOT_FOR_MACHINE: "elsewhere", NOT_RUN: "not run", NOT_INSTALLED: "not built", NOT_JOINED: "not joined", LIFTED_ONLY: "imported" }[row.unavailable.code] ?? "unusable";
 }
 
 function card(value, text, style = "") {

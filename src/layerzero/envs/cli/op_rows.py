@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from layerzero.capabilities.certificate import ProbeRecord
+from layerzero.envs import accelerators
 from layerzero.envs.build.build import find
-from layerzero.envs.cli.rows import row_of
+from layerzero.envs.cli.rows import never_run, row_of
 from layerzero.envs.descriptors import read_all
 from layerzero.envs.manifest import EnvManifest, VariantName
 from layerzero.envs.probe.probe import cached_probe
@@ -26,9 +27,14 @@ class _Here(NamedTuple):
 
 def kernel_rows(manifests: Mapping[str, EnvManifest], variant: VariantName, store: Path) -> Iterator[dict[str, Any]]:
     """A row for each kernel of each descriptor. `state`: certified (for some class), refused (probed, for none), not
-    probed, or why it is not run here: not built, other variant, outdated, changed, unavailable, refused."""
+    probed, or why it is not run here: not built, other variant, outdated, changed, unavailable, refused; not run: on no
+    machine of this project, this one among them."""
+    devices = accelerators.detect()
     for name, capability in read_all(manifests)[0].items():
         here = _here(manifests[name], variant, store)
+        if capability.not_run and (here.record is None or not here.record.ok):
+            row = never_run({"state": here.state, "cause": here.cause}, capability, devices)
+            here = _Here(row["state"], row["cause"], None)
         for op, kernels in capability.ops.items():
             for kernel in kernels:
                 yield {"op": op, "kernel_id": kernel.kernel_id, "backend": name, **_verdict(kernel.kernel_id, here)}
