@@ -65,6 +65,7 @@ EXTRA: dict[str, set[str]] = {
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
     "client/cli/types.py": {"capabilities", "workers"},
     "groups/inside": {"torch"},  # runs in torch's environment, and imports it there
+    "groups/nccl.py": {"torch"},  # of a process that has given its tensors
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
