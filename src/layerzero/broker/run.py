@@ -22,6 +22,7 @@ from layerzero.broker.recording.recorder import RecordedState, Recorder
 from layerzero.broker.recording.start import Start
 from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.server import Server
+from layerzero.envs import accelerators
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.logs import keep_in, log
 from layerzero.ipc.transport.endpoints import open_endpoints
@@ -68,7 +69,7 @@ def run(
         keep_in(endpoints.log)
     gpus = detect_gpus()
     try:
-        launcher = Launcher(settings, gpus)
+        launcher = Launcher(settings, gpus, accelerators.detect())
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
@@ -88,6 +89,7 @@ def run(
         times=tuple(imported.times(launcher.imported, gpus, time.monotonic())),
         compiled={name: tuple(units) for name, units in launcher.compiled().items()},
         lifted=tuple(sorted(launcher.imported)),
+        profile=launcher.profile,
     )
     recorder = None
     try:

@@ -12,17 +12,17 @@ from dataclasses import replace
 from layerzero.broker.configuration import kernel_sources
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
-from layerzero.broker.processes import imported
+from layerzero.broker.processes import imported, presence
 from layerzero.broker.processes.cuda_driver import Gpus
 from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.processes.supervisor import Launch
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability
-from layerzero.capabilities.device import DEVICE_NAMES
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import descriptors, functions
+from layerzero.envs import descriptors, functions, profiles
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.env import Env
@@ -55,10 +55,12 @@ class Launcher:
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
 
-    def __init__(self, settings: Settings, gpus: Gpus | None = None) -> None:
-        """`gpus`: those of this machine; None where nobody has looked."""
+    def __init__(self, settings: Settings, gpus: Gpus | None = None, accelerators: tuple[DeviceSpec, ...] = ()) -> None:
+        """`gpus`: NVIDIA's of this machine; None where nobody has looked. `accelerators`: those of others."""
         self._settings = settings
         self._gpus = gpus
+        self.accelerators = accelerators
+        self.profile = profiles.read(settings.profile, settings.store)
         self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
         self._started: dict[str, str] = {}  # ids of the environments that workers were started in last
         self._held: dict[str, ExitStack] = {}
@@ -248,19 +250,22 @@ class Launcher:
         missing = self._lacks_device(backend) or self._unbuilt(backend, files)
         if missing is not None and missing.code is Reason.NOT_INSTALLED and stands_in is not None:
             return stands_in.rejection(missing.repair)
-        return missing
+        return self._unproved(backend, missing) if self.capabilities[backend].not_run else missing
 
     def _lacks_device(self, backend: str) -> Rejection | None:
-        """The one place that tells whether a backend is for this machine at all: the machine has a device of its
-        platform. One that is not for this machine is no fault, and NOT_FOR_MACHINE says so to everybody; where the
-        driver does not tell whether there is a GPU, that is a fault."""
-        platform, gpus = self.capabilities[backend].platform, self._gpus
-        if gpus is None or platform in ("cpu", *(device.device_type for device in gpus.devices)):
+        return presence.absence(self.capabilities[backend].platform, self._gpus, self.accelerators)
+
+    def _unproved(self, backend: str, missing: Rejection | None) -> Rejection | None:
+        """Of a backend that no machine of this project has run: why it is left alone here, which is no fault. It
+        serves where its probe has passed, and that is never tried unasked."""
+        if missing is None and (record := self.record(backend)) is not None and record.ok:
             return None
-        if platform == "cuda" and gpus.has_failed:
-            return Rejection(Reason.BACKEND_DISABLED, gpus.reason, "mend what nvidia-smi shows, then lz down")
-        why = f" ({gpus.reason.partition(':')[0]})" if platform == "cuda" else ""
-        return Rejection(Reason.NOT_FOR_MACHINE, f"needs {DEVICE_NAMES[platform]}, and this machine has none{why}")
+        if missing is not None and missing.code is not Reason.NOT_INSTALLED:
+            return missing
+        tried = "its probe has not passed here" if missing is None else missing.detail
+        command = f"lz env {'probe' if missing is None else 'build'} {backend}"
+        text = f"no machine of this project has run it, and {tried}; to try it: {command}, then lz restart {backend}"
+        return Rejection(Reason.NOT_RUN, text)
 
     def absence(self, backend: str) -> Rejection:
         """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
@@ -297,7 +302,7 @@ class Launcher:
         """The probe of a backend that is built here, if it is known without running one."""
         with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
             env = self._plan(backend)
-            return probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
+            return probe.cached_probe(env, self.manifests[backend], self.profile) if env.is_built else None
         return None
 
     def probe(self, backend: str) -> ProbeRecord:
@@ -315,7 +320,10 @@ class Launcher:
         self._checked.add(backend)
         stage.stage(env.store)
         record = probe.probe_cached(
-            self._with_caches(env), self.manifests[backend], timeout_s=self._settings.start_timeout_s
+            self._with_caches(env),
+            self.manifests[backend],
+            timeout_s=self._settings.start_timeout_s,
+            profile=self.profile,
         )
         return record
 

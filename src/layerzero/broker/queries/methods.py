@@ -117,6 +117,10 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
                 **(server.lifts.switches.facts(key) if key else {}),
             }
             for key, spec in state.engine.devices.items()
+        ]
+        + [
+            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
+            for spec in server.launcher.accelerators
         ],
         "backends": backends,
         **tally.facts(),
@@ -301,6 +305,7 @@ def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
         "pid": os.getpid(),
         "policy": str(server.policy.file.absolute()),
         "manifest_dirs": folders,
+        "profile": server.settings.profile,
         "metrics": server.settings.metrics,
         "history": server.settings.history,
         "record": "" if server.settings.record is None else str(server.settings.record.absolute()),

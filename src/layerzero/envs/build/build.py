@@ -35,7 +35,7 @@ from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.hub import placing
 from layerzero.envs.hub.lock import read as read_hub_lock
 from layerzero.envs.hub.placing import HubAccess, Kernels
-from layerzero.envs.manifest import EnvManifest, VariantName, discover
+from layerzero.envs.manifest import OWN_VARIANTS, EnvManifest, VariantName, discover
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
 from layerzero.ipc.names import unknown_name
 
@@ -338,7 +338,7 @@ def command(verb: str, env: Env, *flags: str) -> str:
     words = ["lz", "env", verb, env.name]
     if env.folder is not None:
         words += ["--manifests", str(env.folder)]
-    if env.variant != "cpu":
+    if env.variant != "cpu" and env.variant not in OWN_VARIANTS:
         words += ["--variant", env.variant]
     if env.other_python:
         words += ["--python", env.other_python]

@@ -18,7 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.capabilities.descriptor import DescriptorError
+from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.profiles import ALL, Profile
+from layerzero.envs import accelerators
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.build import base_drift, command, drift, find
 from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
@@ -47,13 +50,16 @@ err = Console(stderr=True)
 
 
 NOTHING = "null"  # the descriptor of environments that serve nothing
+NOT_RUN = "not run"  # the state of a backend without a certificate on any machine of this project, and on this one
 
 
 class Chosen(NamedTuple):
-    """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take."""
+    """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take.
+    `claims`: what the others' kernels can do, by name."""
 
     manifests: list[EnvManifest]
     refused: list[dict[str, Any]]
+    claims: Mapping[str, Capability]
 
 
 def choose(
@@ -73,17 +79,27 @@ def choose(
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
     wanted = {name: found[name] for name in names or (n for n, one in found.items() if one.is_allowed)}
-    errors = read_all(found)[1]
+    claims, errors = read_all(found)
     if takes_programs:
         errors = {name: error for name, error in errors.items() if found[name].descriptor != NOTHING}
     refused = [refused_row(errors[name], one) for name, one in wanted.items() if name in errors]
     chosen = [one for name, one in wanted.items() if name not in errors]
     if python is None:
-        return Chosen(chosen, refused)
+        return Chosen(chosen, refused, claims)
     try:
-        return Chosen([one.with_python(python) for one in chosen if names or python in one.pythons], refused)
+        chosen = [one.with_python(python) for one in chosen if names or python in one.pythons]
+        return Chosen(chosen, refused, claims)
     except ConfigError as exc:
         raise typer.BadParameter(exc.message, param_hint="--python") from exc
+
+
+def lacking(chosen: Chosen) -> dict[str, EnvError]:
+    """Those that are for AMD's or Intel's GPUs or Gaudi cards, where this machine has none: nothing of them is
+    downloaded or probed."""
+    devices = accelerators.detect()
+    told = {one.name: accelerators.lacks(chosen.claims[one.name].platform, devices) for one in chosen.manifests}
+    repair = "a machine that has one; --no-probe builds an image for it"
+    return {name: EnvError(f"{name} {why}", env=name, cause=why, repair=repair) for name, why in told.items() if why}
 
 
 def refused_row(error: DescriptorError, manifest: EnvManifest) -> dict[str, Any]:
@@ -130,7 +146,9 @@ def showing_progress() -> Iterator[Progress]:
         yield spinners
 
 
-def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None) -> dict[str, Any]:
+def row_of(
+    manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None, profile: Profile = ALL
+) -> dict[str, Any]:
     row: dict[str, Any] = {"name": manifest.name, "summary": manifest.summary, "variants": list(manifest.variants)}
     if manifest.source is not None:
         row |= {"origin": manifest.source.origin, "sha256": manifest.source.sha256}
@@ -147,7 +165,7 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
     except (EnvError, ConfigError) as exc:
         return {**row, "state": "unavailable", "cause": exc.message, "repair": exc.facts.get("repair", "")}
     state = "host" if env.on_host else "built" if env.is_built else "not built"
-    record = cached_probe(env, manifest)
+    record = cached_probe(env, manifest, profile)
     said = "" if record is None else "ok" if record.ok else record.kind
     python = env.other_python or manifest.python or "host"
     if env.base is not None:
@@ -163,6 +181,22 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
         row |= {"cause": changed, "repair": command("build", env)}
         state = "outdated" if base_drift(env) else "changed"
     return {**env.record(), **row, "state": state, "id": env.id, "probe": said, "python": python}
+
+
+def with_never_run(rows: Sequence[dict[str, Any]], claims: Mapping[str, Capability]) -> list[dict[str, Any]]:
+    """The rows, of which those of backends that no machine of this project has run say so, unless their probe has
+    passed here."""
+    devices = accelerators.detect()
+    return [never_run(row, claims[row["name"]], devices) if row["name"] in claims else row for row in rows]
+
+
+def never_run(row: dict[str, Any], claim: Capability, devices: tuple[DeviceSpec, ...]) -> dict[str, Any]:
+    """As `with_never_run`, of one."""
+    if not claim.not_run or row.get("probe") == "ok" or row["state"] in ("refused", "imported"):
+        return row
+    why = accelerators.lacks(claim.platform, devices)
+    cause = why or row.get("cause") or ("its probe has not passed" if row["state"] == "built" else row["state"])
+    return {**row, "state": NOT_RUN, "cause": f"by no machine of this project; this one: {cause}"}
 
 
 def with_imports(rows: Sequence[dict[str, Any]], store: Path) -> list[dict[str, Any]]:
@@ -194,19 +228,23 @@ def show_plans(
     wheelhouse: Path | None,
     jobs: int,
     *,
+    lacks: Mapping[str, EnvError],
     as_json: bool,
 ) -> None:
-    """What `build` would do, and what it would download. Exits with 1 where one cannot be built."""
+    """What `build` would do, and what it would download. `lacks`: those for which the machine has no device. Exits with
+    1 where one cannot be built."""
 
     def plan_of(manifest: EnvManifest) -> dict[str, Any]:
         try:
+            if manifest.name in lacks:
+                raise lacks[manifest.name]
             own = manifest.variant_for(variant)
             env = find(manifest, variant=own, store=store, base=overlay, wheelhouse=wheelhouse)
             if env.on_host or (env.is_built and not drift(env)):
                 return {"name": manifest.name, "state": "host" if env.on_host else "built", "text": "nothing to do"}
             if env.existing is not None:
-                lacks = ", ".join(asked for asked, _ in look(env.existing).lacks)
-                text = f"used as it is; put beside it: {lacks}" if lacks else "used as it is, nothing is downloaded"
+                wanting = ", ".join(asked for asked, _ in look(env.existing).lacks)
+                text = f"used as it is; put beside it: {wanting}" if wanting else "used as it is, nothing is downloaded"
                 return {"name": manifest.name, "state": "to build", "text": text}
             planned = _downloads(manifest, own, installer, overlay, wheelhouse)
             kernels = read_hub_lock(manifest, own)
@@ -264,6 +302,7 @@ def verdict(
     *,
     verify: bool = False,
     is_anew: bool = True,
+    profile: Profile = ALL,
 ) -> dict[str, Any]:
     """A row of the report; without `timeout_s` of the build alone. `is_anew`: probe although a verdict that it is in
     order is known of exactly this environment, code and machine."""
@@ -276,9 +315,9 @@ def verdict(
         made = {"name": env.name, "ok": True, "stage": "build", "cause": "", "repair": ""}
         return {**made, "id": env.id, "prefix": str(env.prefix), "size_bytes": size}
     # Of our own interpreter nothing says what else is installed there.
-    kept = None if is_anew or env.on_host else cached_probe(env, manifest)
+    kept = None if is_anew or env.on_host else cached_probe(env, manifest, profile)
     is_kept = kept is not None and kept.ok
-    record = probe_cached(env, manifest, timeout_s=timeout_s, refresh=not is_kept, verify=verify)
+    record = probe_cached(env, manifest, timeout_s=timeout_s, refresh=not is_kept, verify=verify, profile=profile)
     return {
         "name": env.name,
         "ok": record.ok,
@@ -309,6 +348,9 @@ def report(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         out.print(table)
         for text in (text for row in rows if "probe" in row for text in refusals(row["probe"]["failures"])):
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if profiles := {row["probe"]["profile"] for row in rows if "probe" in row} - {""}:
+            text = f"profile {', '.join(profiles)}: no calls but its are probed and served; lz profile show"
+            err.print(text, style="dim", highlight=False)
         if any(row.get("probe_is_kept") for row in rows):
             err.print("unchanged: as its last probe said; lz env probe does it anew", style="dim", highlight=False)
         for row in (row for row in rows if not row["ok"]):

@@ -33,18 +33,3 @@ def error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[
 def _is_above(frame: str, file: str) -> bool:
     """Whether a frame's file is ours, above the function's. What a module of the environment has is of many files."""
     return frame != file if file else frame.startswith((_OURS, "<frozen importlib")) or frame == importlib.__file__
-
-
-def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:
-    return lambda *given, **named: use(value, how, name, list(given), named)
-
-
-def _renamed(tree: Any) -> Any:
-    """Classes of the caller's __main__ by the name that they have there."""
-    if type(tree) is list and tree:
-        if tree[0] in (values.ENUM, values.DATACLASS) and tree[1] == MAIN:
-            tree[1] = "__main__"
-        if tree[0] != values.ARRAY:
-            for item in tree:
-                _renamed(item)
-    return tree

@@ -23,10 +23,10 @@ from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, Openers, again_of
 from layerzero.workers.functions.breakpoints import Breakpoints
-from layerzero.workers.functions.code import Modules
+from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.errors import MAX_TEXT, error_of
-from layerzero.workers.functions.objects import Held, Objects, demand_use
+from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
 from layerzero.workers.provider import Bind, Block, Bound, Call
@@ -477,3 +477,18 @@ def _ended_within(limit_s: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:
+    return lambda *given, **named: use(value, how, name, list(given), named)
+
+
+def _renamed(tree: Any) -> Any:
+    """Classes of the caller's __main__ by the name that they have there."""
+    if type(tree) is list and tree:
+        if tree[0] in (values.ENUM, values.DATACLASS) and tree[1] == MAIN:
+            tree[1] = "__main__"
+        if tree[0] != values.ARRAY:
+            for item in tree:
+                _renamed(item)
+    return tree
