@@ -404,7 +404,7 @@ def test_one_that_dies_too_often_is_disabled_and_the_fallback_serves(store: Path
 def test_a_running_broker_learns_of_what_is_built_later(store: Path) -> None:
     """Of a declaration that it has read, and of ones that it has not. The call that finds out is served."""
     with mock.patch.dict(os.environ, LAYERZERO_STORE=str(store)):
-        fn.LATE.explain_failure(lz.NoBackend(""), None)  # what a call does, which declares it
+        fn.LATE.unready()  # as a call finds, which declares it
     own = Site(store)
     try:
         with own.environment():

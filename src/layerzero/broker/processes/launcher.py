@@ -12,7 +12,7 @@ from dataclasses import replace
 from layerzero.broker.configuration import kernel_sources
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
-from layerzero.broker.processes import imported, presence
+from layerzero.broker.processes import imported, joining, presence
 from layerzero.broker.processes.cuda_driver import Gpus
 from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.processes.supervisor import Launch
@@ -82,12 +82,13 @@ class Launcher:
             except EnvError as exc:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
-        expected = _joined(settings.joined, found) | {name for name, one in found.items() if one.image is not None}
+        of_images = {name for name, one in found.items() if one.image is not None}
+        expected = joining.named(settings.joined, found) | of_images
         self._awaited = expected - found.keys()  # environments of functions that nobody has declared yet
         self.joined = frozenset(name for name in expected - self._awaited if found[name].is_allowed)
         for name in sorted(expected - self._awaited - self.joined):
             source = found[name].source
-            if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
+            if source is not None and settings.joined.strip() != joining.ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
                 self.problems.append(text)
         capabilities, self.refused = descriptors.read_all(found)
@@ -155,7 +156,7 @@ class Launcher:
         name = pools.environment_of(backend)
         if backend not in pools.members(name, pools.MAX_WORKERS):
             return False
-        is_said = name in self.joined | self._awaited or self._settings.joined.strip() == ALL
+        is_said = name in self.joined | self._awaited or self._settings.joined.strip() == joining.ALL
         return is_said or functions.is_of_image(name, self._settings.store)
 
     def new_versions(self) -> list[str]:
@@ -269,7 +270,7 @@ class Launcher:
 
     def absence(self, backend: str) -> Rejection:
         """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
-        where = f"run where it is installed: {join_command(backend)}"
+        where = f"run where it is installed: {joining.command(backend)}"
         return self._lacks_device(backend) or Rejection(Reason.NOT_JOINED, "no worker has joined", where)
 
     def _unbuilt(self, backend: str, files: bool) -> Rejection | None:
@@ -482,24 +483,3 @@ class Launcher:
         if not env.place:
             return None
         return {"folder": str(env.cache), "set_aside": folders.aside_count(env.cache)}
-
-
-ALL = "all"  # of the setting `joined`
-
-
-def join_command(backend: str) -> str:
-    return f"python -m layerzero.workers.join --backend {backend}"
-
-
-def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str]:
-    """The backends that `joined` names. Raises ConfigError."""
-    if setting.strip() == ALL:
-        return frozenset(manifests)
-    names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
-    unknown = sorted(name for name in names - manifests.keys() if not pools.is_environment(name))
-    if unknown:
-        known = ", ".join(sorted(manifests))
-        raise ConfigError(
-            f"setting joined (LAYERZERO_JOINED): {unknown[0]!r:.60}; allowed: {ALL}, or names of: {known}"
-        )
-    return names

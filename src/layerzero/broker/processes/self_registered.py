@@ -23,7 +23,8 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.processes.launcher import Launcher, join_command
+from layerzero.broker.processes import joining
+from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.supervisor import Exit
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
@@ -272,7 +273,7 @@ class Joined:
         idle = [agent for agent in self._agents.get(backend, ()) if agent.is_usable and agent.worker is None]
         if not idle:
             rejection = self._vacancy(backend)
-            error = EnvError(rejection.detail, env=backend, repair=join_command(backend))
+            error = EnvError(rejection.detail, env=backend, repair=joining.command(backend))
             self._handle(ev.SpawnFailed(backend, generation, error, vacancy=rejection))
             return
         agent = min(idle, key=lambda one: one.starts)
@@ -421,7 +422,7 @@ class Joined:
         out = os.pread(fds[0], MAX_VERDICT_BYTES, 0)
         ended = Ended(None if message.is_late else message.code, out, message.stderr_tail.encode())
         timeout_s = self._settings.start_timeout_s
-        repair = join_command(agent.backend)
+        repair = joining.command(agent.backend)
         record = probe.judge(ended, agent.backend, agent.key, message.seconds, timeout_s, lambda *_: repair)
         if record.ok and agent.env:
             try:

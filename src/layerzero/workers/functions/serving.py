@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
-import os
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import AsyncGeneratorType, GeneratorType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
@@ -28,6 +25,7 @@ from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES,
 from layerzero.workers.functions.breakpoints import Breakpoints
 from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.coroutines import EventLoop
+from layerzero.workers.functions.errors import MAX_TEXT, error_of
 from layerzero.workers.functions.objects import Held, Objects, demand_use, use
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
@@ -36,10 +34,8 @@ from layerzero.workers.provider import Bind, Block, Bound, Call
 MAX_KEPT, MAX_KEPT_BYTES = 1024, 4 << 30  # answers, of all clients; the newest one is kept in any case
 KEPT_S = 600.0
 CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all together
-MAX_TEXT = 16_000  # of a message or a traceback
 MAX_NAME = 200  # of a type
 Memories: TypeAlias = "list[memoryview | None]"
-_OURS = str(Path(__file__).parents[2]) + os.sep
 _NOTHING = Frame([frames.RETURNED, None, []])
 
 
@@ -235,26 +231,7 @@ class Functions:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
 
     def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
-        return Frame([frames.RAISED, *self._error_of(exc, file, is_import=is_import), self._output.take()])
-
-    @staticmethod
-    def _error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[str]:
-        """Type, message and traceback. `file`: of the function; what is above it in the traceback is ours."""
-        tb = exc.__traceback__
-        while tb is not None and _is_above(tb.tb_frame.f_code.co_filename, file):
-            tb = tb.tb_next
-        text = "".join(traceback.format_exception(type(exc), exc, tb))
-        if len(text) > MAX_TEXT:
-            text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
-        try:
-            message = str(exc)
-        except Exception as other:
-            message = f"(its text cannot be had: {type(other).__name__})"
-        if is_import and isinstance(exc, ImportError):
-            message += "; its module is imported in this environment: import there only what that has, or in functions"
-        module = type(exc).__module__
-        kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
-        return [kind, message[:MAX_TEXT], text]
+        return Frame([frames.RAISED, *error_of(exc, file, is_import=is_import), self._output.take()])
 
     def _fetch(self, client: int, token: int) -> Frame:
         made = self._unkeep((client, token))
@@ -368,7 +345,7 @@ class Functions:
             try:
                 result = run(*given)
             except BaseException as exc:  # as of one call
-                failure = self._error_of(exc, code.file)
+                failure = error_of(exc, code.file)
                 break
             try:
                 results.append(self._encoded(result, "result", f"{code.label} has run", payload))
@@ -500,11 +477,6 @@ def _ended_within(limit_s: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _is_above(frame: str, file: str) -> bool:
-    """Whether a frame's file is ours, above the function's. What a module of the environment has is of many files."""
-    return frame != file if file else frame.startswith((_OURS, "<frozen importlib")) or frame == importlib.__file__
 
 
 def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:

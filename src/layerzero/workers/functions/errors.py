@@ -1,0 +1,35 @@
+"""What a function raised, as its caller is told of it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from pathlib import Path
+
+MAX_TEXT = 16_000  # of a message or a traceback
+_OURS = str(Path(__file__).parents[2]) + os.sep
+
+
+def error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[str]:
+    """Type, message and traceback. `file`: of the function; what is above it in the traceback is ours."""
+    tb = exc.__traceback__
+    while tb is not None and _is_above(tb.tb_frame.f_code.co_filename, file):
+        tb = tb.tb_next
+    text = "".join(traceback.format_exception(type(exc), exc, tb))
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
+    try:
+        message = str(exc)
+    except Exception as other:
+        message = f"(its text cannot be had: {type(other).__name__})"
+    if is_import and isinstance(exc, ImportError):
+        message += "; its module is imported in this environment: import there only what that has, or in functions"
+    module = type(exc).__module__
+    kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
+    return [kind, message[:MAX_TEXT], text]
+
+
+def _is_above(frame: str, file: str) -> bool:
+    """Whether a frame's file is ours, above the function's. What a module of the environment has is of many files."""
+    return frame != file if file else frame.startswith((_OURS, "<frozen importlib")) or frame == importlib.__file__
