@@ -143,6 +143,8 @@ if TYPE_CHECKING:
     from layerzero.functions.model import load as load
     from layerzero.functions.module import module as module
     from layerzero.groups.group import Group as Group, group as group
+    from layerzero.groups.pipeline import pipeline as pipeline
+    from layerzero.groups.split_plan import split_plan as split_plan
     from layerzero.client.facade.policy import (
         avoid as avoid,
         configure as configure,
@@ -249,6 +251,8 @@ _HOME = {
     "layerzero.client.traces.trace": "Trace load_trace trace trace_scope",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.groups.group": "Group group",
+    "layerzero.groups.pipeline": "pipeline",
+    "layerzero.groups.split_plan": "split_plan",
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",
     "layerzero.functions.handle": "Handle",
