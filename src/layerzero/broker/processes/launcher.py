@@ -249,10 +249,11 @@ class Launcher:
             return None
         if missing is not None and missing.code is not Reason.NOT_INSTALLED:
             return missing
-        tried = "its probe has not passed here" if missing is None else missing.detail
+        lacks = "its probe has not passed here" if missing is None else "it is not built here"
         command = f"lz env {'probe' if missing is None else 'build'} {backend}"
-        text = f"no machine of this project has run it, and {tried}; to try it: {command}, then lz restart {backend}"
-        return Rejection(Reason.NOT_RUN, text)
+        first = f"{missing.repair}, " if missing is not None and missing.repair.startswith("lz env lock ") else ""
+        steps = f"{first}{command}, lz restart {backend}"
+        return Rejection(Reason.NOT_RUN, f"no machine of this project has run it, and {lacks}; to try it: {steps}")
 
     def absence(self, backend: str) -> Rejection:
         """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
