@@ -149,13 +149,14 @@ def test_cross_entropy_names_the_index_of_no_class(harnesses: Harnesses, backend
             assert f"target has the index {bad}; allowed: 0 to 3" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize("bad", [-1, 11, 2**31 - 1])
-def test_embedding_names_the_id_outside_the_table(harnesses: Harnesses, bad: int) -> None:
+def test_embedding_names_the_id_outside_the_table(harnesses: Harnesses, backend: str, bad: int) -> None:
     """Reading past the table would return other tensors' memory."""
     ids, weight = TensorSpec.contiguous("int32", (3,)), TensorSpec.contiguous("float32", (11, 2))
     data = [np.array([0, bad, 10], np.int32).tobytes(), bytes(88)]
     out = TensorSpec.contiguous("float32", (3, 2))
-    answer, _ = harnesses["torch"].run("torch.embedding", "embedding", [ids, weight], [out], {}, [data])
+    answer, _ = harnesses[backend].run(f"{backend}.embedding", "embedding", [ids, weight], [out], {}, [data])
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
     assert f"embedding id {bad} is outside [0, 11)" in answer["error"]["message"]
 
@@ -202,16 +203,20 @@ def test_paged_attention_names_the_block_or_length_outside_the_cache(
     assert says in answer["error"]["message"]
 
 
-def test_append_kv_names_the_slot_outside_the_cache_and_writes_nothing(harnesses: Harnesses) -> None:
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_append_kv_names_the_slot_outside_the_cache_and_writes_nothing(harnesses: Harnesses, backend: str) -> None:
     """It would land in other memory; half of an append would leave keys that no table leads to."""
     rows, cache = TensorSpec.contiguous("float32", (2, 1, 2)), TensorSpec.contiguous("float32", (3, 4, 1, 2))
     data = [b"\1" * 16, b"\1" * 16, bytes(96), bytes(96), np.array([3, 12], np.int64).tobytes()]
     specs: list[TensorSpec | None] = [rows, rows, cache, cache, TensorSpec.contiguous("int64", (2,))]
-    answer, _ = harnesses["torch"].run("torch.append_kv", "append_kv", specs, [cache, cache], {}, [data])
+    kernel = f"{backend}.append_kv"
+    answer, written = harnesses[backend].run(kernel, "append_kv", specs, [cache, cache], {}, [data])
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
     assert "slot 12 is outside [0, 12), the 3 blocks of 4" in answer["error"]["message"]
+    assert not any(map(any, written))
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize(
     ("pairs", "says"),
     [
@@ -221,7 +226,7 @@ def test_append_kv_names_the_slot_outside_the_cache_and_writes_nothing(harnesses
     ],
 )
 def test_copied_blocks_that_do_not_fit_are_named_and_nothing_is_written(
-    harnesses: Harnesses, pairs: list[tuple[int, int]], says: str
+    harnesses: Harnesses, backend: str, pairs: list[tuple[int, int]], says: str
 ) -> None:
     """A call whose sources it changes itself could not be run again after a worker's death."""
     cache, places = TensorSpec.contiguous("float32", (3, 2, 1, 2)), TensorSpec.contiguous("int64", (len(pairs),))
@@ -231,9 +236,8 @@ def test_copied_blocks_that_do_not_fit_are_named_and_nothing_is_written(
         *(np.array(one, np.int64).tobytes() for one in zip(*pairs, strict=True)),
     ]
     specs: list[TensorSpec | None] = [cache, cache, places, places]
-    answer, written = harnesses["torch"].run(
-        "torch.copy_kv_blocks", "copy_kv_blocks", specs, [cache, cache], {}, [data]
-    )
+    kernel = f"{backend}.copy_kv_blocks"
+    answer, written = harnesses[backend].run(kernel, "copy_kv_blocks", specs, [cache, cache], {}, [data])
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
     assert says in answer["error"]["message"]
     assert all(bytes(one) == data[0] for one in written)

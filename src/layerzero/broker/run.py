@@ -89,6 +89,7 @@ def run(
         times=tuple(imported.times(launcher.imported, gpus, time.monotonic())),
         compiled={name: tuple(units) for name, units in launcher.compiled().items()},
         lifted=tuple(sorted(launcher.imported)),
+        profile=launcher.profile,
     )
     recorder = None
     try:
@@ -98,7 +99,7 @@ def run(
         return _refuse(exc, ready_fd)
     state = start.state() if recorder is None else RecordedState(recorder, start)
     try:
-        parts_users = gate.is_shared and for_uid is None and not launcher.joined
+        parts_users = gate.is_shared and for_uid is None and not settings.joined.strip()
         server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays, parts_users=parts_users)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)

@@ -13,7 +13,8 @@ class ProbeRecord:
     changed and protocol, the others come from workers/probe.py.
 
     ok: the environment works and some kernel is certified. certified: kernel id -> dtype -> shape class -> largest
-    error. failures: every (kernel, dtype, shape class) that did not pass, as workers.probe.Failure.
+    error. failures: every (kernel, dtype, shape class) that did not pass, as workers.probe.Failure. profile: of what
+    was tried; empty for all.
     """
 
     env: str
@@ -31,6 +32,7 @@ class ProbeRecord:
     changed: str = ""  # what has changed in the environment since its build
     traceback: str = ""
     stderr_tail: str = ""
+    profile: str = ""
     repair: str = ""  # the command to run when not ok: mends it, or shows all that is known
 
     @property

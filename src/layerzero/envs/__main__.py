@@ -17,7 +17,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.envs import functions, signing
+from layerzero.capabilities.profiles import ALL
+from layerzero.envs import functions, profiles, signing
 from layerzero.envs.build.build import command, find
 from layerzero.envs.build.env import Env
 from layerzero.envs.build.installers import pick
@@ -34,6 +35,7 @@ from layerzero.envs.cli.options import (
     Json,
     Minor,
     Names,
+    ProfileName,
     StoreDir,
     Timeout,
     Variant,
@@ -88,14 +90,17 @@ def list_(
     manifests: Folders = None,
     variant: VariantChoice = Variant.CPU,
     overlay: Base = None,
+    profile: ProfileName = ALL.name,
     shows_all: Annotated[bool, typer.Option("--all", help="Those that are not made for the variant, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show every environment: built or not, over which interpreter, and what its last probe said."""
+    with failing_cleanly():
+        wanted = profiles.read(profile, store)
     found, problems = add_cli.site(ctx, store, manifests).discover()
     claims, refused = read_all(found)
     rows = [
-        row_of(manifest, variant.value, store, overlay)
+        row_of(manifest, variant.value, store, overlay, wanted)
         | (refused_row(refused[name], manifest) if name in refused else {})
         for name, manifest in found.items()
     ]
@@ -154,6 +159,7 @@ def build(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what is built, what is cached and what would be downloaded.")
     ] = False,
+    profile: ProfileName = ALL.name,
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Build only: for an image that will run where the accelerator is.")
     ] = False,
@@ -169,6 +175,8 @@ def build(
     """Build environments from their locks, then probe them. With --overlay: a few wheels over an interpreter that has
     a heavy stack already."""
     end_cleanly_on_sigterm()
+    with failing_cleanly():
+        wanted = profiles.read(profile, store)
     if offline and wheelhouse is None and overlay is None:
         raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
     known = add_cli.site(ctx, store, manifests)
@@ -205,7 +213,8 @@ def build(
             hub=HubAccess(_repository(chosen, refused, hub_folder), keys, unsigned),
         )
     limit_s = None if no_probe else timeout
-    report([*(verdict(m, built[m.name], limit_s, is_anew=force) for m in chosen), *refused], as_json)
+    rows = [verdict(m, built[m.name], limit_s, is_anew=force, profile=wanted) for m in chosen]
+    report([*rows, *refused], as_json)
 
 
 @app.command()
@@ -218,12 +227,15 @@ def probe(
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     overlay: Base = None,
     python: Minor = None,
+    profile: ProfileName = ALL.name,
     verify: Annotated[bool, typer.Option("--verify", help="Hash every file: has it changed since the build?")] = False,
     as_json: Json = False,
 ) -> None:
     """Probe built environments anew: import, compute, certify each kernel per dtype and shape class. Without names: all
     that are built."""
     end_cleanly_on_sigterm()
+    with failing_cleanly():
+        wanted = profiles.read(profile, store)
     rows = []
     chosen, refused, _ = choose(names, manifests, python, add_cli.site(ctx, store, manifests))
     for manifest in chosen:
@@ -235,7 +247,7 @@ def probe(
             repair = command("build", env)
             env = EnvError(f"{manifest.name} is not built", env=manifest.name, cause="not built", repair=repair)
         if names or isinstance(env, Env):
-            rows.append(verdict(manifest, env, timeout, verify=verify))
+            rows.append(verdict(manifest, env, timeout, verify=verify, profile=wanted))
     report([*rows, *refused], as_json)
 
 

@@ -132,7 +132,8 @@ class EnvManifest(BaseModel):
     provider: str  # module of layerzero.workers.providers, or a .py path relative to the manifest
     descriptor: str  # capabilities/descriptors/NAME.json, or a .json path relative to the manifest
     version_of: str | None = None  # the backend beside which it is another version; then the name is BACKEND@VERSION
-    interpreter: Literal["venv", "host", "existing"] = "venv"
+    interpreter: Literal["venv", "host", "existing", "image"] = "venv"
+    image: str | None = None  # of the containers that its workers join from: nothing of it is here
     executable: str | None = None  # of an existing interpreter, or a folder that has bin/python
     own_python: Minor | None = None  # `python`, where with_python chose another
     python: Minor | None = None
@@ -170,6 +171,10 @@ class EnvManifest(BaseModel):
             raise ValueError('interpreter "venv" needs `python` and at least one [variants.*] table')
         if self.interpreter == "host" and (self.python or self.variants or self.other_pythons):
             raise ValueError('interpreter "host" builds nothing: pythons and [variants.*] must be absent')
+        if (self.interpreter == "image") != (self.image is not None):
+            raise ValueError('interpreter "image" needs `image`, and no other one has it')
+        if self.image is not None and (self.provider != "functions" or self.python or self.variants or self.hub):
+            raise ValueError('interpreter "image" is for functions, and builds nothing: no python, variants or hub')
         is_existing = self.interpreter == "existing"
         is_named = self.executable is not None and Path(self.executable).is_absolute()
         if is_existing != is_named or (self.executable and not is_existing):

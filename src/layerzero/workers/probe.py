@@ -1,11 +1,13 @@
-"""`python -m layerzero.workers.probe PROVIDER DESCRIPTOR [PARENT_PID]`: does this environment import and compute right?
+"""`python -m layerzero.workers.probe PROVIDER DESCRIPTOR [CALLS] [PARENT_PID]`: does this environment import and
+compute right? CALLS: a JSON object, the dtypes of each op that are tried; left out: all that the descriptor has.
 
 Run in a throw-away process by envs/probe/probe.py; ends with its parent when that is given. Prints one JSON line:
 {"ok", "versions", "kernels": {id: {"certified", "failed", "max_error", "tolerance", "elapsed_us"}},
 "certified": {id: {dtype: {shape class: largest error}}},
 "failures": [{"kernel_id", "dtype", "shape_class", "case", "error", "tolerance", "detail"}],
 "error": null | {"kind", "message", "missing", "traceback"}}.
-A class in which one case fails is not certified; the others stay so. It is an error when nothing is certified at all.
+A class in which one case fails is not certified; the others stay so. It is an error when nothing of what was tried is
+certified.
 While it works, a regular file on stdout holds {"at": [kernel id, dtype, case]} instead, or {"at": []} before the first
 case: whoever finds that knows where the process died or hangs.
 Kinds: import (something is missing), abi, version, load (the provider raised anything else), numeric, kernel (a kernel
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.workers import boot
 from layerzero.workers.certify.cases import Case, cases
 from layerzero.workers.certify.claims import dtypes
@@ -38,6 +41,7 @@ from layerzero.workers.certify.problems import PROBLEMS
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 TIMED_RUNS = 5
+ALWAYS = frozenset({"null", FUNCTION})  # ops that belong to every profile (capabilities/profiles.py)
 
 # (kind, pattern over "ExceptionType: message"); the first that matches counts, its group is what is missing.
 _CAUSES = (
@@ -93,15 +97,16 @@ class KernelVerdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    provider, descriptor, *parent = argv
-    if parent:
-        boot.die_with_parent(int(parent[0]))
+    provider, descriptor, *more = argv
+    calls = json.loads(more.pop(0)) if more and more[0].startswith("{") else None
+    if more:
+        boot.die_with_parent(int(more[0]))
     boot.confine(os.environ)
     answer = os.fdopen(os.dup(1), "w")
     boot.point_stdout_at_stderr()
     position = Position(answer.fileno())
     kept = boot.enter_cache(os.environ)
-    verdict = json.dumps(probe(provider, Path(descriptor), position))
+    verdict = json.dumps(probe(provider, Path(descriptor), position, calls))
     if kept is not None:
         kept.seal()
     position.clear()
@@ -128,8 +133,14 @@ class Position:
             os.ftruncate(self._fd, 0)
 
 
-def probe(provider: str, descriptor: Path, position: Position | None = None) -> dict[str, Any]:
-    """Load the provider and run every kernel of the descriptor. The result is described at the top."""
+def probe(
+    provider: str,
+    descriptor: Path,
+    position: Position | None = None,
+    calls: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """Load the provider and run every kernel of the descriptor, or those of `calls`. The result is described at the
+    top."""
     verdict: dict[str, Any] = {"ok": False, "versions": {}, "kernels": {}, "certified": {}, "failures": []}
     try:
         loaded = boot.import_provider(provider).load()
@@ -150,11 +161,16 @@ def probe(provider: str, descriptor: Path, position: Position | None = None) -> 
     except Exception as exc:
         return {**verdict, "error": classify(exc)}
     position = position or Position()
-    checked = {kernel["kernel_id"]: _check(bench, loaded, op, kernel, position) for op, kernel in kernels}
+    chosen = {kernel["kernel_id"]: (op, kernel, _dtypes(op, kernel, calls)) for op, kernel in kernels}
+    checked = {
+        kernel_id: _check(bench, loaded, op, kernel, tried, position)
+        for kernel_id, (op, kernel, tried) in chosen.items()
+        if tried
+    }
     verdict["kernels"] = {kernel_id: one.summary() for kernel_id, one in checked.items()}
     verdict["certified"] = {kernel_id: one.certified for kernel_id, one in checked.items()}
     verdict["failures"] = [asdict(failure) for one in checked.values() for failure in one.failures]
-    is_of_use = any(one.certified for one in checked.values())
+    is_of_use = not checked or any(one.certified for one in checked.values())
     return {**verdict, "ok": is_of_use, "error": None if is_of_use else _nothing_certified(checked)}
 
 
@@ -192,11 +208,19 @@ def _error(kind: str, message: str, exc: BaseException | None = None, missing: s
     return {"kind": kind, "message": message[:2000], "missing": missing, "traceback": text[-4000:]}
 
 
-def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], position: Position) -> KernelVerdict:
-    """Run one kernel on every case of its op that its descriptor admits, in each of its dtypes."""
+def _dtypes(op: str, kernel: Mapping[str, Any], calls: Mapping[str, Sequence[str]] | None) -> list[str]:
+    """Those of a kernel that are tried; of what has no dtypes, all."""
+    found = dtypes(op, kernel)
+    return [dtype for dtype in found if calls is None or op in ALWAYS or dtype in calls.get(op, ())]
+
+
+def _check(
+    bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], tried: Sequence[str], position: Position
+) -> KernelVerdict:
+    """Run one kernel on every case of its op that its descriptor admits, in each of these dtypes."""
     verdict, kernel_id = KernelVerdict(), kernel["kernel_id"]
     problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
-    for dtype in dtypes(op, kernel):
+    for dtype in tried:
         allowed = tolerance(dtype, op)
         errors: dict[str, float] = {}
         failed: dict[str, Failure] = {}

@@ -303,6 +303,7 @@ ELSEWHERE = {  # codes about state; the broker and its parts raise them
     Reason.CAPABILITIES_INVALID,
     Reason.CAPABILITIES_SCHEMA_MISMATCH,
     Reason.NOT_CERTIFIED,
+    Reason.NOT_IN_PROFILE,
     Reason.NOT_COMPILED,
     Reason.COMPILE_FAILED,
     Reason.NOT_FOR_MACHINE,

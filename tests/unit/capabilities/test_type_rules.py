@@ -110,6 +110,6 @@ def test_a_call_that_asks_for_float64_gets_a_kernel_that_has_it() -> None:
 
 def test_page_has_the_table() -> None:
     """What docs/types.md shows is what the shape functions say."""
-    page = (ROOT / "docs" / "types.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "types.md").read_text(encoding="utf-8").partition("| op | takes | gives |")[2]
     wanted = ["| {} | {} | {} |".format(op, *words(summary(table))) for op, table in TABLES.items()]
-    assert [line for line in page.splitlines() if line.startswith("| ")][2:] == wanted
+    assert [line for line in page.splitlines() if line.startswith("| ")][1:] == wanted

@@ -56,6 +56,11 @@ class Settings(BaseModel):
         None, description="file of rollouts (lz rollout); default: rollouts.json beside the policy file"
     )
     variant: Literal["cpu", "cu12", "cu13"] = Field("cpu", description="accelerator variant of the environments")
+    profile: str = Field(
+        "all",
+        description="what is probed, compiled, warmed and served: inference, quantized, nlp, all, or one that "
+        "lz profile learn has made (docs/types.md)",
+    )
     overlay: Path | None = Field(
         None, description="interpreter whose overlays serve the backends that have one (lz env build --overlay)"
     )

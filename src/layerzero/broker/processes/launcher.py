@@ -22,7 +22,7 @@ from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import descriptors, functions
+from layerzero.envs import descriptors, functions, profiles
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.env import Env
@@ -60,6 +60,7 @@ class Launcher:
         self._settings = settings
         self._gpus = gpus
         self.accelerators = accelerators
+        self.profile = profiles.read(settings.profile, settings.store)
         self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
         self._started: dict[str, str] = {}  # ids of the environments that workers were started in last
         self._held: dict[str, ExitStack] = {}
@@ -81,9 +82,10 @@ class Launcher:
             except EnvError as exc:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
-        expected = _joined(settings.joined, found)
-        self.joined = frozenset(name for name in expected if found[name].is_allowed)
-        for name in sorted(expected - self.joined):
+        expected = _joined(settings.joined, found) | {name for name, one in found.items() if one.image is not None}
+        self._awaited = expected - found.keys()  # environments of functions that nobody has declared yet
+        self.joined = frozenset(name for name in expected - self._awaited if found[name].is_allowed)
+        for name in sorted(expected - self._awaited - self.joined):
             source = found[name].source
             if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
@@ -143,7 +145,18 @@ class Launcher:
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
-        return capability, self.missing(backend), self.env_ids().get(backend, "")
+        if self.joins(name):
+            self.joined |= {backend}
+        missing = self.absence(backend) if backend in self.joined else self.missing(backend)
+        return capability, missing, self.env_ids().get(backend, "")
+
+    def joins(self, backend: str) -> bool:
+        """Whether the workers of such a backend join, known or not: those of a pool do as its first one."""
+        name = pools.environment_of(backend)
+        if backend not in pools.members(name, pools.MAX_WORKERS):
+            return False
+        is_said = name in self.joined | self._awaited or self._settings.joined.strip() == ALL
+        return is_said or functions.is_of_image(name, self._settings.store)
 
     def new_versions(self) -> list[str]:
         """Versions that were declared since the start, of backends that are here."""
@@ -290,7 +303,7 @@ class Launcher:
         """The probe of a backend that is built here, if it is known without running one."""
         with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
             env = self._plan(backend)
-            return probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
+            return probe.cached_probe(env, self.manifests[backend], self.profile) if env.is_built else None
         return None
 
     def probe(self, backend: str) -> ProbeRecord:
@@ -308,7 +321,10 @@ class Launcher:
         self._checked.add(backend)
         stage.stage(env.store)
         record = probe.probe_cached(
-            self._with_caches(env), self.manifests[backend], timeout_s=self._settings.start_timeout_s
+            self._with_caches(env),
+            self.manifests[backend],
+            timeout_s=self._settings.start_timeout_s,
+            profile=self.profile,
         )
         return record
 
@@ -481,7 +497,7 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
     if setting.strip() == ALL:
         return frozenset(manifests)
     names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
-    unknown = sorted(names - manifests.keys())
+    unknown = sorted(name for name in names - manifests.keys() if not pools.is_environment(name))
     if unknown:
         known = ", ".join(sorted(manifests))
         raise ConfigError(

@@ -22,6 +22,7 @@ from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.profiles import ALL, Profile
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
 
@@ -57,6 +58,7 @@ class Start:
     times: tuple[PerfRow, ...]
     compiled: Mapping[str, tuple[Unit, ...]]
     lifted: tuple[str, ...] = ()
+    profile: Profile = ALL
 
     def engine(self, kind: type[E]) -> E:
         """What ranks, knowing what was known at the start."""
@@ -68,6 +70,7 @@ class Start:
             policy=self.policy,
             envs=self.envs,
             refused=self.refused,
+            profile=self.profile,
         )
         made.set_certification(Certification(self.records))
         made.load_times(self.times)

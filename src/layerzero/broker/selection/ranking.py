@@ -33,6 +33,7 @@ from layerzero.capabilities.descriptor import Capability, KernelCapability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.fixes import Adaptation, adaptation, copied_bytes
 from layerzero.capabilities.match import Rejection, memory_rejection
+from layerzero.capabilities.profiles import ALL, Profile
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
@@ -41,6 +42,7 @@ MAX_VALIDITY = 4096
 MAX_CELLS = 4096
 MAX_POLICIES = 256  # overlays of clients that were merged with the broker's policy
 MIB = 1 << 20
+WIDER = "lz down, then LAYERZERO_PROFILE=all lz up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +96,16 @@ class Engine:
         health: Health | None = None,
         envs: Mapping[str, str] | None = None,
         refused: Mapping[str, str] | None = None,
+        profile: Profile = ALL,
     ) -> None:
-        """`refused`: why the descriptors of further backends cannot be used."""
+        """`refused`: why the descriptors of further backends cannot be used. `profile`: the calls that are served."""
         self._catalogue = Catalogue(capabilities)
         self.capabilities: Mapping[str, Capability] = self._catalogue.capabilities
         self.refused = dict(refused or {})
         self.device = device
         self.devices = {"": device, **{gpu.device_uuid: gpu for gpu in gpus}}  # by Route.device
         self._no_gpus = no_gpus
+        self.profile = profile
         self.policy = policy or Policy.of()
         self.perf = perf or PerfTable()
         self.health = health or Health()
@@ -399,6 +403,8 @@ class Engine:
         transforms: tuple[str, ...] = ()
         if spec.pinned and backend not in spec.candidates:
             reasons.append(Rejection(Reason.NOT_PINNED, f"the call is pinned to {spec.pinned!r:.200}"))
+        if outside := self.profile.refusal(context.op, subject[0]):
+            reasons.append(Rejection(Reason.NOT_IN_PROFILE, outside, WIDER))
         cost_bytes = 0
         refused_in: SelectionContext | None = None
         may_adapt = policy.allow_adaptation and not policy.strict_mode
@@ -407,8 +413,8 @@ class Engine:
         elif static.adaptation.transforms:
             transforms = static.adaptation.transforms
             cost_bytes = copied_bytes(context, transforms)
-        elif (certificate := self.certification.judge(Subject(kernel.kernel_id, *subject))) is not None:
-            reasons.append(certificate)
+        elif not outside and (why := self.certification.judge(Subject(kernel.kernel_id, *subject))) is not None:
+            reasons.append(why)
         said = policy_for_call.judge(kernel.kernel_id, backend)
         reasons += said.rejections
         memory = memory_rejection(context, kernel)

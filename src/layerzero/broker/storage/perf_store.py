@@ -189,6 +189,16 @@ class Store:
                 )
 
 
+def keys(path: Path) -> list[str]:
+    """The buckets of calls that the file has times of, whatever they were measured on. Raises Unavailable, Damaged."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+            with _translated():
+                return [str(key) for (key,) in db.execute("SELECT DISTINCT key FROM measurements")]
+    except sqlite3.Error as exc:
+        raise Unavailable(f"{path}: {exc}") from exc
+
+
 def set_aside(path: Path) -> Path:
     """Rename the file with its -wal and -shm, which SQLite would take for those of the next file at this path. Of files
     set aside so, the newest KEEP_BAD stay. Returns the new path."""

@@ -28,6 +28,8 @@ from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
 from layerzero.ipc.wording import counted
 
+ROOMY = 100  # columns of a terminal, from which on versions are shown
+
 STOP_TIMEOUT_S = 10.0
 ENDING_POLL_S = 0.1
 _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cyan", "idle": ""}
@@ -278,9 +280,10 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("pid", "ops", "answered", "failed", "restarts"):
         table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("versions")
+    if has_versions := out().width >= ROOMY:
+        table.add_column("versions")
     for row in backends:
-        state = _state(row)
+        state = state_of(row)
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
         table.add_row(
             Text(row["name"]),
@@ -290,7 +293,7 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['answered']:,}",
             Text(f"{row['failed']:,}", style="yellow" if row["failed"] else ""),
             Text(str(row["restarts"]), style="yellow" if row["restarts"] else ""),
-            Text(versions, no_wrap=True, overflow="ellipsis"),
+            *([Text(versions, no_wrap=True, overflow="ellipsis")] if has_versions else []),
         )
     return table
 
@@ -307,7 +310,8 @@ _UNUSABLE = {
 }
 
 
-def _state(row: Mapping[str, Any]) -> str:
+def state_of(row: Mapping[str, Any]) -> str:
+    """Of a backend, in a word."""
     is_vacant = (row["unavailable"] or {}).get("code") == "NOT_JOINED"
     if row["state"] != "absent" and not (row["state"] == "disabled" and is_vacant):
         return str(row["state"])

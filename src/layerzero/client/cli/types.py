@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.client.cli.options import Json
-from layerzero.envs.cli.options import STORE, Folders, StoreDir, Variant, VariantChoice
+from layerzero.envs.cli.options import STORE, Folders, ProfileName, StoreDir, Variant, VariantChoice
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
@@ -30,12 +30,14 @@ def types(
     store: StoreDir = STORE,
     manifests: Folders = None,
     variant: VariantChoice = Variant.CPU,
+    profile: ProfileName = "all",
     as_json: Json = False,
 ) -> None:
     """Show which dtypes an op takes together, what kernels compute in and give, and why it takes no others."""
     from layerzero.capabilities.type_rules import type_table
     from layerzero.client.cli.env import site
     from layerzero.client.cli.output import note, print_json
+    from layerzero.envs import profiles
     from layerzero.envs.cli.op_rows import kernel_rows
     from layerzero.envs.cli.type_rows import type_rows
     from layerzero.envs.descriptors import read_all
@@ -54,7 +56,8 @@ def types(
     allowed = {one: manifest for one, manifest in found.items() if manifest.is_allowed}
     for problem in problems:
         note(f"disabled: {problem.message}")
-    certified = {row["kernel_id"]: list(row["certified"]) for row in kernel_rows(allowed, variant.value, store)}
+    known = kernel_rows(allowed, variant.value, store, profiles.read(profile, store))
+    certified = {row["kernel_id"]: list(row["certified"]) for row in known}
     table = table_of(name)
     rows = list(type_rows(table, read_all(allowed)[0], certified))
     refusals = [

@@ -14,7 +14,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary import variables
 from layerzero.ipc.vocabulary.variables import SettingWarning
 
-POLICY, MANIFEST_DIRS = "LAYERZERO_POLICY", "LAYERZERO_MANIFEST_DIRS"
+POLICY, MANIFEST_DIRS, PROFILE = "LAYERZERO_POLICY", "LAYERZERO_MANIFEST_DIRS", "LAYERZERO_PROFILE"
 
 
 def warn_of_variables() -> None:
@@ -26,7 +26,7 @@ def warn_of_variables() -> None:
 def warn_of_broker(session: Session) -> None:
     """Of those that a broker reads when it starts, where the one that runs has read something else. Asks it only when
     one of them is set."""
-    if not (os.environ.get(POLICY) or os.environ.get(MANIFEST_DIRS)):
+    if not any(os.environ.get(name) for name in (POLICY, MANIFEST_DIRS, PROFILE)):
         return
     try:
         followed = session.ask("settings")
@@ -41,6 +41,9 @@ def _differences(environ: Mapping[str, str], followed: Mapping[str, Any]) -> Ite
     pid, policy = followed["pid"], environ.get(POLICY)
     if policy and _resolved(policy) != _resolved(followed["policy"]):
         yield f"the broker (pid {pid}) uses {followed['policy']}; {POLICY} here names {_resolved(policy)}; run: lz down"
+    profile, its = environ.get(PROFILE), followed.get("profile", "all")
+    if profile and profile != its:
+        yield f"the broker (pid {pid}) serves the profile {its}; {PROFILE} here names {profile}; run: lz down"
     asked = [_resolved(folder) for folder in environ.get(MANIFEST_DIRS, "").split(os.pathsep) if folder]
     missing = [folder for folder in asked if folder not in {_resolved(one) for one in followed["manifest_dirs"]}]
     if missing:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.client.connection.report import html_of_text, time_text
+from layerzero.client.connection.report import SelectionReport, html_of_text, time_text
 from layerzero.client.tools.calls import Call, calls_of
 from layerzero.client.tools.compiling import in_line
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
@@ -31,10 +31,12 @@ class Warmed:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """`ok` when every call ran on every kernel that it was meant to."""
+    """`ok` when every call ran on every kernel that it was meant to. `left_out`: typical calls that the broker's
+    profile does not have."""
 
     runs: tuple[Warmed, ...]
     elapsed_s: float
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -42,7 +44,8 @@ class WarmupReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "runs": [asdict(run) for run in self.runs]}
+        runs = [asdict(run) for run in self.runs]
+        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "runs": runs, "left_out": list(self.left_out)}
 
     def __str__(self) -> str:
         failed = sum(bool(run.error) for run in self.runs)
@@ -53,6 +56,8 @@ class WarmupReport:
                 then = "its time was not told" if run.later_us is None else time_text(run.later_us)
                 result = f"first call {time_text(run.first_us)}, kernel then {then}"
             lines.append(f"  {run.call} on {run.kernel_id or 'no kernel'}: {result}")
+        if self.left_out:
+            lines.append(f"  outside of the broker's profile: {', '.join(self.left_out)}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -77,14 +82,24 @@ def warmup(
     """
     began_s = time.monotonic()
     runs: list[Warmed] = []
+    left_out: list[str] = []
     for call in calls_of(op, args, kwargs, device):
-        runs += _warm(call, every=every)
-    return WarmupReport(tuple(runs), time.monotonic() - began_s)
+        report = call.explain()
+        if op is None and _is_outside(report):
+            left_out.append(call.label)
+        else:
+            runs += _warm(call, report, every=every)
+    return WarmupReport(tuple(runs), time.monotonic() - began_s, tuple(left_out))
 
 
-def _warm(call: Call, *, every: bool) -> list[Warmed]:
+def _is_outside(report: SelectionReport) -> bool:
+    """Whether the call does not belong to the broker's profile, which each candidate says then."""
+    return any(reason.code == "NOT_IN_PROFILE" for candidate in report.candidates for reason in candidate.reasons)
+
+
+def _warm(call: Call, report: SelectionReport, *, every: bool) -> list[Warmed]:
     chosen: dict[str, str] = {}  # kernel -> backend
-    for candidate in in_line(call.explain()):
+    for candidate in in_line(report):
         if every or (len(chosen) < LIKELY and candidate.backend not in chosen.values()):
             chosen[candidate.kernel_id] = candidate.backend
     call.compile(chosen.values())

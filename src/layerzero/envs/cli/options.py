@@ -44,6 +44,15 @@ VariantChoice = Annotated[
         help="Which build of the environment; those without builds for accelerators are used as they are.",
     ),
 ]
+ProfileName = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        envvar="LAYERZERO_PROFILE",
+        help="Of which calls: inference, quantized, nlp, all, or one of lz profile learn.",
+    ),
+]
 Base = Annotated[
     Path | None,
     typer.Option(

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from layerzero.capabilities.descriptor import Capability, DescriptorError
 from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.profiles import ALL, Profile
 from layerzero.envs import accelerators
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.build import base_drift, command, drift, find
@@ -145,7 +146,9 @@ def showing_progress() -> Iterator[Progress]:
         yield spinners
 
 
-def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None) -> dict[str, Any]:
+def row_of(
+    manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None, profile: Profile = ALL
+) -> dict[str, Any]:
     row: dict[str, Any] = {"name": manifest.name, "summary": manifest.summary, "variants": list(manifest.variants)}
     if manifest.source is not None:
         row |= {"origin": manifest.source.origin, "sha256": manifest.source.sha256}
@@ -162,7 +165,7 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
     except (EnvError, ConfigError) as exc:
         return {**row, "state": "unavailable", "cause": exc.message, "repair": exc.facts.get("repair", "")}
     state = "host" if env.on_host else "built" if env.is_built else "not built"
-    record = cached_probe(env, manifest)
+    record = cached_probe(env, manifest, profile)
     said = "" if record is None else "ok" if record.ok else record.kind
     python = env.other_python or manifest.python or "host"
     if env.base is not None:
@@ -299,6 +302,7 @@ def verdict(
     *,
     verify: bool = False,
     is_anew: bool = True,
+    profile: Profile = ALL,
 ) -> dict[str, Any]:
     """A row of the report; without `timeout_s` of the build alone. `is_anew`: probe although a verdict that it is in
     order is known of exactly this environment, code and machine."""
@@ -311,9 +315,9 @@ def verdict(
         made = {"name": env.name, "ok": True, "stage": "build", "cause": "", "repair": ""}
         return {**made, "id": env.id, "prefix": str(env.prefix), "size_bytes": size}
     # Of our own interpreter nothing says what else is installed there.
-    kept = None if is_anew or env.on_host else cached_probe(env, manifest)
+    kept = None if is_anew or env.on_host else cached_probe(env, manifest, profile)
     is_kept = kept is not None and kept.ok
-    record = probe_cached(env, manifest, timeout_s=timeout_s, refresh=not is_kept, verify=verify)
+    record = probe_cached(env, manifest, timeout_s=timeout_s, refresh=not is_kept, verify=verify, profile=profile)
     return {
         "name": env.name,
         "ok": record.ok,
@@ -344,6 +348,9 @@ def report(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         out.print(table)
         for text in (text for row in rows if "probe" in row for text in refusals(row["probe"]["failures"])):
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if profiles := {row["probe"]["profile"] for row in rows if "probe" in row} - {""}:
+            text = f"profile {', '.join(profiles)}: no calls but its are probed and served; lz profile show"
+            err.print(text, style="dim", highlight=False)
         if any(row.get("probe_is_kept") for row in rows):
             err.print("unchanged: as its last probe said; lz env probe does it anew", style="dim", highlight=False)
         for row in (row for row in rows if not row["ok"]):

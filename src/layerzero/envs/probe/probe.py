@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.capabilities.certificate import ProbeRecord
+from layerzero.capabilities.profiles import ALL, Profile
 from layerzero.envs import accelerators
 from layerzero.envs.build import integrity
 from layerzero.envs.build.build import command, drift
@@ -29,6 +30,7 @@ from layerzero.envs.probe.child import Ended, run, run_process
 
 DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
 _STDERR_TAIL = 4000
+OF_PROFILE = "+"  # in the name of a verdict's file: what follows is the hash of its profile
 _MENDED_BY_BUILDING = frozenset({"import", "abi", "version", "crash", "protocol"})
 
 # What extensions print when they then raise an ImportError without a word.
@@ -72,19 +74,28 @@ def _text(path: Path) -> str:
 
 
 def probe(
-    env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S, verify: bool = False
+    env: Env,
+    manifest: EnvManifest,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    verify: bool = False,
+    profile: Profile = ALL,
 ) -> ProbeRecord:
-    """Run the probe now. Blocks until it ends, or is in one case for `timeout_s`; the process and its group are gone
-    when this returns. `verify` hashes every file; an environment of which one has changed since its build has failed,
-    whatever it computes."""
+    """Run the probe now, on the calls of a profile. Blocks until it ends, or is in one case for `timeout_s`; the
+    process and its group are gone when this returns. `verify` hashes every file; an environment of which one has
+    changed since its build has failed, whatever it computes."""
     start = time.monotonic()
     if env.existing is not None:
         _compile_workers(env, timeout_s)
-    targets = (manifest.provider_target, str(manifest.descriptor_path))
+    calls = profile.to_json()
+    told = () if calls is None else (json.dumps(calls),)
+    targets = (manifest.provider_target, str(manifest.descriptor_path), *told)
     ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
     seconds = round(time.monotonic() - start, 3)
     key = probe_key(env, manifest)
     record = judge(ended, env.name, key, seconds, timeout_s, lambda kind, at: _repair(env, manifest, kind, at))
+    if told:
+        record = replace(record, profile=profile.name)
     return record if env.on_host else _with_files(record, env, drift(env, verify=verify))
 
 
@@ -137,9 +148,9 @@ def judge(
     )
 
 
-def cached_probe(env: Env, manifest: EnvManifest) -> ProbeRecord | None:
-    """The verdict on exactly this environment and code, or None."""
-    return cached_record(record_path(env, manifest))
+def cached_probe(env: Env, manifest: EnvManifest, profile: Profile = ALL) -> ProbeRecord | None:
+    """The verdict on exactly this environment and code, or None. One on all calls is one on those of a profile, too."""
+    return cached_record(record_path(env, manifest)) or cached_record(record_path(env, manifest, profile))
 
 
 def cached_record(path: Path) -> ProbeRecord | None:
@@ -166,13 +177,14 @@ def probe_cached(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     refresh: bool = False,
     verify: bool = False,
+    profile: Profile = ALL,
 ) -> ProbeRecord:
     """The kept verdict, or a new one that is then kept. `refresh` probes in any case."""
-    record = None if refresh else cached_probe(env, manifest)
+    record = None if refresh else cached_probe(env, manifest, profile)
     if record is None or record.kind == "timeout":  # the machine may have been busy then
-        record = probe(env, manifest, timeout_s=timeout_s, verify=verify)
+        record = probe(env, manifest, timeout_s=timeout_s, verify=verify, profile=profile)
         if not record.changed:  # else it is no verdict on what the key names
-            keep_record(record_path(env, manifest), record)
+            keep_record(record_path(env, manifest, profile), record)
     return record
 
 
@@ -184,8 +196,9 @@ def keep_record(path: Path, record: ProbeRecord) -> None:
     aside.replace(path)
 
 
-def record_path(env: Env, manifest: EnvManifest) -> Path:
-    return env.store / "probes" / f"{env.name}-{probe_key(env, manifest)}.json"
+def record_path(env: Env, manifest: EnvManifest, profile: Profile = ALL) -> Path:
+    of_profile = f"{OF_PROFILE}{profile.hash}" if profile.hash else ""
+    return env.store / "probes" / f"{env.name}-{probe_key(env, manifest)}{of_profile}.json"
 
 
 def _position(out: bytes) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from layerzero.envs.build.build import built_with, plan
 from layerzero.envs.build.env import RECORD
 from layerzero.envs.manifest import EnvManifest, discover
 from layerzero.envs.matrix import kept
-from layerzero.envs.probe.probe import record_path
+from layerzero.envs.probe.probe import OF_PROFILE, record_path
 from layerzero.envs.versions import declaration
 from layerzero.ipc.errors import ConfigError, EnvError
 
@@ -72,7 +72,8 @@ def collect(
         except store.InUse:
             in_use.append(path)
     for verdict in sorted((root / "probes").glob("*.json")):
-        if verdict.name not in current and verdict.name.rpartition("-")[0] not in undecided:
+        stem = verdict.stem.partition(OF_PROFILE)[0]
+        if f"{stem}.json" not in current and stem.rpartition("-")[0] not in undecided:
             with suppress(FileNotFoundError):  # a builder was faster
                 freed = verdict.stat().st_size
                 if not dry_run:

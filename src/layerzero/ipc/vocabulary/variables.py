@@ -21,6 +21,7 @@ SETTINGS = (
     "policy",
     "rollouts",
     "variant",
+    "profile",
     "overlay",
     "wheelhouse",
     "timeout_s",

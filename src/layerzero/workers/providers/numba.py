@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, GATED
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
-from layerzero.workers.providers import _numba_kernels
+from layerzero.workers.providers import _numba_kernels, _numpy_ops, _numpy_quantized
 
 PARALLEL = 1 << 18  # elements from which on all cores take part: telling another thread costs 30 to 60 us
 _BITS = {"bfloat16": "uint16"}  # NumPy has no such numbers
@@ -35,6 +35,8 @@ def load() -> Loaded:
         "rope": library.rope,
         "rope_qk": library.rope_qk,
         **dict.fromkeys(("add", "mul", "where", "clamp", "cat", "cast"), library.of_numpy),
+        **_numpy_ops.builders(numpy),
+        **_numpy_quantized.builders(numpy),
     }
     versions = {"numba": numba.__version__, "numpy": numpy.__version__}
     return Loaded(versions=versions, kernels={f"numba.{op}": bind for op, bind in kernels.items()})
@@ -104,8 +106,8 @@ class _Numba:
     def of_numpy(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """NumPy on views of any strides. Overflow is no news: integers wrap, floats become infinite."""
         numpy, attrs = self._numpy, call.attrs
-        given = [self._view(block) for block in inputs if block is not None]
-        out = self._view(outputs[0])
+        given = [_numpy_ops.view(numpy, block) for block in inputs if block is not None]
+        out = _numpy_ops.view(numpy, outputs[0])
         run: Callable[[], Any]
         if call.op == "cast":
             run = partial(numpy.copyto, out, given[0], casting="unsafe")
@@ -145,11 +147,6 @@ class _Numba:
     def _dense(self, block: Block) -> Any:
         spec = block.spec
         return self._numpy.frombuffer(block.host, _BITS.get(spec.dtype, spec.dtype), spec.numel)
-
-    def _view(self, block: Block) -> Any:
-        spec = block.spec
-        strides = tuple(stride * spec.itemsize for stride in spec.strides)
-        return self._numpy.ndarray(spec.shape, _BITS.get(spec.dtype, spec.dtype), block.host, strides=strides)
 
     def _split(self, kernel: Callable[..., None], arguments: Sequence[Any], count: int, size: int) -> Bound:
         """A kernel over `count` rows of `size` elements, by all cores where these are many."""

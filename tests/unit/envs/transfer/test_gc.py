@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from layerzero.capabilities.profiles import ALL, of_calls
 from layerzero.envs.build.build import ensure, plan, resolve
 from layerzero.envs.build.stage import staged_path
 from layerzero.envs.build.store import open_lock
 from layerzero.envs.matrix import kept
+from layerzero.envs.probe.probe import record_path
 from layerzero.envs.transfer.gc import collect
 
 
@@ -48,6 +50,17 @@ def test_only_stale_and_unused_folders_go(tmp_path: Path) -> None:
     assert result.freed_bytes == 7 * (len(stale) + 1)
     assert all(path.is_dir() for path in (current, caches, used, kept, staged_path(tmp_path)))
     assert not any(path.exists() for path in stale)
+
+
+def test_verdicts_on_profiles_stay_as_long_as_that_on_all_calls(tmp_path: Path) -> None:
+    """They are of the same code; those of other code go."""
+    manifest, profile = resolve("mlx"), of_calls("mine", [("silu", "float32")])
+    whole, part = (record_path(plan(manifest, store=tmp_path), manifest, one) for one in (ALL, profile))
+    stale = part.with_name(part.name.replace(part.name.partition("-")[2].partition("+")[0], "0000000000000006"))
+    whole.parent.mkdir()
+    for path in (whole, part, stale):
+        path.touch()
+    assert [item.path for item in collect(tmp_path).removed] == [stale]
 
 
 def test_folder_of_a_live_build_stays(tmp_path: Path) -> None:
