@@ -251,22 +251,12 @@ class Launcher:
         missing = self._lacks_device(backend) or self._unbuilt(backend, files)
         if missing is not None and missing.code is Reason.NOT_INSTALLED and stands_in is not None:
             return stands_in.rejection(missing.repair)
-        return self._unproved(backend, missing) if self.capabilities[backend].not_run else missing
+        if self.capabilities[backend].not_run:
+            return presence.unproved(backend, missing, self.record(backend))
+        return missing
 
     def _lacks_device(self, backend: str) -> Rejection | None:
         return presence.absence(self.capabilities[backend].platform, self._gpus, self.accelerators)
-
-    def _unproved(self, backend: str, missing: Rejection | None) -> Rejection | None:
-        """Of a backend that no machine of this project has run: why it is left alone here, which is no fault. It
-        serves where its probe has passed, and that is never tried unasked."""
-        if missing is None and (record := self.record(backend)) is not None and record.ok:
-            return None
-        if missing is not None and missing.code is not Reason.NOT_INSTALLED:
-            return missing
-        tried = "its probe has not passed here" if missing is None else missing.detail
-        command = f"lz env {'probe' if missing is None else 'build'} {backend}"
-        text = f"no machine of this project has run it, and {tried}; to try it: {command}, then lz restart {backend}"
-        return Rejection(Reason.NOT_RUN, text)
 
     def absence(self, backend: str) -> Rejection:
         """Why a backend cannot serve whose worker the broker does not start, when none has registered."""

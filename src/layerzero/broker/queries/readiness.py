@@ -80,7 +80,8 @@ def _environment(server: BrokerView, backend: str, record: ProbeRecord | None) -
     if missing is not None and missing.code is Reason.LIFTED_ONLY:
         return Check(name, True, server.launcher.imported[backend].text)
     if missing is not None:
-        return _fault(name, missing, "a machine that has one")
+        is_tried = missing.code is not Reason.NOT_RUN
+        return _fault(name, missing, "a machine that has one" if is_tried else f"lz env build {backend}")
     reason = server.state.unavailable_at(time.monotonic()).get(backend)
     if reason is not None:
         return _fault(name, reason, f"lz restart {backend}")

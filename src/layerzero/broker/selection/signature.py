@@ -178,7 +178,7 @@ class Verdict:
             needed = self.kernel.platform or "cpu"
             return f"need {DEVICE_NAMES[needed] if needed in SHARED_MEMORY else 'other hardware'}"
         if Reason.NOT_RUN in by_code:
-            return "were never run by this project, and have no certificate of this machine"
+            return "need a first run"
         if self.refused_in is not None and self.kernel is not None:
             platform = self.kernel.platform and holds_tensors_of(self.kernel.platform)
             if platform not in (None, self.refused_in.device.device_type):

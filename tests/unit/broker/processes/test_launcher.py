@@ -212,8 +212,10 @@ def test_a_backend_that_was_never_run_is_left_alone_where_its_device_is(tmp_path
     rejection = with_arc(tmp_path).missing("torch-xpu")
     assert rejection is not None
     assert (rejection.code, rejection.repair) == (Reason.NOT_RUN, "")
-    assert rejection.detail.startswith("no machine of this project has run it, and ")
-    assert rejection.detail.endswith("; to try it: lz env build torch-xpu, then lz restart torch-xpu")
+    assert rejection.detail == (
+        "no machine of this project has run it, and it is not built here; to try it: lz env lock torch-xpu, "
+        "lz env build torch-xpu, lz restart torch-xpu"
+    )
 
 
 @pytest.mark.parametrize("said", [None, False, True], ids=["not probed", "failed", "passed"])

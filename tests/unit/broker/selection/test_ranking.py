@@ -228,6 +228,19 @@ def test_kernels_that_refuse_for_no_reason_of_the_call_are_of_a_group() -> None:
     assert on_gpu_machine["torch-cuda"] == "need tensors on an NVIDIA GPU"
 
 
+@pytest.mark.parametrize(
+    ("code", "group"), [(Reason.NOT_FOR_MACHINE, "need other hardware"), (Reason.NOT_RUN, "need a first run")]
+)
+def test_kernels_that_nobody_has_run_are_of_a_group_and_of_no_advice(code: Reason, group: str) -> None:
+    """They take the CPU's tensors: without a certificate of this machine nothing else keeps them from a call."""
+    one = engine({name: OURS[name] for name in ("torch", "torch-xpu")})
+    body = softmax(64, 64)
+    left_alone = {v.backend: v for v in ranked(one, body, **{"torch-xpu": Rejection(code, "left alone")})}
+    assert (left_alone["torch-xpu"].group, left_alone["torch-xpu"].repair) == (group, "")
+    tried = ranked(one, body)
+    assert [(v.backend, v.is_accepted) for v in tried] == [("torch", True), ("torch-xpu", True)]
+
+
 def test_error_of_an_unserved_call_begins_with_what_helps() -> None:
     """First the repair or the change of the call, last those that nobody can help."""
     one = engine({name: OURS[name] for name in ("onnxruntime", "torch-cuda", "torch")})
