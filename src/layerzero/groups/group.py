@@ -9,6 +9,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +66,17 @@ def group(
     made = Group(default_session.session().path.parent, name, rank, size, backend, timeout_s, gloo_env)
     made._form(timeout_s)
     return made
+
+
+def _leave(pid: int, peers: Peers, own: staging.OwnMemory, gloos: list[Gloo]) -> None:
+    """What `close` does, of a group that nobody has any more: no child's that was forked from its process."""
+    if pid != os.getpid() or sys.is_finalizing():
+        return
+    peers.leave()
+    peers.close()
+    own.close()
+    for gloo in gloos:
+        gloo.drop()
 
 
 def _of_environment(what: str, variable: str, given: int | None) -> int:
@@ -290,12 +302,6 @@ class Group:
             self._break(error)
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
-            if self._peers is not None:
-                self._peers.leave()
-            self._drop()
-
     def _form(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
         own = staging.OwnMemory(self._chunk)
@@ -312,6 +318,10 @@ class Group:
             raise
         self._own = own
         self._peers = peers = Peers(self._name, roster.generation, self._rank, roster.sockets, roster.pids)
+        # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
+        self._gloos: list[Gloo] = []  # one at most
+        self._forgotten = weakref.finalize(self, _leave, os.getpid(), peers, own, self._gloos)
+        self._forgotten.atexit = False
         self._completed = {} if max(roster.calls.values()) < 0 else roster.calls
         self._generation, self._calls, self._error = roster.generation, 0, None
         try:
@@ -436,6 +446,7 @@ class Group:
             rank, text = min(why.items())
             return EnvError(f"{text}\n(rank {rank} of group {self._name!r} cannot start gloo)", ranks=sorted(why))
         self._gloo = made
+        self._gloos.append(made)
         made.start(peers, self._size, until_s)
         self._exchange_values("", until_s)
         made.started()
@@ -491,6 +502,7 @@ class Group:
     def _drop(self) -> None:
         """Let go of all that the ranks share."""
         if self._peers is not None:
+            self._forgotten.detach()
             self._peers.close()
         if self._own is not None:
             self._own.close()
