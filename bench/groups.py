@@ -1,9 +1,11 @@
-"""What an all_reduce of two ranks costs by lz.group, beside torch.distributed's own gloo on the same machine.
+"""What an all_reduce of two ranks costs by lz.group, beside torch.distributed's own gloo on the same machine; and a
+layer of a Llama over two ranks, split and as a pipeline, beside its plan in one of them.
 
     python bench/groups.py [--quick]
 
 Two processes are ranks of a group, two more ranks of torch.distributed in torch's environment of the store; both add up
 the same float32 in place, in rounds that alternate. Ours are NumPy arrays, theirs tensors; each process has one thread.
+The layers' kernels run in the broker's workers, of which there is one for each backend, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -57,6 +59,45 @@ distributed.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world
 array = lambda count: torch.zeros(count)
 call = distributed.all_reduce
 """
+LAYER = """
+import sys
+import numpy as np
+import layerzero as lz
+lz.connect()
+group = lz.group("layers", int(sys.argv[1]), int(sys.argv[2]), timeout_s=600)
+random = np.random.default_rng(0)
+HIDDEN, INNER, HEADS, DIM, TOKENS = 512, 1408, 8, 64, 256
+def weight(*shape): return lz.share((random.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32))
+q, k, v, o = (weight(HIDDEN, HIDDEN) for _ in range(4))
+gate, up, down = weight(INNER, HIDDEN), weight(INNER, HIDDEN), weight(HIDDEN, INNER)
+cos, sin = weight(TOKENS, DIM // 2), weight(TOKENS, DIM // 2)
+ones = lz.share(np.ones(HIDDEN, np.float32))
+tokens = weight(TOKENS, HIDDEN)
+def attention(x):
+    h = lz.rms_norm(x, HIDDEN, ones)
+    a, b, c = (lz.linear(h, w).reshape(1, -1, HEADS, DIM) for w in (q, k, v))
+    count = x.shape[0]
+    a, b = lz.rope(a, cos[:count], sin[:count]), lz.rope(b, cos[:count], sin[:count])
+    y = lz.attention(a, b, c, is_causal=True, layout="BSHD")
+    return x + lz.linear(y.reshape(-1, HIDDEN), o)
+def mlp(x):
+    h = lz.rms_norm(x, HIDDEN, ones)
+    return x + lz.linear(lz.swiglu(lz.linear(h, gate), lz.linear(h, up)), down)
+def layer(x): return mlp(attention(x))
+one = lz.plan(layer, fixed_weights=True)
+ways = [
+    (lambda: one(tokens)) if group.rank == 0 else (lambda: None),
+    lambda split=lz.split_plan(layer, group): split(tokens),
+    lambda flow=lz.pipeline([attention, mlp], group, micro_batches=4): flow(tokens),
+]
+for way in ways:
+    for _ in range(60):
+        way()
+    group.barrier()
+array = lambda number: ways[number]
+call = lambda way: way()
+"""
+WAYS = ("lz.split_plan", "lz.pipeline, 4 micro-batches")
 
 
 def start(python: str | Path, code: str, *args: str) -> list[subprocess.Popen[str]]:
@@ -83,6 +124,7 @@ def main() -> None:
     with own_broker(), tempfile.TemporaryDirectory() as folder:
         ours = start(sys.executable, OURS)
         theirs = start(torch.python, THEIRS, f"{folder}/store")
+        layers = start(sys.executable, LAYER)
         try:
             for nbytes in SIZES:
                 count = 4 if nbytes > 1 << 20 else 50
@@ -91,16 +133,26 @@ def main() -> None:
                 own, other = (statistics.median(times) for times in zip(*pairs, strict=True))
                 ratio = statistics.median(one / two for one, two in pairs)
                 rows.append([f"{nbytes >> 10:,} KiB", f"{own:,.0f}", f"{other:,.0f}", at_most(ratio, LIMIT)])
+            for number, way in enumerate(WAYS, 1):
+                rounds = 3 if arguments.quick else 7
+                pairs = [(median_us(layers, 4 * number, 5), median_us(layers, 0, 5)) for _ in range(rounds)]
+                own, one = (statistics.median(times) for times in zip(*pairs, strict=True))
+                rows.append([f"a layer by {way}", f"{own:,.0f}", f"{one:,.0f} by lz.plan", f"{own / one:.2f}"])
         finally:
-            for rank in (*ours, *theirs):
+            for rank in (*ours, *theirs, *layers):
                 rank.communicate()
     finish(
         "groups",
-        "An all_reduce of two ranks on one machine",
+        "Calls and layers of two ranks on one machine",
         {"torch": {"torch": version}},
-        ("float32, in place", "lz.group, us", "torch.distributed's gloo, us", "ratio"),
+        ("all_reduce of float32, in place", "lz.group, us", "torch.distributed's gloo, us", "ratio"),
         rows,
-        ("Medians of rounds that alternate, of the slower rank; the ratio is the median of each round's.",),
+        (
+            "Medians of rounds that alternate, of the slower rank; the ratio is the median of each round's.",
+            "Layers: 256 tokens, 512 wide, 8 heads, float32, in plans that have settled; one worker for each backend "
+            "computes for both ranks here, so that two of them gain nothing by it: what is seen is what the splitting "
+            "costs. Over two GPUs, each with workers of its own, it has not been run.",
+        ),
         is_quick=arguments.quick,
     )
 

@@ -294,8 +294,9 @@ typedef struct lz_bundle_info {
 /* How to open a bundle. NULL in place of the struct: all of it by default. */
 typedef struct lz_bundle_options {
     size_t struct_size;
-    bool any_lock; /* also where an environment is locked otherwise than the bundle's, or is not there; else that is
-                      LZ_ENV_CHANGED. Results may then differ within the ops' tolerances */
+    bool any_lock; /* also where an environment is locked otherwise than the bundle's, or is not there, or the broker
+                      does not know a kernel; else that is LZ_ENV_CHANGED. Results may then differ within the ops'
+                      tolerances */
 } lz_bundle_options;
 
 /* Open a bundle: every byte is compared with its SHA-256, every number checked, the constants are read into shared

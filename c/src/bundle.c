@@ -4,6 +4,8 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { MAX_KERNELS = 1024 }; /* that a question may name */
+
 struct lz_bundle {
     lz_client *client;
     pthread_mutex_t lock; /* of a run */
@@ -22,36 +24,73 @@ typedef struct running {
 
 /* --- opening ------------------------------------------------------------------------------------------------------ */
 
-/* Compare the environments with those of the broker. */
-static lz_code check_locks(lz_client *client, const char *path, const lz_bundle_info *info, lz_error *error) {
+/* The kernels of a bundle's steps, each once. NULL: there is no memory. */
+static lzi_value *kernels_of(lzi_pool *pool, const lzi_bundle_file *file, uint32_t *count) {
+    lzi_value *names = lzi_take(pool, file->info.step_count * sizeof *names);
+    for (size_t i = 0; names && i < file->info.step_count; i++) {
+        uint32_t at = 0;
+        while (at < *count && !lzi_is_text(&names[at], file->steps[i].kernel))
+            at++;
+        if (at == *count && *count < MAX_KERNELS)
+            names[(*count)++] = lzi_text(file->steps[i].kernel);
+    }
+    return names;
+}
+
+static const char *found_in(const lzi_value *map, const char *name, const char *field) {
+    const lzi_value *value = map ? lzi_get(map, name) : NULL;
+    return !field ? lzi_get_text(map, name) : value ? lzi_get_text(value, field) : "";
+}
+
+/* Compare environments and kernels with those of the broker, unless they may be any; kernels that it does not know are
+ * not asked for. */
+static lz_code check_locks(lz_client *client, const char *path, lzi_bundle_file *file, bool any_lock,
+                           lz_error *error) {
+    const lz_bundle_info *info = &file->info;
     lzi_pool pool = {0};
     lzi_pending answer = {0};
-    lzi_value told;
+    lzi_value told = {.type = LZI_NIL};
+    uint32_t kernel_count = 0;
     lzi_value *names = lzi_take(&pool, (info->environment_count + 1) * sizeof *names);
-    if (!names)
+    lzi_value *kernels = kernels_of(&pool, file, &kernel_count);
+    if (!names || !kernels) {
+        lzi_pool_free(&pool);
         return lzi_fail(error, LZ_NO_MEMORY, "Free memory, then try again.\nThere is none for a question");
+    }
     for (size_t i = 0; i < info->environment_count; i++)
         names[i] = lzi_text(info->environments[i].backend);
     lzi_value items[] = {
         lzi_text("backends"),
         {.type = LZI_LIST, .count = (uint32_t)info->environment_count, .as.items = names},
+        lzi_text("kernels"),
+        {.type = LZI_LIST, .count = kernel_count, .as.items = kernels},
     };
-    lzi_value params = {.type = LZI_MAP, .count = 1, .as.items = items};
+    lzi_value params = {.type = LZI_MAP, .count = 2, .as.items = items};
     pthread_mutex_lock(&client->lock);
     lz_code code = lzi_ask(client, "locks", &params, &answer, error);
     pthread_mutex_unlock(&client->lock);
     const char *wrong = code ? NULL : lzi_decode(&pool, answer.body, answer.nbytes, &told);
     if (wrong)
         code = lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIts answer: %s", wrong);
-    for (size_t i = 0; !code && i < info->environment_count; i++) {
+    const lzi_value *locks = lzi_get(&told, "locks"), *owners = lzi_get(&told, "backends");
+    for (size_t i = 0; !code && !any_lock && i < info->environment_count; i++) {
         const lz_bundle_environment *one = &info->environments[i];
-        const lzi_value *locks = lzi_get(&told, "locks"), *lock = locks ? lzi_get(locks, one->backend) : NULL;
-        const char *here = lock ? lzi_get_text(lock, "env") : "";
+        const char *here = found_in(locks, one->backend, "env");
         if (strcmp(here, one->env))
             code = lzi_fail(error, LZ_ENV_CHANGED,
                             "Have %s locked as the bundle has it (lz bundle show --lock %s), or set any_lock.\n"
                             "%s was written with its environment %s, here it is %s",
                             one->backend, one->backend, path, one->env, *here ? here : "not known");
+    }
+    for (size_t i = 0; !code && i < info->step_count; i++) {
+        lzi_step *step = &file->steps[i];
+        if (*found_in(owners, step->kernel, NULL))
+            continue;
+        if (!any_lock)
+            code = lzi_fail(error, LZ_ENV_CHANGED,
+                            "Write the bundle again, or set any_lock.\n%s needs %s, which is not here", path,
+                            step->kernel);
+        step->kernel = NULL;
     }
     free(answer.body);
     lzi_pool_free(&pool);
@@ -86,8 +125,8 @@ lz_code lz_bundle_open(lz_client *client, const char *path, const lz_bundle_opti
         code = lzi_bundle_constants(path, fd, &made->file, made->constants, error);
     if (fd >= 0)
         close(fd);
-    if (!code && !given.any_lock)
-        code = check_locks(client, path, info, error);
+    if (!code)
+        code = check_locks(client, path, &made->file, given.any_lock, error);
     if (code)
         lz_bundle_close(made);
     else

@@ -19,6 +19,7 @@ enum {
     MAX_STEPS = 4096,
     MAX_PLACES = 1 << 16,
     STEP_FIELDS = 13,
+    MAX_CHARACTERS = 400,
     PIECE = 1 << 20
 };
 static const uint64_t MOST = (uint64_t)1 << 46;
@@ -114,7 +115,15 @@ static bool read_count(const lzi_value *value, uint64_t most, uint64_t *to) {
 }
 
 static bool is_text(const lzi_value *value) {
-    return value->type == LZI_TEXT && strlen(value->as.bytes) == value->count;
+    return value->type == LZI_TEXT && value->count <= 4 * MAX_CHARACTERS && strlen(value->as.bytes) == value->count;
+}
+
+/* Of a backend, a kernel or an environment: ASCII. */
+static bool is_name(const lzi_value *value) {
+    bool is_one = is_text(value) && value->count <= MAX_CHARACTERS;
+    for (uint32_t i = 0; is_one && i < value->count; i++)
+        is_one = !(value->as.bytes[i] & 0x80);
+    return is_one;
 }
 
 /* --- the manifest ------------------------------------------------------------------------------------------------- */
@@ -155,7 +164,7 @@ static const char *read_environments(reading *now, const lzi_value *list) {
         return "it has too many environments";
     for (uint32_t i = 0; i < list->count; i++) {
         const lzi_value *row = list_of(&list->as.items[i], 2);
-        if (!row || !is_text(&row[0]) || !is_text(&row[1]))
+        if (!row || !is_name(&row[0]) || !is_name(&row[1]))
             return "an environment has not a backend and an id";
         made[i] = (lz_bundle_environment){sizeof *made, row[0].as.bytes, row[1].as.bytes};
     }
@@ -341,7 +350,7 @@ static const char *read_attrs(reading *now, const lzi_value *map, lzi_step *step
 
 static const char *read_step(reading *now, const lzi_value *value, lzi_step *step) {
     const lzi_value *row = list_of(value, STEP_FIELDS);
-    if (!row || !is_text(&row[0]) || !is_text(&row[5]) || !is_text(&row[6]) || row[7].type != LZI_BOOL ||
+    if (!row || !is_text(&row[0]) || !is_name(&row[5]) || !is_name(&row[6]) || row[7].type != LZI_BOOL ||
         !is_text(&row[9]))
         return "a step has not an op, backend, kernel and line";
     const char *wrong = read_tensors(now, &row[1], true, &step->inputs);

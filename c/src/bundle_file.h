@@ -19,7 +19,7 @@ typedef struct lzi_place {
 } lzi_place;
 
 typedef struct lzi_step {
-    const char *op, *backend, *kernel, *where;
+    const char *op, *backend, *kernel, *where; /* `kernel`: NULL where the broker has none of that name */
     bool is_pinned;                    /* the function named the backend */
     uint32_t input_count, output_count;
     const lzi_place **inputs, **outputs; /* NULL: an input that is left out */
@@ -32,7 +32,7 @@ typedef struct lzi_bundle_file {
     lz_bundle_info info;
     const lzi_home *homes;
     const lzi_place **inputs, **outputs;
-    const lzi_step *steps;
+    lzi_step *steps;
     uint64_t constants_at; /* in the file */
     uint8_t constants_sha256[32];
 } lzi_bundle_file;

@@ -104,18 +104,21 @@ def test_what_is_no_bundle_says_what_to_do(built: Built, connected: Site, writte
     for path, (data, _, _) in zip(paths, wrong, strict=True):
         path.write_bytes(data)
     assert set(end) == {"plan", "lock/alpha", "constants"} or set(end) == {"plan", "constants"}
-    others = [with_env(written, "0123456789abcdef"), written.parent, written.with_name("none"), written]
+    others = [with_env(written, "0123456789abcdef"), with_env(written, "", "alpha.gone")]
+    others += [written.parent, written.with_name("none"), written]
     out, _ = called(built, connected, "open", *paths, *others)
     lines = out.decode().splitlines()
     said = [*zip(lines[::2], lines[1::2], strict=True)]
     for (first, second), (_, advice, why) in zip(said, wrong, strict=False):
         assert first.startswith(advice)
         assert why in second
-    lock, folder, nothing, right = said[len(wrong) :]
+    lock, kernel, folder, nothing, right = said[len(wrong) :]
     assert (
         lock[0] == "ENV_CHANGED|Have alpha locked as the bundle has it (lz bundle show --lock alpha), or set any_lock."
     )
     assert "with its environment 0123456789abcdef, here it is " in lock[1]
+    assert kernel[0] == "ENV_CHANGED|Write the bundle again, or set any_lock."
+    assert kernel[1].endswith("needs alpha.gone, which is not here")
     assert (folder[0], nothing[0]) == (name, name)
     assert right[0].startswith("OK|")
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,7 @@ class Cluster:
             "LAYERZERO_STORE": str(self.store_of(number)),
             "LAYERZERO_PERF_DB": str(self.folder / f"perf-{number}.db"),
         }
-        made = self.cluster.add_node(
+        made = self._started(
             num_cpus=1,
             object_store_memory=OBJECT_STORE_BYTES,
             node_ip_address="127.0.0.1",
@@ -91,6 +92,20 @@ class Cluster:
             env_vars=environ,
         )
         self.raylets[made.node_id] = made
+
+    def _started(self, **options: Any) -> Any:
+        """A node of Ray's, which gives a raylet 30 s to start. A busy machine may take longer: what has started then is
+        ended, and begun anew."""
+        for attempts_left in (2, 1, 0):
+            before = processes(self.folder)
+            try:
+                return self.cluster.add_node(**options)
+            except Exception:  # Ray has no class for it
+                for pid in processes(self.folder).keys() - before.keys():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                if not attempts_left:
+                    raise
 
     @property
     def manifests(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -79,10 +80,12 @@ def test_status_of_all_nodes_fits_a_terminal(cluster: Cluster) -> None:
     os.environ["RAY_ADDRESS"] = cluster.address
     told = cluster.lz("status", "--cluster")
     assert told.returncode == 0, told.stderr
-    table, _, rest = told.stdout.partition("\n\n")
-    assert max(map(len, table.splitlines())) <= 80
-    assert all(node[:12] in table for node in cluster.nodes)
-    assert rest.startswith("where nodes differ")
+    nodes, backends, differences = told.stdout.split("\n\n")
+    assert max(map(len, [*nodes.splitlines(), *backends.splitlines()])) <= 80
+    assert all(re.search(rf"^{node[:12]} .* ok ", nodes, re.MULTILINE) for node in cluster.nodes)
+    assert re.search(r"^alpha .* 3 of 3 ", backends, re.MULTILINE)
+    assert re.search(r"^gamma .* 2 of 3 ", backends, re.MULTILINE)
+    assert differences.startswith("where nodes differ")
     answer = as_json(cluster.lz("cluster", "up", "--json"))
     assert [one["state"] for one in answer["nodes"]] == ["ok"] * 3
     [differs] = answer["differences"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import layerzero as lz  # noqa: E402
+from layerzero.groups import calls  # noqa: E402
+from layerzero.groups.arrays import Given, Result  # noqa: E402
+from layerzero.groups.nccl import Nccl  # noqa: E402
 
 OTHER = """
 import sys, torch
@@ -20,6 +28,10 @@ lz.connect()
 group = lz.group("torch", 1, 2)
 for line in sys.stdin:
     op, dtype, kind, count = line.split()
+    if op == "split":
+        from tests.frameworks.test_torch_groups import split
+        split(group)
+        continue
     x = torch.full((int(count),), 0.1, dtype=getattr(torch, dtype))
     try:
         getattr(group, op)(x.numpy() if kind == "numpy" else x)
@@ -67,3 +79,113 @@ def test_a_rank_of_numpy_in_place_and_what_is_not_meant(ranks: Any) -> None:
     ask(other, "all_reduce", "float32", "torch", 3)
     with pytest.raises(lz.InvalidArgument, match=r"requires a gradient, which would end here; pass x.detach\(\)"):
         group.all_reduce(torch.ones(3, requires_grad=True))
+
+
+class Block(torch.nn.Module):
+    """Of a transformer; the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def attention(self, x: Any) -> Any:
+        q, k, v = (layer(x).view(2, 7, 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = lz.attention(q, k, v, is_causal=True).transpose(1, 2)
+        return x + self.o(y.reshape(2, 7, 32))
+
+    def mlp(self, x: Any) -> Any:
+        return x + self.down(lz.silu(self.up(x)))
+
+    def forward(self, x: Any) -> Any:
+        return self.mlp(self.attention(x))
+
+
+def split(group: lz.Group) -> lz.Group:
+    """A module by split plans and as a pipeline, beside itself. By both ranks."""
+    block = Block().eval()
+    plan, stages = lz.split_plan(block, group), [lambda x: lz.silu(block.up(x)), lambda x: block.down(x) * 2]
+    flow = lz.pipeline(stages, group, micro_batches=2)
+    with torch.no_grad():
+        for seed in range(3):
+            x = torch.rand(2, 7, 32, generator=torch.Generator().manual_seed(seed))
+            torch.testing.assert_close(plan(x), block(x), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(flow(x), block.down(lz.silu(block.up(x))) * 2, rtol=1e-4, atol=1e-5)
+    assert plan.phase == "FROZEN"
+    assert len(plan.explain().weights) == 6
+    return group
+
+
+def test_a_module_is_split_over_ranks_and_a_pipeline_of_tensors_gives_tensors(ranks: Any) -> None:
+    """Heads by views and transposes; biases, of rows by one rank alone."""
+    group, other = ranks
+    ask(other, "split", "float32", "torch", 0)
+    split(group)
+
+
+class ByGloo(Nccl):
+    """What is asked of NCCL, of gloo on the CPU: one machine has no GPUs, and torch's calls are the same."""
+
+    def _made(self, size: int) -> Any:
+        from torch.distributed import FileStore, ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return ProcessGroupGloo(FileStore(str(self._path), size), self._rank, size, options)
+
+    def _stream(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def _on(self, stream: Any) -> Any:
+        return torch.no_grad()
+
+
+class Waiting:
+    """Of Peers, what waits."""
+
+    name, generation, doing = "tp", 1, "call 1"
+
+    def wait_for(self, fds: Any, until_s: float) -> None:
+        assert select.select(fds, [], [], until_s - time.monotonic())[0]
+
+
+def test_what_is_asked_of_nccl_gives_the_same_by_gloo(tmp_path: Path) -> None:
+    """Every call of all ranks, with out and without; on a GPU it has not run."""
+    (tmp_path / "groups").mkdir()
+    xs = [torch.arange(8.0).reshape(4, 2) + 10 * rank for rank in range(2)]
+    total = xs[0] + xs[1]
+    wanted: dict[tuple[str, Any], list[Any]] = {
+        ("all_reduce", "sum"): [total, total],
+        ("all_reduce", "mean"): [total / 2, total / 2],
+        ("all_reduce", "max"): [xs[1], xs[1]],
+        ("reduce_scatter", "sum"): [total[:2], total[2:]],
+        ("all_gather", ""): [torch.cat(xs)] * 2,
+        ("all_to_all", ""): [torch.cat([x[part] for x in xs]) for part in (slice(2), slice(2, 4))],
+        ("broadcast", 1): [xs[1], xs[1]],
+    }
+    found: dict[int, list[Any]] = {}
+
+    def rank(number: int) -> None:
+        nccl = ByGloo(tmp_path, "tp", 1, number, 0)
+        nccl.start(Waiting(), 2, 0.0)  # type: ignore[arg-type]
+        made = []
+        for name, detail in wanted:
+            op, given = calls.BY_NAME[name], Given(xs[number].clone())
+            out = given.keep if name == "broadcast" else None
+            result = Result(given, op.result_shape(given.shape, 2), out, may_be_input=op.is_in_place)
+            call = calls.Call(op, number, 2, given, result, detail, time.monotonic() + 60)
+            copies = nccl.run(Waiting(), call)  # type: ignore[arg-type]
+            made.append((result.value, len(copies)))
+        found[number] = made
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, made in found.items():
+        for (name, _), results, (value, copies) in zip(wanted, wanted.values(), made, strict=True):
+            assert torch.equal(value, results[number]), name
+            assert copies == (name == "all_reduce")
+    assert len(found) == 2

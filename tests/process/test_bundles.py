@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +14,8 @@ import numpy as np
 import pytest
 import typer
 from tests.backends.toy import KILL, fault
-from tests.process.harness import Site
-from tests.process.planned import W, X, agree, block, expected, settled, silu, some
+from tests.process.harness import Site, wait_ended
+from tests.process.planned import W, X, agree, block, expected, settled, silu, some, two_ready
 from tests.process.test_cli import data
 from tests.process.test_cli import lz as lz_command
 
@@ -106,23 +111,59 @@ def test_a_worker_that_dies_in_a_bundle_costs_no_result(connected: Site, written
     agree(bundle(X), expected(X))
 
 
-def with_env(path: Path, env: str) -> Path:
-    """The same bundle of another environment."""
+def with_env(path: Path, env: str, kernel: str = "") -> Path:
+    """The same bundle of another environment, or with another kernel for its first step."""
     found = form.verify(path)
     room = memoryview(bytearray(found.content.constant_bytes))
     found.constants(room)
-    envs = {one.backend: (env, "a==1\n") for one in found.manifest.environments}
-    other = path.with_name("other.lzb")
-    form.write(other, found.manifest.name, found.manifest.made_by, found.manifest.made_s, found.content, envs, [room])
+    envs = {one.backend: (env or one.env, "a==1\n") for one in found.manifest.environments}
+    first, *rest = found.content.steps
+    content = replace(found.content, steps=(replace(first, kernel=kernel or first.kernel), *rest))
+    other = path.with_name(f"other{env}{kernel}.lzb")
+    form.write(other, found.manifest.name, found.manifest.made_by, found.manifest.made_s, content, envs, [room])
     return other
 
 
 def test_another_lock_is_an_error_that_says_which(written: Path) -> None:
-    """Unless the caller says that it may be any."""
+    """And so is a kernel that is not here; unless the caller says that they may be any."""
     other = with_env(written, "0123456789abcdef")
     with pytest.raises(EnvChanged, match=r"have alpha locked as the bundle has it .*0123456789abcdef, here it is"):
         lz.load_bundle(other)
     agree(lz.load_bundle(other, any_lock=True)(X), expected(X))
+    other = with_env(written, "", "alpha.gone")
+    with pytest.raises(EnvChanged, match=r"write the bundle again, or pass any_lock=True: .* needs alpha.gone"):
+        lz.load_bundle(other)
+    agree(lz.load_bundle(other, any_lock=True)(X), expected(X))
+
+
+@pytest.mark.parametrize("given", [{"backends": "a"}, {"backends": [1]}, {"kernels": ["a"] * 1025}])
+def test_locks_are_asked_for_by_lists_of_names(connected: Site, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="locks takes lists of at most 1024 texts"):
+        lz.session().ask("locks", **given)
+
+
+def test_a_bundle_goes_on_with_the_next_broker(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """Which is asked for its locks and kernels, too; and in a forked child."""
+    site, path = two_ready(new_site), tmp_path / "block.lzb"
+    lz.write_bundle(settled(lz.plan(block), X), path)
+    bundle = lz.load_bundle(path)
+    agree(bundle(X), expected(X))
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            agree(bundle(X + 1), expected(X + 1))
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    pid = site.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_ended(pid)
+    with pytest.raises(lz.BrokerLost):
+        bundle(X)
+    site.connect()
+    agree(bundle(X), expected(X))
 
 
 def own(x: Any) -> Any:

@@ -216,6 +216,33 @@ def test_ops_of_all_ops_fits_a_terminal(site: Site) -> None:
     assert {line.split()[0] for line in lines[1:] if line[1:2] != " "} == set(PUBLIC_OPS)
 
 
+# --- backends that nobody of the project has run
+
+NEVER_RUN = ("torch-hpu", "torch-rocm", "torch-xpu")
+
+
+def test_what_was_never_run_is_shown_as_that(site: Site, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A claim of a library's documents is no certificate: the table has it apart, with what this machine lacks."""
+    site.environ["LAYERZERO_STORE"] = str(tmp_path_factory.mktemp("store"))
+    said = {row["backend"]: row for row in data(lz(site, "ops", "silu", "--json"))["ops"]["silu"]}
+    assert {said[name]["state"] for name in NEVER_RUN} == {"not run"}
+    assert {said[name]["certified"] == {} for name in NEVER_RUN} == {True}
+    assert said["torch-xpu"]["cause"].startswith("by no machine of this project; this one: needs an Intel GPU")
+    shown = " ".join(lz(site, "env", "list").stdout.split())
+    assert f"not run by this project on any machine, nor on this one, --all shows why: {', '.join(NEVER_RUN)}" in shown
+
+
+def test_a_build_for_a_device_that_is_not_here_refuses_and_costs_nothing(site: Site, tmp_path: Path) -> None:
+    """Gigabytes for a card that is not here are an accident. Named, it says so; unnamed, it is no part of a build."""
+    store = tmp_path / "store"
+    said = rows(lz(site, "env", "build", *NEVER_RUN, "--store", str(store), "--json"), FAILED)
+    assert {(row["ok"], row["stage"], "probe" in row) for row in said.values()} == {(False, "build", False)}
+    assert [name for name in NEVER_RUN if ", and this machine has none (no " not in said[name]["cause"]] == []
+    assert not store.exists()
+    image = rows(lz(site, "env", "build", "--no-probe", "--store", str(store), "--json", "torch-xpu"), FAILED)
+    assert image["torch-xpu"]["repair"] == "lz env lock torch-xpu"
+
+
 # --- lz types
 
 

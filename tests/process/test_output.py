@@ -23,7 +23,10 @@ from layerzero.envs.manifest import discover
 
 Sites = Callable[..., Site]
 X = np.ones((2, 8), np.float32)
-GPU_BACKENDS = sorted(name for name, one in discover()[0].items() if one.variants and "cpu" not in one.variants)
+OTHERS = {"torch-hpu": "a Gaudi HPU", "torch-rocm": "an AMD GPU", "torch-xpu": "an Intel GPU"}  # and what each needs
+GPU_BACKENDS = sorted(
+    name for name, one in discover()[0].items() if one.variants and "cpu" not in one.variants and name not in OTHERS
+)
 TOYS = ("alpha", "beta", "gamma")
 
 pytestmark = pytest.mark.skipif(bool(detect_gpus().devices), reason="what is said where there is no GPU")
@@ -55,6 +58,9 @@ def test_doctor_finds_a_healthy_machine_healthy(site: Site) -> None:
     platforms = checks["platforms"]
     expected = f"not for this machine: {', '.join(GPU_BACKENDS)}: needs an NVIDIA GPU, and this machine has none"
     assert (platforms["ok"], platforms["detail"].startswith(expected)) == (True, True)
+    for name, device in OTHERS.items():
+        assert f"environment {name}" not in checks
+        assert f"not for this machine: {name}: needs {device}, and this machine has none" in platforms["detail"]
 
 
 def test_doctor_fails_where_a_gpu_backend_is_needed(site: Site) -> None:
@@ -73,7 +79,9 @@ def test_status_of_a_healthy_machine_finds_nothing_wrong(site: Site) -> None:
     shown = run_lz(site, "status", COLUMNS="80").stdout
     wrong = shown.partition("what is wrong")[2]
     assert [name for name in GPU_BACKENDS if name in wrong] == []
-    assert f"not for this machine, --all shows why: {', '.join(GPU_BACKENDS)}" in " ".join(shown.split())
+    assert {rows[name]["unavailable"]["code"] for name in OTHERS} == {"NOT_FOR_MACHINE"}
+    names = ", ".join(sorted((*GPU_BACKENDS, *OTHERS)))
+    assert f"not for this machine, --all shows why: {names}" in " ".join(shown.split())
     in_full = run_lz(site, "status", "--all", COLUMNS="80").stdout
     assert "torch-cuda" in in_full.partition("backend ")[2].partition("\n\n")[0]
     assert "needs an NVIDIA GPU, and this machine has none" in in_full.partition("\nnot for this machine\n")[2]
@@ -92,7 +100,9 @@ def test_report_of_attention_fits_a_small_terminal(new_site: Sites, monkeypatch:
     print(text)
     assert fits(text, lines=15)
     count = sum(candidate.backend in GPU_BACKENDS for candidate in report.candidates)
-    assert f"{count} kernels need an NVIDIA GPU; full list: --all, or report.text(verbose=True)" in text
+    assert f"{count} kernels need an NVIDIA GPU\n" in text
+    # torch-rocm's and torch-xpu's, which nobody has run; torch-hpu has no attention
+    assert "2 kernels need other hardware; full list: --all, or report.text(verbose=True)" in text
     assert text.index("lz env build torch") < text.index("need an NVIDIA GPU")
     whole = report.text(verbose=True)
     assert [c.kernel_id for c in report.candidates if c.kernel_id not in whole] == []
@@ -142,7 +152,10 @@ def test_first_line_of_an_error_says_what_to_do(new_site: Sites) -> None:
         lz.gelu(X)
     first, *more = str(failure.value).splitlines()
     assert first == "gelu: no kernel accepts this call; repair: lz env build mlx"
-    assert more[-1].strip().endswith("need an NVIDIA GPU")
+    assert sorted(line.strip() for line in more[-2:]) == [
+        "2 kernels need an NVIDIA GPU",
+        "3 kernels need other hardware",
+    ]
     assert "/manifests/" not in str(failure.value)
     assert failure.value.facts["repair"] == "lz env build mlx"
     with pytest.raises(lz.NoBackend) as failure:

@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.process.harness import BACKENDS, Site, wait_until
+from tests.process.test_cli import FAILED, data
+from tests.process.test_cli import lz as command
 
 import layerzero as lz
+from layerzero.client.capsules import form
+from layerzero.client.capsules import store as capsules
 from layerzero.ipc.errors import InvalidArgument
 
 # Right for the probe's cases, wrong by 1 percent from the 6th run on X on: a library that wears out.
@@ -67,6 +71,30 @@ def test_kernel_that_starts_to_differ_is_told_of(site: Site, monkeypatch: pytest
     ]
     wait_until(lambda: session.shadow.counts["compared"] == 9)
     assert session.shadow.counts == {"compared": 9, "beyond": 5}
+
+
+def test_a_wrong_result_is_kept_and_made_again(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the arguments as they were, although the caller has changed them since."""
+    site.environ |= {"LAYERZERO_CAPSULE_DIR": str(tmp_path), "LAYERZERO_CAPSULES": "small"}
+    session = site.connect()
+    listen(session, monkeypatch)
+    site.wait_ready("worn", "beta")
+    session.shadow.references = ("beta",)
+    session.shadow.rate = 1.0
+    x = X.copy()
+    for done in range(1, 8):
+        x[...] = X
+        lz.silu(x)
+        x[...] = 0
+        wait_until(lambda done=done: session.shadow.counts["compared"] >= done - 1)
+    wait_until(lambda: capsules.names(tmp_path))
+    (name,) = capsules.names(tmp_path)
+    capsule = form.read(tmp_path / name)
+    assert (capsule.failed.kernel_id, capsule.failed.what, capsule.served_by) == ("worn.silu", "wrong", "beta.silu")
+    assert np.frombuffer(form.memory(tmp_path / name, capsule)[0], np.float32).tolist() == [0.5] * X.size
+    done = command(site, "replay", name, "--times", "7", "--json")
+    rows = {row["backend"]: row for row in data(done, FAILED)["backends"]}
+    assert {name: row["is_far"] for name, row in rows.items()} == {"worn": True, "beta": False}
 
 
 def test_inputs_are_those_of_the_call(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from layerzero.broker.recording.recorder import RecordedState, Recorder
 from layerzero.broker.recording.start import Start
 from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.server import Server
+from layerzero.envs import accelerators
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.logs import keep_in, log
 from layerzero.ipc.transport.endpoints import open_endpoints
@@ -68,7 +69,7 @@ def run(
         keep_in(endpoints.log)
     gpus = detect_gpus()
     try:
-        launcher = Launcher(settings, gpus)
+        launcher = Launcher(settings, gpus, accelerators.detect())
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
@@ -98,7 +99,7 @@ def run(
         return _refuse(exc, ready_fd)
     state = start.state() if recorder is None else RecordedState(recorder, start)
     try:
-        parts_users = gate.is_shared and for_uid is None and not launcher.joined
+        parts_users = gate.is_shared and for_uid is None and not settings.joined.strip()
         server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays, parts_users=parts_users)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)

@@ -44,7 +44,7 @@ from layerzero.broker.processes.probe_jobs import ProbeJobs
 from layerzero.broker.processes.registry import AnyWorker, Processes, exit_event
 from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.processes.user_brokers import UserBrokers
-from layerzero.broker.queries import methods
+from layerzero.broker.queries import function_workers, methods
 from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
@@ -93,8 +93,7 @@ class Server:
         self.stays = stays
         self.tuning = Spending(time.monotonic())
         self.load_table()
-        self._ended = False
-        self._kill_at_s = math.inf
+        self._ended, self._kill_at_s = False, math.inf
         self._check_s = self._poll_at_s = 0.0
         self._incremental_answers = IncrementalAnswers(
             partial(methods.begin, self), self._to_client, self._client_failed
@@ -122,9 +121,9 @@ class Server:
             from_worker=self._from_worker,
             uids=gate.uids if gate.is_shared and not parts_users else (),
         )
-        doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
+        more = [] if self._remote is None else [self._remote.door]
         self._observers = Observers(settings, endpoints)
-        self._doorkeeper = Doorkeeper(doors, self._wake_up)
+        self._doorkeeper = Doorkeeper([*self._routers.doors, *more], self._wake_up)
         self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
             settings,
@@ -134,6 +133,7 @@ class Server:
             on_start=self._joined_starts,
             is_linked=lambda backend, generation: self._links.get(backend, generation) is not None,
             note_change=self._plan_check,
+            learn=partial(function_workers.learn_joined, self),
         )
         self.processes = Processes(
             settings, endpoints, launcher, self._poller, self.joined, self.handle, self._worker_ended
@@ -167,7 +167,7 @@ class Server:
             self.joined,
             gate,
             self.users,
-            welcome=Greeting(settings, self.incarnation, self._zmq_paths, bool(self.joined.names)).welcome,
+            welcome=Greeting(settings, self.incarnation, self._zmq_paths, bool(settings.joined.strip())).welcome,
             forget=self._routers.forget_client,
             handle=self.handle,
             note_change=self._plan_check,

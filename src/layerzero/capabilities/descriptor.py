@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from layerzero.capabilities.compile_unit import Facet
+from layerzero.capabilities.device import DeviceType
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, DRAWING, FUNCTION, OPS, VARLEN_OPS
@@ -26,7 +27,6 @@ MAX_BYTES = 1 << 20  # of a descriptor
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.@-]{0,63}$")]
 Positive = Annotated[int, Field(ge=1)]
 Attr = str | int | float | bool | None
-Platform = Literal["cpu", "cuda", "rocm", "hpu"]
 Layout = Literal["BHSD", "BSHD"]
 QuantDtype = Literal["int8", "uint8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "fp4"]
 Granularity = Literal["per_tensor", "per_channel", "blockwise"]
@@ -54,7 +54,7 @@ class KernelCapability(BaseModel):
     source: str  # where the claims come from: entry point and document or file
 
     # the device
-    platform: Platform | None = None  # that of the backend, which fills it in
+    platform: DeviceType | None = None  # that of the backend, which fills it in
     min_sm: Positive | None = None  # CUDA compute capability, 10 * major + minor
     max_sm: Positive | None = None
     requires_isa: tuple[str, ...] = ()  # instruction sets of a CPU, in Linux's names
@@ -166,7 +166,8 @@ class Capability(BaseModel):
     schema_version: Literal["1.0"]
     backend: Name
     backend_version: str
-    platform: Platform
+    platform: DeviceType
+    not_run: bool = False  # by this project, on any machine: it is built and probed only where somebody names it
     ops: dict[str, tuple[KernelCapability, ...]]
 
     @model_validator(mode="before")
@@ -226,8 +227,8 @@ class Capability(BaseModel):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the canonical form; part of every cached decision."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """SHA-256 of the canonical form; part of every cached decision. Whether we have run it changes no decision."""
+        return hashlib.sha256(self.model_dump_json(exclude={"not_run"}).encode()).hexdigest()
 
 
 def parse(text: str, origin: str) -> Capability:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from layerzero.capabilities.context import SelectionContext, has_dense_rows
 from layerzero.capabilities.descriptor import PLAIN_OPS, TOKENIZER_OPS, KernelCapability
+from layerzero.capabilities.device import holds_tensors_of
 from layerzero.capabilities.reasons import Reason
 from layerzero.capabilities.type_rules import computes_in
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, PAGED_OPS, VARLEN_OPS, Heads, aligns
@@ -85,8 +86,8 @@ def workspace_bytes(context: SelectionContext, kernel: KernelCapability) -> int:
 
 def _device(context: SelectionContext, kernel: KernelCapability) -> Found:
     device = context.device
-    if kernel.platform is not None and kernel.platform != device.device_type:
-        yield Reason.PLATFORM_MISMATCH, f"the device is {device.device_type}; the kernel needs {kernel.platform}"
+    if kernel.platform is not None and (needed := holds_tensors_of(kernel.platform)) != device.device_type:
+        yield Reason.PLATFORM_MISMATCH, f"the device is {device.device_type}; the kernel needs {needed}"
         return
     sm = device.sm_version
     if kernel.min_sm is not None and (sm is None or sm < kernel.min_sm):

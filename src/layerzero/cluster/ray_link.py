@@ -93,6 +93,12 @@ def answer_of(ray: Any, reference: Any, within_s: float | None = ANSWER_S) -> An
     return found["value"]
 
 
+def ready(ray: Any, references: Sequence[Any], within_s: float) -> list[Any]:
+    """Those of the references whose answers have come; all of them, or as many as come in time."""
+    found, _ = ray.wait(list(references), num_returns=len(references), timeout=within_s)
+    return list(found)
+
+
 def why_lost(exc: BaseException) -> str:
     """What Ray says of an actor that cannot be reached, in a line."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]

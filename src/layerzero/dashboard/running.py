@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.client.capsules import store as capsule_store
 from layerzero.client.connection import start
 from layerzero.client.history import history_file
-from layerzero.dashboard.serving import Site, application
+from layerzero.dashboard.serving import Nodes, Site, application
 from layerzero.dashboard.watching import Broker, Watch
 from layerzero.envs.matrix import kept as matrix
 from layerzero.ipc import kept_files
@@ -32,9 +32,11 @@ def run(
     may_act: bool,
     may_be_reached: bool,
     started: Callable[[str], None],
+    nodes: Nodes | None = None,
 ) -> None:
     """Serve at ADDRESS:PORT until a signal; port 0: any free one. `token`: None for a new one. `may_be_reached`: from
-    other machines. `started` is told the address to open. Raises InvalidArgument."""
+    other machines. `started` is told the address to open. `nodes`: of a cluster, for a view of them. Raises
+    InvalidArgument."""
     host, port = _parsed(address, may_be_reached=may_be_reached)
     listener = _listen(host, port)
     port = listener.getsockname()[1]
@@ -47,6 +49,7 @@ def run(
         (traces or folder / "traces").absolute(),
         matrix.last(folder),
         may_act,
+        nodes,
     )
     secret = token or secrets.token_urlsafe(24)
     shown = f"[{host}]" if ":" in host else host

@@ -30,6 +30,7 @@ FILES = {
     "app.js": "text/javascript",
     "views.js": "text/javascript",
     "details.js": "text/javascript",
+    "nodes.js": "text/javascript",
     "draw.js": "text/javascript",
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
@@ -50,10 +51,12 @@ ASKED = "x-layerzero"  # a header that a form of another site cannot send
 SILENCE_S = 10.0  # then a comment says that the stream is alive
 MAX_SPAN_S = 30 * 86_400.0
 ACTIONS = ("restart", "reset")
+Nodes = Callable[[], dict[str, Any]]
 
 
 class Site(NamedTuple):
-    """What there is to be shown. `may_act`: backends may be restarted and reset from the page."""
+    """What there is to be shown. `may_act`: backends may be restarted and reset from the page. `nodes`: what each node
+    of a cluster said last, None where there is none."""
 
     broker: Broker
     watch: Watch
@@ -61,6 +64,7 @@ class Site(NamedTuple):
     traces: Path
     matrix: Path
     may_act: bool
+    nodes: Nodes | None = None
 
 
 def application(site: Site, token: str, host: str, port: int) -> ASGIApp:
@@ -78,7 +82,8 @@ def application(site: Site, token: str, host: str, port: int) -> ASGIApp:
         Route("/", partial(_file, "index.html")),
         *(Route(f"/{name}", partial(_file, name)) for name in FILES if name != "index.html"),
         Route("/events", partial(_events, site)),
-        Route("/api/site", partial(_answer, lambda _: {"may_act": site.may_act, "version": lz.__version__})),
+        Route("/api/site", partial(_answer, partial(_about, site))),
+        *([] if site.nodes is None else [Route("/api/nodes", partial(_answer, partial(_nodes, site.nodes)))]),
         Route("/api/history", partial(_answer, partial(_history, site))),
         Route("/api/decisions", partial(_answer, lambda _: site.broker.ask("decisions"))),
         Route("/api/capsules", partial(_answer, lambda _: {"capsules": kept.capsules(site.capsules)})),
@@ -89,6 +94,14 @@ def application(site: Site, token: str, host: str, port: int) -> ASGIApp:
         Route("/api/{action}/{backend}", partial(_act, site), methods=["POST"]),
     ]
     return Gate(Starlette(routes=routes, lifespan=living), token, host, port)
+
+
+def _about(site: Site, _: Request) -> dict[str, Any]:
+    return {"may_act": site.may_act, "version": lz.__version__, "has_nodes": site.nodes is not None}
+
+
+def _nodes(nodes: Nodes, _: Request) -> dict[str, Any]:
+    return nodes()
 
 
 class Gate:

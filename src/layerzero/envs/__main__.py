@@ -43,11 +43,13 @@ from layerzero.envs.cli.options import (
     WheelhouseDir,
 )
 from layerzero.envs.cli.rows import (
+    NOT_RUN,
     choose,
     end_cleanly_on_sigterm,
     err,
     fail_on,
     failing_cleanly,
+    lacking,
     megabytes,
     out,
     print_json,
@@ -58,6 +60,7 @@ from layerzero.envs.cli.rows import (
     showing_progress,
     verdict,
     with_imports,
+    with_never_run,
 )
 from layerzero.envs.descriptors import read_all
 from layerzero.envs.hub import lock as hub_lock
@@ -95,18 +98,18 @@ def list_(
     with failing_cleanly():
         wanted = profiles.read(profile, store)
     found, problems = add_cli.site(ctx, store, manifests).discover()
-    refused = read_all(found)[1]
+    claims, refused = read_all(found)
     rows = [
         row_of(manifest, variant.value, store, overlay, wanted)
         | (refused_row(refused[name], manifest) if name in refused else {})
         for name, manifest in found.items()
     ]
     rows += [{"name": p.name, "state": "disabled", "cause": p.message, "repair": f"edit {p.path}"} for p in problems]
-    rows = with_imports(rows, store)
+    rows = with_never_run(with_imports(rows, store), claims)
     if as_json:
         print_json(rows)
         return
-    others = [] if shows_all else [row for row in rows if row["state"] == "other variant"]
+    others = [] if shows_all else [row for row in rows if row["state"] in ("other variant", NOT_RUN)]
     table = Table("environment", "state", "python", "size", "probe", "about", box=None)
     for row in (row for row in rows if row not in others):
         size, about = megabytes(row.get("size_bytes")), row.get("cause") or row["summary"]
@@ -114,10 +117,13 @@ def list_(
     for column in table.columns[:-1]:
         column.no_wrap = True
     out.print(table)
-    if others:
-        names = ", ".join(row["name"] for row in others)
-        text = f"not made for the variant {variant.value}, --all shows for which: {names}"
-        out.print(text, markup=False, highlight=False)
+    told = {
+        "other variant": f"not made for the variant {variant.value}, --all shows for which",
+        NOT_RUN: "not run by this project on any machine, nor on this one, --all shows why",
+    }
+    for state, text in told.items():
+        if names := ", ".join(row["name"] for row in others if row["state"] == state):
+            out.print(f"{text}: {names}", markup=False, highlight=False)
     if overlay is not None:
         out.print(f"overlay: over {overlay}", markup=False, highlight=False, soft_wrap=True)
 
@@ -175,23 +181,27 @@ def build(
         raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
     known = add_cli.site(ctx, store, manifests)
     names = add_cli.versions_of(names, known, variant)
-    found, refused = choose(names, manifests, python, known)
+    choice = choose(names, manifests, python, known)
+    refused = choice.refused
     chosen = [
         manifest
-        for manifest in found
-        if names or manifest.interpreter == "host" or manifest.variant_for(variant.value) in manifest.variants
+        for manifest in choice.manifests
+        if names
+        or manifest.interpreter == "host"
+        or (manifest.variant_for(variant.value) in manifest.variants and not choice.claims[manifest.name].not_run)
     ]
+    lacks = {} if no_probe else lacking(choice._replace(manifests=chosen))
     with failing_cleanly():
         tool = pick(installer.value if installer else None)
     if dry_run:
-        show_plans(chosen, variant.value, store, tool, overlay, wheelhouse, jobs, as_json=as_json)
+        show_plans(chosen, variant.value, store, tool, overlay, wheelhouse, jobs, lacks=lacks, as_json=as_json)
         return
     with showing_progress() as progress:
         for manifest in filter(functions.is_ours, chosen):
             with failing_cleanly():
                 functions.lock_where_missing(manifest, progress)
-        built = ensure_all(
-            chosen,
+        built = lacks | ensure_all(
+            [manifest for manifest in chosen if manifest.name not in lacks],
             store=store,
             variant=variant.value,
             installer=tool,
@@ -227,7 +237,7 @@ def probe(
     with failing_cleanly():
         wanted = profiles.read(profile, store)
     rows = []
-    chosen, refused = choose(names, manifests, python, add_cli.site(ctx, store, manifests))
+    chosen, refused, _ = choose(names, manifests, python, add_cli.site(ctx, store, manifests))
     for manifest in chosen:
         try:
             env: Env | EnvError | ConfigError = find(manifest, variant=variant.value, store=store, base=overlay)
@@ -276,7 +286,7 @@ def lock(
     with failing_cleanly():
         names = [functions.full_name(name, store) for name in names or ()]
     folders = [*functions.folders(store, manifests or ())] if names else manifests
-    chosen, refused = choose(names, folders, python, takes_programs=True)
+    chosen, refused, _ = choose(names, folders, python, takes_programs=True)
     fail_on(refused)
     repository = _repository(chosen, refused, hub_folder)
     with failing_cleanly():

@@ -15,17 +15,18 @@ from packaging.requirements import InvalidRequirement, Requirement
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+IMAGE = re.compile(r"[a-z0-9][A-Za-z0-9._:/@-]{0,254}")
 PYTHON = re.compile(r"3\.[1-9][0-9]")
 DIGITS = 8
 MAX_LOCK_BYTES = 8 << 20
-_ANY = "3.10"  # of no meaning where an interpreter is named
+_ANY = "3.10"  # of no meaning where an interpreter or an image is named
 
 
 @dataclass(frozen=True)
 class Declared:
     """What is asked for. `python`: "3.11"; empty where `interpreter`, an absolute path, is the one to use. `lock`: the
     absolute path of the lock file that it holds to, empty for none; `lock_text`: what that has, None where it is not
-    there."""
+    there. `image`: of the containers that its workers join from; empty where the broker starts them."""
 
     name: str
     requires: tuple[str, ...]
@@ -33,6 +34,7 @@ class Declared:
     interpreter: str = ""
     lock: str = ""
     lock_text: str | None = field(default=None, repr=False)
+    image: str = ""
 
     @classmethod
     def of(
@@ -42,8 +44,16 @@ class Declared:
         python: str,
         interpreter: str | os.PathLike[str] | None = None,
         lock: str | os.PathLike[str] | None = None,
+        image: str | None = None,
     ) -> Declared:
         """Raises InvalidArgument, and ConfigError for a lock that cannot be read."""
+        if image is not None:
+            if requires or interpreter is not None or lock is not None:
+                text = "has its Python and its packages; leave requires, from_interpreter and lock out"
+                raise InvalidArgument(f"lz.env: an image {text}")
+            if not isinstance(image, str) or not IMAGE.fullmatch(image):
+                raise InvalidArgument(f"lz.env: image is {image!r:.80}; allowed: a name such as 'registry/old-numpy:1'")
+            return replace(cls.of(name, (), _ANY), python="", image=image)
         if lock is not None:
             if interpreter is not None:
                 text = "nothing is installed into an interpreter of yours; `requires` is what it must have"
@@ -84,6 +94,8 @@ class Declared:
     def backend(self) -> str:
         """The name of its backend: of the manifest, too."""
         asked: list[object] = [self.requires, self.python, *([self.interpreter] if self.interpreter else [])]
+        if self.image:
+            asked.append({"image": self.image})
         if self.lock:  # the same on every machine that has the file, wherever it lies
             asked.append({"lock": hashlib.sha256((self.lock_text or "").encode()).hexdigest()})
         return f"{self.name}.{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:DIGITS]}"

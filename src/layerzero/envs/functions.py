@@ -30,6 +30,7 @@ from layerzero.envs.declared import Declared
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S, probe_cached
 from layerzero.ipc.errors import ConfigError, EnvError
+from layerzero.ipc.vocabulary import pools
 
 VARIABLE = "LAYERZERO_FUNCTIONS"  # workers/providers/functions.py reads it
 
@@ -57,6 +58,18 @@ def folders(store: Path, named: Sequence[Path] = ()) -> tuple[Path, ...]:
 def is_ours(manifest: EnvManifest) -> bool:
     """Whether a declaration wrote this manifest."""
     return manifest.provider == "functions"
+
+
+def is_of_image(name: str, store: Path) -> bool:
+    """Whether an environment of this name was declared whose workers join, from containers of an image."""
+    path = folder(store) / f"{name}.toml"
+    if not pools.is_environment(name) or not path.is_file():
+        return False
+    try:
+        manifest = manifests.load(path)
+    except ConfigError:
+        return False
+    return is_ours(manifest) and manifest.image is not None
 
 
 def declare(declared: Declared, store: Path) -> EnvManifest:
@@ -90,6 +103,8 @@ def is_locked(declared: Declared) -> bool:
 def declared_by(manifest: EnvManifest) -> Declared:
     """What a manifest of ours was written for, with its lock file as it is now. Raises ConfigError."""
     name, _, _ = manifest.name.rpartition(".")
+    if manifest.image is not None:
+        return Declared.of(name, (), "", image=manifest.image)
     requires = manifest.variants["cpu"].requirements
     if manifest.executable is not None:
         return Declared.of(name, requires, "", manifest.executable)
@@ -220,6 +235,20 @@ def remove(name: str, store: Path) -> bool:
     return True
 
 
+def given_to(manifest: EnvManifest, backend: str) -> tuple[bytes, dict[str, str]]:
+    """The descriptor and the variables that a worker which joins is given; those of several workers of an environment
+    have their own names."""
+    text, variables = manifest.descriptor_path.read_bytes(), dict(manifest.env)
+    if backend == manifest.name or not is_ours(manifest):
+        return text, variables
+    told = json.loads(text)
+    told["backend"] = backend
+    for kernels in told["ops"].values():
+        for kernel in kernels:
+            kernel["kernel_id"] = f"{backend}.call"
+    return json.dumps(told).encode(), {**variables, VARIABLE: backend}
+
+
 def of_worker(capability: Capability, backend: str) -> Capability:
     """What the descriptor of an environment says of one of its workers."""
     ops = {
@@ -241,6 +270,10 @@ def _manifest(declared: Declared) -> str:
     if declared.interpreter:
         summary = f"functions: {declared.interpreter}{', '.join(('', *declared.requires))}"
         where = ['interpreter = "existing"', f"executable = {_text(declared.interpreter)}"]
+    if declared.image:
+        summary = f"functions: image {declared.image}"
+        where = ['interpreter = "image"', f"image = {_text(declared.image)}"]
+    requirements = "requirements = [" + ", ".join(map(_text, declared.requires)) + "]"
     lines = [
         "# Written by lz.env; its name ends in a hash of what it asks for.",
         f"summary = {_text(summary[:200])}",
@@ -251,9 +284,7 @@ def _manifest(declared: Declared) -> str:
         "",
         "[env]",
         f"{VARIABLE} = {_text(declared.backend)}",
-        "",
-        "[variants.cpu]",
-        "requirements = [" + ", ".join(map(_text, declared.requires)) + "]",
+        *(() if declared.image else ("", "[variants.cpu]", requirements)),
     ]
     return "\n".join(lines) + "\n"
 

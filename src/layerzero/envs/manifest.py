@@ -30,7 +30,10 @@ from layerzero.ipc.names import unknown_name
 MAX_BYTES = 1 << 16  # of a manifest
 MAX_DOTS = 200  # in a line of it
 BUILTIN = Path(__file__).resolve().parent / "manifests"
-VariantName = Literal["cpu", "cu12", "cu13"]
+VariantName = Literal["cpu", "cu12", "cu13", "rocm", "xpu", "hpu"]
+# Of AMD's and Intel's GPUs and Gaudi. They take tensors in the CPU's memory, so they serve beside whichever of the
+# others is chosen for the machine (LAYERZERO_VARIANT), and are chosen by the manifest alone.
+OWN_VARIANTS: frozenset[VariantName] = frozenset({"rocm", "xpu", "hpu"})
 # What the worker code itself needs; added to every venv, so that no manifest can forget it.
 WORKER_REQUIREMENTS = ("pyzmq>=26", "msgpack>=1.0.8")
 # Of a version beside another backend (envs/versions), BACKEND@VERSION.
@@ -129,7 +132,8 @@ class EnvManifest(BaseModel):
     provider: str  # module of layerzero.workers.providers, or a .py path relative to the manifest
     descriptor: str  # capabilities/descriptors/NAME.json, or a .json path relative to the manifest
     version_of: str | None = None  # the backend beside which it is another version; then the name is BACKEND@VERSION
-    interpreter: Literal["venv", "host", "existing"] = "venv"
+    interpreter: Literal["venv", "host", "existing", "image"] = "venv"
+    image: str | None = None  # of the containers that its workers join from: nothing of it is here
     executable: str | None = None  # of an existing interpreter, or a folder that has bin/python
     own_python: Minor | None = None  # `python`, where with_python chose another
     python: Minor | None = None
@@ -167,6 +171,10 @@ class EnvManifest(BaseModel):
             raise ValueError('interpreter "venv" needs `python` and at least one [variants.*] table')
         if self.interpreter == "host" and (self.python or self.variants or self.other_pythons):
             raise ValueError('interpreter "host" builds nothing: pythons and [variants.*] must be absent')
+        if (self.interpreter == "image") != (self.image is not None):
+            raise ValueError('interpreter "image" needs `image`, and no other one has it')
+        if self.image is not None and (self.provider != "functions" or self.python or self.variants or self.hub):
+            raise ValueError('interpreter "image" is for functions, and builds nothing: no python, variants or hub')
         is_existing = self.interpreter == "existing"
         is_named = self.executable is not None and Path(self.executable).is_absolute()
         if is_existing != is_named or (self.executable and not is_existing):
@@ -178,6 +186,8 @@ class EnvManifest(BaseModel):
         is_lockable = self.provider == "functions" and self.interpreter == "venv"
         if self.locked_by is not None and not (is_lockable and Path(self.locked_by).is_absolute()):
             raise ValueError("`locked_by` is for environments of functions that are built, and an absolute path")
+        if not OWN_VARIANTS.isdisjoint(self.variants) and len(self.variants) > 1:
+            raise ValueError(f"[variants.*] of {', '.join(sorted(OWN_VARIANTS))} must be the only one of a manifest")
         if self.hub is not None and set(self.hub.build) != set(self.variants):
             raise ValueError("hub.build must name a folder of the repository's build/ for each of [variants.*]")
         return self
@@ -244,8 +254,9 @@ class EnvManifest(BaseModel):
 
     def variant_for(self, wanted: VariantName) -> VariantName:
         """The variant to use on a machine set to `wanted`: a backend without builds for an accelerator has none for
-        this one either, and serves on the CPU."""
-        return "cpu" if set(self.variants) <= {"cpu"} else wanted
+        this one either, and serves on the CPU; one of OWN_VARIANTS is used whichever is wanted."""
+        own = [name for name in self.variants if name in OWN_VARIANTS]
+        return own[0] if own else "cpu" if set(self.variants) <= {"cpu"} else wanted
 
     def lock_path(self, variant: str) -> Path:
         """Built-in locks have a folder of their own; anyone else's lie beside the manifest."""
@@ -259,7 +270,8 @@ class EnvManifest(BaseModel):
         not be built."""
         self._demand_allowed()
         if variant not in self.variants:
-            hint = "; those need an NVIDIA GPU, and LAYERZERO_VARIANT to be set" if variant == "cpu" else ""
+            is_hidden = variant == "cpu" and OWN_VARIANTS.isdisjoint(self.variants)
+            hint = "; those need an NVIDIA GPU, and LAYERZERO_VARIANT to be set" if is_hidden else ""
             raise ConfigError(
                 f"{self.path}: variants: {self.name} has no variant {variant!r}; allowed: {', '.join(self.variants)}"
                 + hint

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 HERE = f"3.{sys.version_info[1]}"  # this interpreter's Python
 
 
+def join_command(backend: str) -> str:
+    """Of the agent of a worker that joins."""
+    return f"python -m layerzero.workers.join --backend {backend}"
+
+
 class FunctionEnv:
     """An environment that functions run in: packages and a Python. Made by `lz.env`; nothing is built by that."""
 
@@ -31,8 +36,9 @@ class FunctionEnv:
         workers: int = 1,
         from_interpreter: str | os.PathLike[str] | None = None,
         lock: str | os.PathLike[str] | None = None,
+        image: str | None = None,
     ) -> None:
-        self._declared = Declared.of(name, requires, python, from_interpreter, lock)
+        self._declared = Declared.of(name, requires, python, from_interpreter, lock, image)
         pools.demand_workers(workers)
         self._workers = workers
 
@@ -66,13 +72,19 @@ class FunctionEnv:
         return self._declared.lock or None
 
     @property
+    def image(self) -> str:
+        """Of the containers that its workers join from; empty where the broker starts them."""
+        return self._declared.image
+
+    @property
     def workers(self) -> int:
         """How many workers its functions have, unless they say so themselves."""
         return self._workers
 
     def options(self, *, workers: int) -> FunctionEnv:
         """The same environment whose functions have so many workers. Raises InvalidArgument."""
-        return FunctionEnv(self.name, self.requires, self.python or HERE, workers, self.interpreter or None, self.lock)
+        its = (self.interpreter or None, self.lock, self.image or None)
+        return FunctionEnv(self.name, self.requires, self.python or HERE, workers, *its)
 
     @property
     def backend(self) -> str:
@@ -93,8 +105,9 @@ class FunctionEnv:
         """Resolve, lock, build and probe it where that has not been done; says on stderr what it does, unless `quiet`.
         Cheap when nothing is to do. `force` builds again.
 
-        Raises EnvError with what the resolver or the installer said, ConfigError.
+        Raises EnvError with what the resolver or the installer said, ConfigError, InvalidArgument for one of an image.
         """
+        self._demand_ours("nothing is built for it")
         from layerzero.envs import functions
         from layerzero.envs.build.progress import Lines, Quiet
 
@@ -103,22 +116,26 @@ class FunctionEnv:
 
     def is_served(self, ask: Any, workers: int = 1) -> bool:
         """Have the broker look for it again, which may have been built after the broker's start. Whether it serves now,
-        by so many workers. `ask`: of the session."""
-        if not self.is_built:
-            return False
+        by so many workers; one that is not built here may have workers that join. `ask`: of the session."""
+        from layerzero.envs import functions
+
+        is_built = self.is_built
         try:
-            return ask("learn", backend=self.backend, workers=workers)["serves"] is True
+            if not is_built:
+                functions.declare(self._declared, self._store)
+            return ask("learn", backend=self.backend, workers=workers, is_built=is_built)["serves"] is True
         except LayerZeroError:
             return False
 
     def explain_failure(self, error: LayerZeroError, ask: Any) -> LayerZeroError:
         """Why a call did not come to this environment: not built, unknown to the broker, or `error`. `ask`: of the
         session."""
-        unready = self.unready()
+        state = self._state(ask)
+        unready = None if state.get("joins") else self.unready()
         if unready is not None:
             return unready
         try:
-            state = ask("health", backend=self.backend)
+            state = state or ask("health", backend=self.backend)
         except InvalidArgument:
             text = (
                 "run: lz down, then start the program again\n"
@@ -132,14 +149,24 @@ class FunctionEnv:
             is_late = "NOT_INSTALLED" in cause  # it was built since the broker has looked
             repair = f"lz restart {self.backend}" if is_late or not told else told
             cause = "it was built after the broker had looked for it" if is_late else cause
-            text = f"run: {repair}\nenvironment {self.name} cannot serve: {cause}"
+            head = repair if repair.startswith("run ") else f"run: {repair}"  # "run where it is installed"
+            text = f"{head}\nenvironment {self.name} cannot serve: {cause}"
             return EnvError(text, env=self.backend, cause=cause, repair=repair)
         return error
+
+    def _state(self, ask: Any) -> dict[str, Any]:
+        """What the broker says of it; nothing where it cannot be asked, or does not know it."""
+        try:
+            return dict(ask("health", backend=self.backend))
+        except LayerZeroError:
+            return {}
 
     def unready(self) -> EnvError | None:
         """Why it cannot be used as it is on disk: not built, or changed since."""
         from layerzero.envs import functions, locked
 
+        if self.image:
+            return None
         try:
             locked.demand(self._declared)
         except EnvError as exc:
@@ -163,11 +190,17 @@ class FunctionEnv:
         """Why it cannot be this process's own environment: a Conflict (`requirement`, `here`, `needs`) for each
         requirement, of it or of what it leads to, that does not hold here, and for another Python; none where all hold.
         As text a table of 80 columns. Who refuses a version that it has is known once it is locked, or where
-        that is exact."""
+        that is exact. Raises InvalidArgument for one of an image."""
+        self._demand_ours("its packages cannot be seen from here")
         from layerzero.envs import conflicts, functions
 
         pins = functions.pins(self._declared, self._store)
         return conflicts.find(self.requires, self.python, self.interpreter, pins)
+
+    def _demand_ours(self, what: str) -> None:
+        if self.image:
+            text = f"{self.name}: {what}: it is what image {self.image} has; start its worker there"
+            raise InvalidArgument(f"{text}: {join_command(self.backend)}")
 
     def found(self) -> str:
         """Its existing interpreter as it is now: path, Python, how many distributions, and a hash of what is installed;
@@ -178,7 +211,7 @@ class FunctionEnv:
 
     def __repr__(self) -> str:
         asked = ", ".join(self.requires) or "no packages"
-        where = f"Python {self.python}" if self.python else self.interpreter
+        where = f"Python {self.python}" if self.python else self.interpreter or f"image {self.image}"
         return f"<lz.env {self.backend}: {where}, {asked}>"
 
 
@@ -195,6 +228,7 @@ class Environments:
         workers: int = 1,
         from_interpreter: str | os.PathLike[str] | None = None,
         lock: str | os.PathLike[str] | None = None,
+        image: str | None = None,
     ) -> FunctionEnv:
         """An environment with these packages. Nothing is built, unless `build="now"`: a call into one that is not
         built is an error that says the command.
@@ -205,12 +239,16 @@ class Environments:
         workers: how many processes its functions have, so that calls run
         side by side; each is started when it is needed. lock: the path of a lock file, which `lz env lock` writes: the
         environment has what that says, and is not resolved; one that is missing, or not for these requirements, this
-        Python or platform, is an EnvError of the first call. Raises InvalidArgument, ConfigError for a lock that cannot
-        be read, and with build="now" EnvError.
+        Python or platform, is an EnvError of the first call. image: the name of one whose containers you start: its
+        workers join, and LayerZero neither pulls nor builds anything. Raises InvalidArgument, ConfigError for a lock
+        that cannot be read, and with build="now" EnvError.
         """
         if from_interpreter is not None and python is not None:
             raise InvalidArgument("lz.env: python and from_interpreter are both named; that interpreter has its Python")
-        found = FunctionEnv(name, requires, HERE if python is None else python, workers, from_interpreter, lock)
+        if image is not None and (python is not None or build is not None):
+            raise InvalidArgument("lz.env: an image has its Python, and nothing is built; leave python and build out")
+        asked = HERE if python is None else python
+        found = FunctionEnv(name, requires, asked, workers, from_interpreter, lock, image)
         if build is None:
             return found
         if build != "now":

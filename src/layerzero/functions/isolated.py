@@ -283,17 +283,17 @@ class Isolated(Generic[P, R]):
             nothing: tuple[Any, ...] = (THIS_PROCESS, "", (), 0, (), "", here, placed.reason)
             return FunctionExplanation(self._label, where.name, where.backend, code.file, code.sha256, *nothing)
         given = Arguments(args, kwargs, self._places.backends)
-        state, command = "", ""
+        state, command, joins = "", "", False
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
-            state = str(told["detail"])
+            state, joins = str(told["detail"]), bool(told.get("joins"))
         except InvalidArgument:
             state = "the broker learns of it by the first call"
         except LayerZeroError as exc:
             state = exc.message.partition("\n")[0]
         where, code = self._env, self._code
         interpreter = ""
-        if unready := where.unready():
+        if not joins and (unready := where.unready()):
             cause, command = str(unready.facts["cause"]), str(unready.facts["repair"])
             state = "its environment is not built" if cause == "not built" else cause
         with contextlib.suppress(EnvError):

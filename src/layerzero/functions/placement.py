@@ -167,6 +167,8 @@ def _requirements(env: FunctionEnv) -> tuple[tuple[str, str] | None, str]:
     it was at the first look."""
     from layerzero.envs.build.requirements import unmet
 
+    if env.image:
+        return (f"it is what image {env.image} has", f"the packages of {env.image}"), ""
     if env.interpreter:
         if not conflicts.is_this_interpreter(env.interpreter):
             return (f"{env.interpreter} is another interpreter than {sys.executable}", f"{env.interpreter}"), ""

@@ -38,7 +38,7 @@ class Places:
         if len(self.backends) > pools.MAX_PINNED:
             text = f"lz.isolated: {len(self.backends)} workers of {len(seen)} environments"
             raise InvalidArgument(f"{text}; allowed: {pools.MAX_PINNED}")
-        self._is_looked_at = len(self.backends) > 1 or any(one.env.interpreter for one in candidates)
+        self._is_looked_at = len(self.backends) > 1 or any(one.env.interpreter or one.env.image for one in candidates)
         self._envs: dict[str, FunctionEnv] = {}  # by worker
         self._trees: dict[tuple[str, ...], list[Any]] = {}  # by backends
         self._known_to: Callable[[], Any] = lambda: None
@@ -93,6 +93,8 @@ class Places:
         """Have the broker know of all workers before the first call: it serves by those that it knows, and by what was
         imported there before an interpreter of the user's has changed."""
         if self._is_looked_at and self._known_to() is not session:
+            if any(one.env.image for one in self.candidates):
+                session.link.note_joined()
             self.are_served(session.ask)
             self._known_to = weakref.ref(session)
 

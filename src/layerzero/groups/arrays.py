@@ -1,4 +1,5 @@
-"""Arrays that a group's calls take and give: NumPy's and torch's, of the CPU, as bytes and back."""
+"""Arrays that a group's calls take and give: NumPy's and torch's, of the CPU, as bytes and back; torch's of a GPU as
+tensors."""
 
 from __future__ import annotations
 
@@ -16,16 +17,18 @@ KINDS = ("numpy", "torch")
 
 
 class Given:
-    """An argument: `data` are its bytes in row-major order. `copied`: how many of them are a copy, of strided ones."""
+    """An argument: `data` are its bytes in row-major order, None on a GPU, where `keep` is the tensor. `copied`: how
+    many of them are a copy, of strided ones."""
 
-    __slots__ = ("array", "copied", "data", "dtype", "keep", "kind", "shape")
+    __slots__ = ("array", "copied", "data", "device", "dtype", "keep", "kind", "shape")
 
-    def __init__(self, value: Any, what: str = "x") -> None:
+    def __init__(self, value: Any, what: str = "x", *, may_be_on_gpu: bool = False) -> None:
         """Raises InvalidArgument."""
         array = describe(value)
-        if array.kind not in KINDS or array.device != CPU:
-            place = "a GPU" if array.device != CPU else type(value).__name__
-            raise InvalidArgument(f"{what} is of {place}; allowed: NumPy arrays and torch tensors of the CPU")
+        if array.kind not in KINDS or (array.device != CPU and not (may_be_on_gpu and array.kind == "torch")):
+            place = f"a {array.kind} array of a GPU" if array.device != CPU else f"a {type(value).__name__}"
+            also = ", and torch tensors of a GPU" if may_be_on_gpu else ""
+            raise InvalidArgument(f"{what} is {place}; allowed: NumPy arrays and torch tensors of the CPU{also}")
         if array.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise InvalidArgument(
                 f"{what} requires a gradient, which would end here; pass {what}.detach(), or call under torch.no_grad()"
@@ -33,8 +36,12 @@ class Given:
         self.array, self.kind = array, array.kind
         self.dtype, self.shape = array.spec.dtype, tuple(array.spec.shape)
         self.keep: Any = value
-        self.copied = 0
-        if array.needs_copy or not array.spec.is_contiguous:
+        self.copied, self.device = 0, array.device
+        self.data: Any = None
+        if array.device != CPU:
+            self.keep = value if array.spec.is_contiguous else value.contiguous()
+            self.copied = 0 if array.spec.is_contiguous else int(array.nbytes)
+        elif array.needs_copy or not array.spec.is_contiguous:
             self.keep = np.empty(array.nbytes, np.uint8)
             copy_into(array, memoryview(self.keep))
             self.data, self.copied = self.keep, array.nbytes
@@ -54,11 +61,15 @@ class Result:
     def __init__(self, like: Given, shape: tuple[int, ...], out: Any, *, may_be_input: bool) -> None:
         """`out`: the caller's, or None for new memory that workers reach without a copy. Raises InvalidArgument,
         OutOfMemory."""
+        self.data: Any = None
+        if out is None and like.device != CPU:
+            self.value = like.keep.new_empty(shape)
+            return
         if out is None:
             self.value = new(like.kind, like.dtype, shape)
             self.data = _bytes_at(describe(self.value))
             return
-        array = demand_out(out)
+        array = demand_out(out, like.device)
         found = (array.kind, array.spec.dtype, tuple(array.spec.shape))
         if found != (like.kind, like.dtype, shape):
             raise InvalidArgument(
@@ -68,14 +79,17 @@ class Result:
         same = may_be_input and array.address == like.array.address and not like.copied
         if not same and _overlap(array, like.array):
             raise InvalidArgument("out lies over a part of x; pass other memory")
-        self.value, self.data = out, _bytes_at(array)
+        self.value = out
+        if like.device == CPU:
+            self.data = _bytes_at(array)
 
 
-def demand_out(out: Any) -> Array:
-    """Raises InvalidArgument for what cannot be written row by row."""
+def demand_out(out: Any, device: int = CPU) -> Array:
+    """Raises InvalidArgument for what cannot be written row by row, or is elsewhere."""
     array = describe(out)
-    if array.kind not in KINDS or array.device != CPU:
-        raise InvalidArgument("out is no NumPy array or torch tensor of the CPU")
+    if array.kind not in KINDS or array.device != device:
+        where = "the CPU" if device == CPU else f"GPU {device}, as x"
+        raise InvalidArgument(f"out is no NumPy array or torch tensor of {where}")
     if not array.writable or array.needs_copy or not array.spec.is_contiguous:
         raise InvalidArgument("out must be writable and contiguous")
     if array.requires_grad and sys.modules["torch"].is_grad_enabled():

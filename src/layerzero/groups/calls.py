@@ -54,6 +54,9 @@ class Op:
         """Why gloo has no such call; empty where it has."""
         return f"gloo adds up no {dtype}" if self.reduces and dtype not in choices.GLOO_DTYPES else ""
 
+    def cannot_nccl(self, dtype: str) -> str:
+        return f"nccl adds up no {dtype}" if self.reduces and dtype not in choices.NCCL_DTYPES else ""
+
 
 ALL_REDUCE = Op("all_reduce", reduces=True, is_in_place=True)
 ALL_GATHER = Op("all_gather")
@@ -210,13 +213,13 @@ def _copied(nbytes: int, reason: str, where: str = "client") -> tuple[Copy, ...]
     return (Copy("x", nbytes, where, reason),) if nbytes else ()
 
 
-def run(
-    call: Call, path: str, told: Mapping[int, bytes], begin: int, gloo: Gloo | None, peers: Peers
-) -> tuple[Copy, ...]:
-    """By gloo, or with what the others' messages have from `begin` on; what was copied. Raises GroupBroken."""
+def run(call: Call, path: str, told: Mapping[int, bytes], begin: int, library: Any, peers: Peers) -> tuple[Copy, ...]:
+    """By gloo's or nccl's library, or with what the others' messages have from `begin` on; what was copied. Raises
+    GroupBroken."""
     strided = _copied(call.given.copied, "it was strided")
+    if path == choices.NCCL:
+        return (*strided, *library.run(peers, call))
     if path == choices.GLOO:
-        assert gloo is not None
-        return (*strided, *run_by_gloo(call, gloo, peers))
+        return (*strided, *run_by_gloo(call, library, peers))
     rest = {rank: np.frombuffer(message, np.uint8, offset=begin) for rank, message in told.items()}
     return (*strided, *run_by_messages(call, rest))

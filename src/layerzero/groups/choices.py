@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection.report import Copy
+from layerzero.groups.faults import named
 from layerzero.ipc.errors import InvalidArgument
 
-SHARED_MEMORY, GLOO = "shared_memory", "gloo"
-BACKENDS = (SHARED_MEMORY, GLOO)
+SHARED_MEMORY, GLOO, NCCL = "shared_memory", "gloo", "nccl"
+BACKENDS = (SHARED_MEMORY, GLOO)  # of the CPU's memory; nccl is of a GPU's
 MESSAGES, SHARED, ALONE = "messages", "shared memory", "here"  # paths, beside gloo
 MESSAGE_BYTES = 64 << 10  # up to so much for each other rank goes with the message that begins a call
 GLOO_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")  # that it adds up
+NCCL_DTYPES = GLOO_DTYPES
+START_S = 60.0  # so long may a library take until it has all connections
 MEASURED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -31,8 +35,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """`path`: "messages", "shared memory", "gloo", or "here" for a group of one. `why`: for what reason; `others`: why
-    none of the other ways."""
+    """`path`: "messages", "shared memory", "gloo", "nccl", or "here" for a group of one. `why`: for what reason;
+    `others`: why none of the other ways."""
 
     op: str
     nbytes: int
@@ -119,5 +123,35 @@ class Choices:
 
 def demand_backend(backend: str | None) -> None:
     """Raises InvalidArgument."""
-    if backend is not None and backend not in BACKENDS:
-        raise InvalidArgument(f"backend is {backend!r:.40}; allowed: {', '.join(BACKENDS)}")
+    allowed = (*BACKENDS, NCCL)
+    if backend is not None and backend not in allowed:
+        raise InvalidArgument(f"backend is {backend!r:.40}; allowed: {', '.join(allowed)}")
+
+
+def demand_place(forced: str | None, device: int, what: str) -> None:
+    """Whether the memory is where that backend works. Raises InvalidArgument."""
+    if device == CPU and forced == NCCL:
+        raise InvalidArgument(f"{what} is on the CPU: nccl works on GPUs' memory; leave backend= out")
+    if device != CPU and forced in BACKENDS:
+        raise InvalidArgument(
+            f"{what} is on GPU {device}: {forced} works on the CPU's memory; leave backend= out, or pass {what}.cpu()"
+        )
+
+
+def on_gpu(op: str, nbytes: int, device: int) -> Choice:
+    others = dict.fromkeys((SHARED, GLOO), "it works on the CPU's memory")
+    return Choice(op, nbytes, NCCL, f"the array is on GPU {device}", others)
+
+
+def demand_one_each(group: str, places: Mapping[int, str]) -> None:
+    """`places`: the GPU of each rank, as all name it alike. Raises InvalidArgument where two have the same: NCCL would
+    wait for ever, or say something else."""
+    of: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        of.setdefault(place, []).append(rank)
+    shared = {place: ranks for place, ranks in of.items() if place and len(ranks) > 1}
+    if shared:
+        text = "; ".join(f"{named(ranks)} are on {place}" for place, ranks in shared.items())
+        raise InvalidArgument(
+            f"give each rank of group {group!r} a GPU of its own, by CUDA_VISIBLE_DEVICES or tensors' devices: {text}"
+        )

@@ -18,6 +18,7 @@ from layerzero.functions.calls import Options
 from layerzero.functions.environment import FunctionEnv, env
 from layerzero.functions.objects import IsolatedClass
 from layerzero.groups import faults
+from layerzero.groups.choices import START_S
 from layerzero.groups.inside import lz_gloo
 from layerzero.groups.peers import Peers
 from layerzero.ipc.errors import (
@@ -34,7 +35,6 @@ from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.functions.surface import surface_of
 from layerzero.ipc.transport import control
 
-START_S = 60.0  # so long may a worker take until it has torch and all connections
 _BLAME_S = 0.5  # so long a rank whose gloo failed waits for the one that knows why
 _WORD_S = 0.25
 _FILE = Path(lz_gloo.__file__)
@@ -79,6 +79,10 @@ class Gloo:
             return exc.message
         self._where = where
         return "" if unready is None else unready.message
+
+    def place(self) -> str:
+        """It is on no GPU."""
+        return ""
 
     def start(self, peers: Peers, size: int, until_s: float) -> None:
         """With all other ranks. Raises GroupBroken."""

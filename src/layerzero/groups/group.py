@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import statistics
-import sys
 import threading
 import time
 import weakref
@@ -17,20 +15,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
-from layerzero.groups import calls, choices, faults, meeting, points, staging
+from layerzero.groups import calls, choices, faults, meeting, points, staging, starting
 from layerzero.groups.arrays import Given, Result
 from layerzero.groups.calls import Call, Op
 from layerzero.groups.choices import Choice, Choices, GroupReport, Measured
 from layerzero.groups.peers import COLLECTIVE, Peers
 from layerzero.groups.shared_memory import SharedMemory
-from layerzero.ipc.errors import EnvError, GroupBroken, InvalidArgument, LayerZeroError, RanksDisagree
+from layerzero.ipc.errors import GroupBroken, InvalidArgument, LayerZeroError, RanksDisagree
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 if TYPE_CHECKING:
     from layerzero.functions.environment import FunctionEnv
     from layerzero.groups.gloo import Gloo
+    from layerzero.groups.nccl import Nccl
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -52,45 +52,21 @@ def group(
 
     name: the same on all ranks, and another one for each group that a broker's clients have. rank, size: of the
     variables RANK and WORLD_SIZE, as torchrun sets them, when left out. backend: "shared_memory" or "gloo" for all
-    calls; else what group.tune() has found, and shared memory where it has not. timeout_s: how long this and each call
-    may wait for other ranks. gloo_env: an environment with torch (lz.env) for gloo; else the store's torch.
+    calls; else what group.tune() has found, and shared memory where it has not. Tensors on GPUs go by "nccl", which may
+    be named. timeout_s: how long this and each call may wait for other ranks. gloo_env: an environment with torch
+    (lz.env) for gloo; else the store's torch.
 
     Raises NotConnected before lz.connect(), InvalidArgument, ConfigError, and GroupBroken, which names the ranks that
     did not come.
     """
-    rank = _of_environment("rank", "RANK", rank)
-    size = _of_environment("size", "WORLD_SIZE", size)
+    rank = starting.of_environment("rank", "RANK", rank)
+    size = starting.of_environment("size", "WORLD_SIZE", size)
     meeting.demand(name, rank, size)
     choices.demand_backend(backend)
-    _demand_seconds(timeout_s)
+    starting.demand_seconds(timeout_s)
     made = Group(default_session.session().path.parent, name, rank, size, backend, timeout_s, gloo_env)
     made._form(timeout_s)
     return made
-
-
-def _leave(pid: int, peers: Peers, own: staging.OwnMemory, gloos: list[Gloo]) -> None:
-    """What `close` does, of a group that nobody has any more: no child's that was forked from its process."""
-    if pid != os.getpid() or sys.is_finalizing():
-        return
-    peers.leave()
-    peers.close()
-    own.close()
-    for gloo in gloos:
-        gloo.drop()
-
-
-def _of_environment(what: str, variable: str, given: int | None) -> int:
-    if given is not None:
-        return given
-    text = os.environ.get(variable, "")
-    if not text.isdecimal():
-        raise InvalidArgument(f"lz.group: pass {what}=, or set {variable}, as torchrun does; it is {text!r:.40}")
-    return int(text)
-
-
-def _demand_seconds(timeout_s: float) -> None:
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise InvalidArgument(f"timeout_s is {timeout_s!r:.40}; allowed: seconds above 0")
 
 
 class Group:
@@ -122,7 +98,7 @@ class Group:
         self._peers: Peers | None = None
         self._own: staging.OwnMemory | None = None
         self._shared: SharedMemory | None = None
-        self._gloo: Gloo | None = None
+        self._libraries: dict[str, Gloo | Nccl] = {}  # that run, by path
         self._report: GroupReport | None = None
 
     # --- what it is
@@ -218,8 +194,10 @@ class Group:
         choices.demand_backend(backend)
         if op not in calls.BY_NAME:
             raise InvalidArgument(f"op is {op!r:.40}; allowed: {', '.join(calls.BY_NAME)}")
-        nbytes, dtype = (x, "float32") if isinstance(x, int) else ((given := Given(x)).nbytes, given.dtype)
-        return self._pick(calls.BY_NAME[op], nbytes, dtype, backend)
+        if isinstance(x, int):
+            return self._pick(calls.BY_NAME[op], x, "float32", backend)
+        given = Given(x, may_be_on_gpu=True)
+        return self._pick(calls.BY_NAME[op], given.nbytes, given.dtype, backend, given.device)
 
     def tune(
         self, sizes: Sequence[int] = TUNED_BYTES, ops: Sequence[str] = ("all_reduce",), timeout_s: float | None = None
@@ -265,7 +243,7 @@ class Group:
         rank, size = self._rank if rank is None else rank, self._size if size is None else size
         meeting.demand(self._name, rank, size)
         seconds = self._timeout_s if timeout_s is None else timeout_s
-        _demand_seconds(seconds)
+        starting.demand_seconds(seconds)
         with self._lock:
             self._break(self._broken(faults.RANK_LEFT, f"rank {self._rank} re-forms the group", [self._rank]))
             self._rank, self._size = rank, size
@@ -290,8 +268,8 @@ class Group:
             if self._peers is not None:
                 self._peers.leave()
             self._error = self._broken(faults.CLOSED, f"rank {self._rank} has closed it", [self._rank])
-            if self._gloo is not None:
-                self._gloo.close()
+            for library in self._libraries.values():
+                library.close()
             self._drop()
 
     def __enter__(self) -> Group:
@@ -319,8 +297,8 @@ class Group:
         self._own = own
         self._peers = peers = Peers(self._name, roster.generation, self._rank, roster.sockets, roster.pids)
         # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
-        self._gloos: list[Gloo] = []  # one at most
-        self._forgotten = weakref.finalize(self, _leave, os.getpid(), peers, own, self._gloos)
+        self._libraries = {}
+        self._forgotten = weakref.finalize(self, starting.leave, os.getpid(), peers, own, self._libraries)
         self._forgotten.atexit = False
         self._completed = {} if max(roster.calls.values()) < 0 else roster.calls
         self._generation, self._calls, self._error = roster.generation, 0, None
@@ -359,10 +337,11 @@ class Group:
                     )
                     if error is None:
                         error = calls.disagreement(self._name, self._rank, head, told)
-                    if error is None and choice.path == choices.GLOO:
-                        error = self._start_gloo(peers, until_s)
+                    if error is None and choice.path in (choices.GLOO, choices.NCCL):
+                        error = self._start_library(choice.path, given.device, peers, until_s)
                     if error is None:
-                        copies = calls.run(call, choice.path, told, len(head), self._gloo, peers)
+                        library = self._libraries.get(choice.path)
+                        copies = calls.run(call, choice.path, told, len(head), library, peers)
             except BaseException as exc:
                 raise self._break(exc) from (None if isinstance(exc, LayerZeroError) else exc)
             if error is not None:
@@ -376,19 +355,25 @@ class Group:
         """What this rank gives, where the result goes and which way; or why it cannot, which others are told."""
         try:
             choices.demand_backend(backend)
-            given = Given(x)
+            given = Given(x, may_be_on_gpu=True)
             op.demand(given, detail, self._size)
+            choice = self._pick(op, given.nbytes, given.dtype, backend, given.device)
             result = Result(given, op.result_shape(given.shape, self._size), out, may_be_input=op.is_in_place)
-            return given, result, self._pick(op, given.nbytes, given.dtype, backend), None
+            return given, result, choice, None
         except LayerZeroError as exc:
             return None, None, None, exc
 
-    def _pick(self, op: Op, nbytes: int, dtype: str, backend: str | None) -> Choice:
-        """Raises InvalidArgument where gloo is asked for what it does not have."""
+    def _pick(self, op: Op, nbytes: int, dtype: str, backend: str | None, device: int = CPU) -> Choice:
+        """Raises InvalidArgument where a backend is asked for what it does not have, or gets memory that it does not
+        reach."""
         forced = backend or self._backend
-        cannot = op.cannot_gloo(dtype)
-        if forced == choices.GLOO and cannot:
-            raise InvalidArgument(f"{cannot}; leave backend= out")
+        choices.demand_place(forced, device, "x")
+        cannot = op.cannot_gloo(dtype) if device == CPU else op.cannot_nccl(dtype)
+        if cannot and (device != CPU or forced == choices.GLOO):
+            raise InvalidArgument(f"{cannot}; {'leave backend= out' if device == CPU else 'convert it'}")
+        if device != CPU:
+            starting.demand_its_gpu(self._libraries.get(choices.NCCL), device)
+            return choices.on_gpu(op.name, nbytes, device)
         return self._choices.pick(op.name, nbytes, op.share(nbytes, self._size), self._size, forced, cannot)
 
     def _note(self, peers: Peers, choice: Choice, copies: tuple[Copy, ...], start_ns: int, waited_ns: int) -> None:
@@ -433,24 +418,20 @@ class Group:
             found[rank] = unpack_body(said[len(_VALUE) :])
         return found
 
-    def _start_gloo(self, peers: Peers, until_s: float) -> LayerZeroError | None:
+    def _start_library(self, name: str, device: int, peers: Peers, until_s: float) -> LayerZeroError | None:
         """Where it does not run yet. Why it cannot, on whichever rank. Raises GroupBroken."""
-        if self._gloo is not None:
+        if name in self._libraries:
             return None
-        from layerzero.groups.gloo import START_S, Gloo  # the environments, too: for those who use it
-
-        until_s = max(until_s, time.monotonic() + START_S)
-        made = Gloo(self._runtime, self._name, self._generation, self._rank, self._gloo_env)
-        why = {rank: text for rank, text in self._exchange_values(made.why_not(), until_s).items() if text}
-        if why:
-            rank, text = min(why.items())
-            return EnvError(f"{text}\n(rank {rank} of group {self._name!r} cannot start gloo)", ranks=sorted(why))
-        self._gloo = made
-        self._gloos.append(made)
-        made.start(peers, self._size, until_s)
-        self._exchange_values("", until_s)
-        made.started()
-        return None
+        made = starting.library(name, self._runtime, self._name, self._generation, self._rank, self._gloo_env, device)
+        until_s = max(until_s, time.monotonic() + choices.START_S)
+        told = self._exchange_values([made.why_not(), made.place()], until_s)
+        error = starting.refused(name, self._name, told)
+        if error is None:
+            self._libraries[name] = made
+            made.start(peers, self._size, until_s)
+            self._exchange_values("", until_s)
+            made.started()
+        return error
 
     # --- whether it can
 
@@ -469,7 +450,7 @@ class Group:
 
     def _until(self, timeout_s: float | None) -> float:
         if timeout_s is not None:
-            _demand_seconds(timeout_s)
+            starting.demand_seconds(timeout_s)
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def _broken(self, reason: str, what: str, ranks: Iterable[int]) -> GroupBroken:
@@ -506,6 +487,7 @@ class Group:
             self._peers.close()
         if self._own is not None:
             self._own.close()
-        if self._gloo is not None:
-            self._gloo.drop()
-        self._peers = self._own = self._shared = self._gloo = None
+        for library in self._libraries.values():
+            library.drop()
+        self._libraries.clear()
+        self._peers = self._own = self._shared = None

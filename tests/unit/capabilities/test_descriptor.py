@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "long name": (lambda d: d.update(backend="a" * 65), "backend: String should match pattern"),
     "unknown platform": (
         lambda d: d.update(platform="tpu"),
-        "platform: Input should be 'cpu', 'cuda', 'rocm' or 'hpu'",
+        "platform: Input should be 'cpu', 'cuda', 'rocm', 'xpu' or 'hpu'",
     ),
     "unknown field": (lambda d: d.update(flavour="mint"), "flavour: unknown field flavour; known: schema_version, "),
     "unknown constraint": (

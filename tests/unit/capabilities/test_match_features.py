@@ -307,6 +307,7 @@ ELSEWHERE = {  # codes about state; the broker and its parts raise them
     Reason.NOT_COMPILED,
     Reason.COMPILE_FAILED,
     Reason.NOT_FOR_MACHINE,
+    Reason.NOT_RUN,
     Reason.NOT_INSTALLED,
     Reason.ENV_CHANGED,
     Reason.LIFTED_ELSEWHERE,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from layerzero.capabilities.descriptor import parse
-from layerzero.envs.build.lock import read_lock
-from layerzero.envs.manifest import discover, load
+from layerzero.envs.build.lock import lock_command, read_lock
+from layerzero.envs.manifest import VariantName, discover, load
 from layerzero.ipc.errors import ConfigError
 
 VALID = """\
@@ -55,7 +55,8 @@ def write(folder: Path, text: str, name: str = "sample.toml") -> Path:
         ('summary = "s"', 'summary = "s"\nenv = {A = "\\u0000"}', ["env.A", "without NUL"]),
         ('summary = "s"', f'summary = "s"\nx = {"[" * 5000}', ["cannot be read as TOML", "nested too deeply"]),
         ('"torch"', '"link.json"', ["descriptor", "'link.json'", "stays under"]),
-        ("variants.cpu", "variants.rocm", ["variants.rocm", "'rocm'", "'cpu', 'cu12' or 'cu13'"]),
+        ("variants.cpu", "variants.tpu", ["variants.tpu", "'tpu'", "'cpu', 'cu12', 'cu13', 'rocm', 'xpu' or 'hpu'"]),
+        ("[variants.cpu]", "[variants.xpu]\nrequirements = []\n[variants.cpu]", ["xpu must be the only one"]),
         ('"numpy>=2"', '"numpy=>2"', ["variants.cpu.requirements.0", "'numpy=>2'", "must be a requirement"]),
         ('"numpy>=2"', '"--index-url=x"', ["variants.cpu.requirements.0", "'--index-url=x'", "requirement"]),
         ('["numpy>=2"]', "[]\nindex = 1", ["variants.cpu.index", "1", "Known: requirements"]),
@@ -113,6 +114,7 @@ def test_missing_folder_is_a_problem_not_an_error(tmp_path: Path) -> None:
 
 
 SOURCE_ONLY = {"flash-attn"}  # published without wheels, so without a lock; served as an overlay
+NOT_LOCKED = {"torch-rocm", "torch-xpu", "torch-hpu"}  # wheels of indexes out of our reach; never run, and they say so
 
 
 def test_built_in_manifests_are_valid_and_locked() -> None:
@@ -123,7 +125,7 @@ def test_built_in_manifests_are_valid_and_locked() -> None:
     assert set(found) >= {*on_cpu, "null", *SOURCE_ONLY}
     for manifest in found.values():
         for variant in manifest.variants:
-            if manifest.name in SOURCE_ONLY:
+            if manifest.name in SOURCE_ONLY | NOT_LOCKED:
                 assert not manifest.lock_path(variant).exists()
                 continue
             lock = read_lock(manifest, variant)
@@ -131,6 +133,19 @@ def test_built_in_manifests_are_valid_and_locked() -> None:
             assert "://" not in lock.text
             blocks = lock.text.split("\n", 2)[2].replace("\\\n", " ").splitlines()
             assert [line for line in blocks if "--hash=sha256:" not in line] == []
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "cu13"])
+def test_backends_of_other_devices_serve_beside_every_variant(wanted: VariantName) -> None:
+    """They take the CPU's tensors: a machine with an AMD GPU keeps its backends for the CPU."""
+    found, _ = discover()
+    assert {name: found[name].variant_for(wanted) for name in NOT_LOCKED} == {
+        "torch-rocm": "rocm",
+        "torch-xpu": "xpu",
+        "torch-hpu": "hpu",
+    }
+    assert found["torch"].variant_for(wanted) == wanted
+    assert lock_command(found["torch-xpu"], "xpu") == "lz env lock torch-xpu"
 
 
 def test_sample_descriptor_is_valid() -> None:

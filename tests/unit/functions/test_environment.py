@@ -10,6 +10,7 @@ import pytest
 
 import layerzero as lz
 from layerzero.envs import functions, manifest
+from layerzero.envs.build.build import ensure, plan
 from layerzero.envs.declared import Declared
 from layerzero.functions.environment import HERE
 
@@ -36,11 +37,27 @@ def test_a_declaration_is_named_by_what_it_asks_for() -> None:
         ({"python": "2.7"}, "a version such as '3.11'"),
         ({"python": "/usr/bin/python3"}, "an interpreter of yours is from_interpreter='/usr/bin/python3'"),
         ({"build": "later"}, 'allowed: "now"'),
+        ({"image": "a:1", "requires": ["numpy"]}, "an image has its Python and its packages"),
+        ({"image": "a:1", "build": "now"}, "nothing is built; leave python and build out"),
+        ({"image": "a b"}, "image is 'a b'"),
     ],
 )
 def test_what_is_wrong_is_said_at_once(options: dict[str, object], text: str) -> None:
     with pytest.raises(lz.InvalidArgument, match=text):
         lz.env(**{"name": "a", **options})  # type: ignore[arg-type]
+
+
+def test_an_image_is_a_manifest_that_brokers_read_and_commands_do_not_build(tmp_path: Path) -> None:
+    declared = Declared.of("boxed", (), "3.11", image="registry.example/boxed:1")
+    written = functions.declare(declared, tmp_path)
+    assert (written.image, written.variants) == ("registry.example/boxed:1", {})
+    assert functions.declared_by(written) == declared
+    assert declared.backend != Declared.of("boxed", (), "3.11", image="registry.example/boxed:2").backend
+    assert functions.is_of_image(declared.backend, tmp_path)
+    assert not functions.is_of_image("../boxed", tmp_path)
+    for attempt in (ensure, plan):
+        with pytest.raises(lz.EnvError, match=r"from containers of registry\.example/boxed:1: nothing of it is built"):
+            attempt(written, store=tmp_path)
 
 
 def test_what_is_declared_is_a_manifest_that_brokers_and_commands_read(tmp_path: Path) -> None:

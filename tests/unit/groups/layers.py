@@ -145,7 +145,9 @@ class Layer:
     def attention(self, x: Any) -> Any:
         h = lz.rms_norm(x, HIDDEN, self.norms[0])
         shapes = (self.heads, self.kv_heads, self.kv_heads)
-        q, k, v = (lz.linear(h, w).reshape(-1, n, DIM) for w, n in zip((self.q, self.k, self.v), shapes, strict=True))
+        q, k, v = (
+            lz.linear(h, w).reshape(1, -1, n, DIM) for w, n in zip((self.q, self.k, self.v), shapes, strict=True)
+        )
         q, k = lz.rope_qk(q, k, *self.tables)
         y = lz.attention(q, k, v, is_causal=False, enable_gqa=True, layout="BSHD")
         return lz.linear(y.reshape(TOKENS, self.heads * DIM), self.o)

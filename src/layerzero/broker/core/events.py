@@ -333,12 +333,14 @@ class WorkerExited:
 
 @record
 class BackendLearned:
-    """There is a new backend. `missing` says why it cannot start, or is None. `env`: its environment's lock hash."""
+    """There is a new backend. `missing` says why it cannot start, or is None. `env`: its environment's lock hash.
+    `is_joined`: the broker starts no worker of it."""
 
     backend: str
     capability: Capability
     missing: Rejection | None
     env: str
+    is_joined: bool = False
 
 
 @record

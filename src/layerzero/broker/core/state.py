@@ -374,7 +374,7 @@ class BrokerState:
     def on_backend_learned(self, event: ev.BackendLearned) -> None:
         if event.backend not in self.workers:
             self.engine.note_backend(event.backend, event.capability, event.env)
-            self.lifecycle.add(event.backend, event.missing)
+            self.lifecycle.add(event.backend, event.missing, is_joined=event.is_joined)
             self.signatures.note_backend(event.capability)
             self.effects.emit(act.Note("backend.learned", {"backend": event.backend}))
 

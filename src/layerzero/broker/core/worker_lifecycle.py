@@ -69,9 +69,9 @@ class WorkerLifecycle:
         self._slots = itertools.count(1)  # of starts of GPU workers
         self.observer: Callable[[Worker, Signal], None] | None = None  # hears of each transition before it is made
 
-    def add(self, backend: str, missing: Rejection | None) -> None:
+    def add(self, backend: str, missing: Rejection | None, *, is_joined: bool) -> None:
         """A backend that there was not before; `missing`: why it cannot start."""
-        worker = self.workers[backend] = Worker(backend)
+        worker = self.workers[backend] = Worker(backend, is_joined=is_joined)
         self.pools[environment_of(backend)].append(worker)
         self.set_unavailable(backend, missing)
 

@@ -16,7 +16,7 @@ from layerzero.ipc.version import __version__
 @dataclass(frozen=True)
 class Greeting:
     """`paths`: of the ZeroMQ sockets, by role; an agent has none to connect to. `has_joined`: some workers are not the
-    broker's children."""
+    broker's children, or may come that are not."""
 
     settings: Settings
     incarnation: str

@@ -12,14 +12,14 @@ from dataclasses import replace
 from layerzero.broker.configuration import kernel_sources
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
-from layerzero.broker.processes import imported
+from layerzero.broker.processes import imported, presence
 from layerzero.broker.processes.cuda_driver import Gpus
 from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.processes.supervisor import Launch
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability
-from layerzero.capabilities.device import DEVICE_NAMES
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs import descriptors, functions, profiles
@@ -55,10 +55,11 @@ class Launcher:
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
 
-    def __init__(self, settings: Settings, gpus: Gpus | None = None) -> None:
-        """`gpus`: those of this machine; None where nobody has looked."""
+    def __init__(self, settings: Settings, gpus: Gpus | None = None, accelerators: tuple[DeviceSpec, ...] = ()) -> None:
+        """`gpus`: NVIDIA's of this machine; None where nobody has looked. `accelerators`: those of others."""
         self._settings = settings
         self._gpus = gpus
+        self.accelerators = accelerators
         self.profile = profiles.read(settings.profile, settings.store)
         self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
         self._started: dict[str, str] = {}  # ids of the environments that workers were started in last
@@ -81,9 +82,10 @@ class Launcher:
             except EnvError as exc:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
-        expected = _joined(settings.joined, found)
-        self.joined = frozenset(name for name in expected if found[name].is_allowed)
-        for name in sorted(expected - self.joined):
+        expected = _joined(settings.joined, found) | {name for name, one in found.items() if one.image is not None}
+        self._awaited = expected - found.keys()  # environments of functions that nobody has declared yet
+        self.joined = frozenset(name for name in expected - self._awaited if found[name].is_allowed)
+        for name in sorted(expected - self._awaited - self.joined):
             source = found[name].source
             if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
@@ -143,7 +145,18 @@ class Launcher:
         if any(not set(capability.kernel_ids).isdisjoint(other.kernel_ids) for other in self.capabilities.values()):
             return None
         self.manifests[backend], self.capabilities[backend] = manifest, capability
-        return capability, self.missing(backend), self.env_ids().get(backend, "")
+        if self.joins(name):
+            self.joined |= {backend}
+        missing = self.absence(backend) if backend in self.joined else self.missing(backend)
+        return capability, missing, self.env_ids().get(backend, "")
+
+    def joins(self, backend: str) -> bool:
+        """Whether the workers of such a backend join, known or not: those of a pool do as its first one."""
+        name = pools.environment_of(backend)
+        if backend not in pools.members(name, pools.MAX_WORKERS):
+            return False
+        is_said = name in self.joined | self._awaited or self._settings.joined.strip() == ALL
+        return is_said or functions.is_of_image(name, self._settings.store)
 
     def new_versions(self) -> list[str]:
         """Versions that were declared since the start, of backends that are here."""
@@ -237,19 +250,22 @@ class Launcher:
         missing = self._lacks_device(backend) or self._unbuilt(backend, files)
         if missing is not None and missing.code is Reason.NOT_INSTALLED and stands_in is not None:
             return stands_in.rejection(missing.repair)
-        return missing
+        return self._unproved(backend, missing) if self.capabilities[backend].not_run else missing
 
     def _lacks_device(self, backend: str) -> Rejection | None:
-        """The one place that tells whether a backend is for this machine at all: the machine has a device of its
-        platform. One that is not for this machine is no fault, and NOT_FOR_MACHINE says so to everybody; where the
-        driver does not tell whether there is a GPU, that is a fault."""
-        platform, gpus = self.capabilities[backend].platform, self._gpus
-        if gpus is None or platform in ("cpu", *(device.device_type for device in gpus.devices)):
+        return presence.absence(self.capabilities[backend].platform, self._gpus, self.accelerators)
+
+    def _unproved(self, backend: str, missing: Rejection | None) -> Rejection | None:
+        """Of a backend that no machine of this project has run: why it is left alone here, which is no fault. It
+        serves where its probe has passed, and that is never tried unasked."""
+        if missing is None and (record := self.record(backend)) is not None and record.ok:
             return None
-        if platform == "cuda" and gpus.has_failed:
-            return Rejection(Reason.BACKEND_DISABLED, gpus.reason, "mend what nvidia-smi shows, then lz down")
-        why = f" ({gpus.reason.partition(':')[0]})" if platform == "cuda" else ""
-        return Rejection(Reason.NOT_FOR_MACHINE, f"needs {DEVICE_NAMES[platform]}, and this machine has none{why}")
+        if missing is not None and missing.code is not Reason.NOT_INSTALLED:
+            return missing
+        tried = "its probe has not passed here" if missing is None else missing.detail
+        command = f"lz env {'probe' if missing is None else 'build'} {backend}"
+        text = f"no machine of this project has run it, and {tried}; to try it: {command}, then lz restart {backend}"
+        return Rejection(Reason.NOT_RUN, text)
 
     def absence(self, backend: str) -> Rejection:
         """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
@@ -480,7 +496,7 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
     if setting.strip() == ALL:
         return frozenset(manifests)
     names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
-    unknown = sorted(names - manifests.keys())
+    unknown = sorted(name for name in names - manifests.keys() if not pools.is_environment(name))
     if unknown:
         known = ", ".join(sorted(manifests))
         raise ConfigError(

@@ -28,6 +28,7 @@ from layerzero.broker.processes.supervisor import Exit
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
+from layerzero.envs import functions
 from layerzero.envs.build import environ
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe import compilation, probe
@@ -104,7 +105,7 @@ class RemoteWorker:
 class Joined:
     """`handle` takes what the core must hear; `on_start` backend, environment and certificate of a worker that starts;
     `on_end` one whose end is confirmed. `is_linked` says whether a worker's own connection is there; `note_change` is
-    told when `due_s` may be another."""
+    told when `due_s` may be another. `learn` looks for a backend that the broker does not know yet."""
 
     def __init__(
         self,
@@ -116,8 +117,9 @@ class Joined:
         on_start: Callable[[str, str, ProbeRecord], None],
         is_linked: Callable[[str, int], bool],
         note_change: Callable[[], None],
+        learn: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._learn = settings, learn
         self._launcher = launcher
         self._handle = handle
         self._on_end = on_end
@@ -140,6 +142,8 @@ class Joined:
     def check(self, hello: messages.Hello) -> None:
         """Whether its agent may register. Raises ConfigError, Busy."""
         name = hello.backend
+        if name not in self.names:
+            self._learn(name)
         if name not in self.names:
             known = ", ".join(sorted(self.names)) or "none"
             raise ConfigError(
@@ -164,13 +168,13 @@ class Joined:
         known = launcher.env_ids().get(hello.backend)
         if hello.env != known:
             log("agent.other_environment", backend=hello.backend, has=hello.env, lock=known)
-        descriptor = manifest.descriptor_path.read_bytes()
+        descriptor, variables = functions.given_to(manifest, hello.backend)
         fd = memory.create_memfd("descriptor", len(descriptor))
         try:
             os.pwrite(fd, descriptor, 0)
             keep = messages.Keep(
                 provider=manifest.provider_target,
-                environ=dict(manifest.env),
+                environ=variables,
                 defaults=environ.worker_environ({}, {}),
                 probes=record is None,
                 timeout_s=self._settings.start_timeout_s,

@@ -39,7 +39,6 @@ class BrokerView(Protocol):
     joined: Joined
     users: UserBrokers | None
     perfdb: PerfDB
-    identities: Mapping[str, Identity]
     plan_choices: PlanChoices
     rollout_file: RolloutFile
     tuning: Spending
@@ -49,6 +48,10 @@ class BrokerView(Protocol):
     incarnation: str
     started_s: float
     stays: bool
+
+    @property
+    def identities(self) -> Mapping[str, Identity]:
+        """What each backend's times and certificates are of."""
 
     def handle(self, event: Event) -> Any:
         """Tell the core, and do what it asks for."""

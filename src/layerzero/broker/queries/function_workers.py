@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from layerzero.broker.core import events as ev
@@ -11,7 +12,7 @@ from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.selection.policy_values import Known
 from layerzero.broker.selection.signature import unknown_backend
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import OPS
 
@@ -19,16 +20,24 @@ from layerzero.ipc.vocabulary.ops import OPS
 def learn(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Look again for an environment of functions, or a version: one that was declared, or built, after this broker had
     looked; for its first `workers`, 1 if left out; without a name for all versions. `serves`: these can be used now,
-    whoever's question this broker has learned of them by."""
+    whoever's question this broker has learned of them by. Where it `is_built` says no, one whose worker joins alone is
+    learned."""
     name, count = params.get("backend"), params.get("workers", 1)
     if name is None:
         learned = [_learn(server, one) for one in server.launcher.new_versions()]
         return {"serves": any(learned)}
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not (params.get("is_built", True) or server.launcher.joins(name)):
         raise _unknown(server, name)
     several = pools.members(name, count) if count != 1 else (name,)
     serve = [_learn(server, one) for one in several]  # each is looked for
     return {"serves": all(serve)}
+
+
+def learn_joined(server: BrokerView, name: str) -> None:
+    """An agent has come, of a further worker of an environment that joins, and nobody has called that yet."""
+    if server.launcher.joins(name):
+        with suppress(LayerZeroError):
+            _learn(server, name)
 
 
 def _learn(server: BrokerView, name: str) -> bool:
@@ -37,7 +46,7 @@ def _learn(server: BrokerView, name: str) -> bool:
         if found is None:
             raise _unknown(server, name)
         capability, missing, env = found
-        server.handle(ev.BackendLearned(name, capability, missing, env))
+        server.handle(ev.BackendLearned(name, capability, missing, env, name in server.joined.names))
         policy = server.policy.set_known(Known.of(server.launcher.capabilities, OPS))
         server.handle(ev.PolicyChanged(policy))
         return missing is None

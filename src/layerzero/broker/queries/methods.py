@@ -117,6 +117,10 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
                 **(server.lifts.switches.facts(key) if key else {}),
             }
             for key, spec in state.engine.devices.items()
+        ]
+        + [
+            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
+            for spec in server.launcher.accelerators
         ],
         "backends": backends,
         **tally.facts(),
@@ -171,7 +175,8 @@ def _unknown_backend(server: BrokerView, name: object) -> InvalidArgument:
 
 
 def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Can this very backend serve? `ok`: it does, or starts when it is needed; `state`; `detail`: why not."""
+    """Can this very backend serve? `ok`: it does, or starts when it is needed; `state`; `detail`: why not; `joins`: by
+    a worker that the broker does not start."""
     name = params.get("backend")
     worker = server.state.workers.get(name) if isinstance(name, str) else None
     if worker is None:
@@ -179,7 +184,7 @@ def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     reason = server.state.unavailable_at(time.monotonic()).get(worker.backend)
     detail = str(reason) if reason else worker.state.value
     is_ok = reason is None or reason.code is Reason.LIFTED_ONLY  # it serves what was imported
-    return {"ok": is_ok, "state": worker.state.value, "detail": detail}
+    return {"ok": is_ok, "state": worker.state.value, "detail": detail, "joins": worker.is_joined}
 
 
 def explain(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:

@@ -45,13 +45,14 @@ def wanted_backends(server: BrokerView, names: Sequence[str] | None) -> list[str
 
 
 def _is_left_alone(server: BrokerView, backend: str) -> bool:
-    """A backend from outside that may not be used (`_sources` tells), or one that is not for this machine (`_platforms`
-    tells)."""
+    """A backend from outside that may not be used (`_sources` tells), one that is not for this machine, or one that
+    nobody has run (`_platforms` tells)."""
     missing = server.launcher.missing(backend)
     return missing is not None and missing.code in (
         Reason.SOURCE_NOT_ALLOWED,
         Reason.SOURCE_CHANGED,
         Reason.NOT_FOR_MACHINE,
+        Reason.NOT_RUN,
     )
 
 
@@ -114,13 +115,16 @@ def _certified(record: ProbeRecord) -> str:
 
 
 def _platforms(server: BrokerView) -> Check:
-    """Backends for devices that this machine has not are no fault of it."""
+    """Backends for devices that this machine has not are no fault of it, nor those that we have never run."""
     details: dict[str, list[str]] = {}
+    lines = []
     for backend in sorted(server.launcher.manifests):
         missing = server.launcher.missing(backend)
         if missing is not None and missing.code is Reason.NOT_FOR_MACHINE:
             details.setdefault(missing.detail, []).append(backend)
-    lines = [f"not for this machine: {', '.join(names)}: {detail}" for detail, names in details.items()]
+        elif missing is not None and missing.code is Reason.NOT_RUN:
+            lines.append(f"never run: {backend}: {missing.detail}")
+    lines = [*(f"not for this machine: {', '.join(names)}: {why}" for why, names in details.items()), *lines]
     return Check("platforms", True, _lines(lines) if lines else "all backends are for this machine")
 
 

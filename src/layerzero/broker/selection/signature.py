@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
-from layerzero.capabilities.device import DEVICE_NAMES
+from layerzero.capabilities.device import DEVICE_NAMES, SHARED_MEMORY, holds_tensors_of
 from layerzero.capabilities.fixes import counterfactual
 from layerzero.capabilities.match import Rejection, match
 from layerzero.capabilities.reasons import Reason
@@ -175,9 +175,12 @@ class Verdict:
         if Reason.VERSION_NOT_NAMED in by_code:
             return "are versions beside another backend, which serve calls that name them"
         if Reason.NOT_FOR_MACHINE in by_code and self.kernel is not None:
-            return f"need {DEVICE_NAMES[self.kernel.platform or 'cpu']}"
+            needed = self.kernel.platform or "cpu"
+            return f"need {DEVICE_NAMES[needed] if needed in SHARED_MEMORY else 'other hardware'}"
+        if Reason.NOT_RUN in by_code:
+            return "were never run by this project, and have no certificate of this machine"
         if self.refused_in is not None and self.kernel is not None:
-            platform = self.kernel.platform
+            platform = self.kernel.platform and holds_tensors_of(self.kernel.platform)
             if platform not in (None, self.refused_in.device.device_type):
                 return f"need tensors on {DEVICE_NAMES[platform]}"
         return ""

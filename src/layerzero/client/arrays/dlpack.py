@@ -18,6 +18,7 @@ _MAX_MAJOR = 1
 _READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
 _CPU, CUDA, _CUDA_HOST = 1, 2, 3
 _ON_CPU = -1  # as DLPackView.device
+NOT_SHARED = "DEVICE_MEMORY_NOT_SHARED"  # why an array on another device is refused
 _DEVICES = {_CPU: "cpu", 2: "cuda", _CUDA_HOST: "cuda pinned host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
             11: "rocm pinned host", 13: "cuda managed", 14: "oneapi"}  # fmt: skip
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
@@ -168,9 +169,12 @@ def _take(capsule: object, what: str) -> DLPackView:
 
 def _check_device(what: str, device: int) -> None:
     if device not in (_CPU, CUDA, _CUDA_HOST):
+        name = _DEVICES.get(device, "unknown")
         raise InvalidArgument(
-            f"{what} is on DLPack device {_DEVICES.get(device, 'unknown')} ({device}); allowed: cpu (1), cuda (2), "
-            "cuda pinned host (3); move it to the CPU first"
+            f"{what} is on DLPack device {name} ({device}), whose memory is not shared with workers; allowed: cpu (1), "
+            "cuda (2), cuda pinned host (3); move it to the CPU first",
+            device=name,
+            reason=NOT_SHARED,
         )
 
 

@@ -12,7 +12,7 @@ from ctypes import c_char
 from typing import Any, Literal
 
 from layerzero.client.arrays.addresses import address_of, address_of_any
-from layerzero.client.arrays.dlpack import read_dlpack
+from layerzero.client.arrays.dlpack import NOT_SHARED, read_dlpack
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec, contiguous_strides
 
@@ -153,7 +153,7 @@ def _describe_torch(tensor: Any) -> Array:
     spec = _SPECS.get((dtype, shape, strides)) or _torch_spec(tensor)
     device = CPU
     if not tensor.is_cpu:
-        if not tensor.is_cuda:
+        if not tensor.is_cuda or sys.modules["torch"].version.hip is not None:
             raise _refuse_torch(tensor)
         device = tensor.get_device()
     if address == 0 and spec.numel:
@@ -175,8 +175,15 @@ def _torch_spec(tensor: Any) -> TensorSpec:
 def _refuse_torch(tensor: Any) -> InvalidArgument:
     """The error that says why this tensor has no plain numbers in CPU memory."""
     layout = str(tensor.layout).removeprefix("torch.")
-    if tensor.device.type not in ("cpu", "cuda"):
-        return InvalidArgument(f"torch tensor is on device {tensor.device}; allowed: cpu, cuda; call .cpu() first")
+    is_amd = tensor.device.type == "cuda" and sys.modules["torch"].version.hip is not None
+    if tensor.device.type not in ("cpu", "cuda") or is_amd:
+        which = f"{tensor.device}{' of ROCm' if is_amd else ''}"
+        return InvalidArgument(
+            f"torch tensor is on device {which}, whose memory is not shared with workers; allowed: cpu, cuda of "
+            "NVIDIA; call .cpu() first",
+            device=which,
+            reason=NOT_SHARED,
+        )
     if layout != "strided" or tensor.is_nested:
         return InvalidArgument(
             f"torch tensor has layout {'nested' if tensor.is_nested else layout}; allowed: strided; "

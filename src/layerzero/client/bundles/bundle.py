@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,13 +17,14 @@ from layerzero.client.bundles import form
 from layerzero.client.bundles.form import BundleFile, Content, Environment
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
+from layerzero.client.connection.overlay import Overlay
 from layerzero.client.facade import default_session
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.passes import Program, place
 from layerzero.client.plans.recording import CONSTANT, INPUT, STEP, Recording, Step, Storage, Use, Value
 from layerzero.client.plans.segments import StepRun
 from layerzero.client.session.session import Session
-from layerzero.client.tools.executor import held
+from layerzero.client.tools.compile import BONUS
 from layerzero.client.tools.replay import request_of
 from layerzero.ipc.errors import EnvChanged, InvalidArgument, VersionMismatch
 from layerzero.ipc.vocabulary.ops import OPS
@@ -41,8 +43,11 @@ class Bundle:
     and `timings` tells. One run is under way at a time; other threads wait.
     """
 
-    def __init__(self, file: BundleFile) -> None:
-        self._file = file
+    def __init__(self, file: BundleFile, session: Session, *, any_lock: bool) -> None:
+        """Raises as load_bundle."""
+        self._file, self._any_lock = file, any_lock
+        self._asked_of = session.link  # whose kernels `_wishes` names
+        self._wishes = wishes_of(session, file, any_lock=any_lock)
         self._room, _, _ = arenas.pool.allocate(max(file.content.constant_bytes, 1))
         file.constants(self._room[: file.content.constant_bytes])
         for number, step in enumerate(file.content.steps):
@@ -53,7 +58,6 @@ class Bundle:
         self._frozen: FrozenPlan | None = None
         self._asked: Any = None  # what it was laid out for
         self._is_settled = False  # it was laid out for the workers that serve it
-        self._wishes = {number: held(step.kernel) for number, step in enumerate(file.content.steps)}
 
     @property
     def name(self) -> str:
@@ -153,6 +157,9 @@ class Bundle:
     # --- as a plan of this process
 
     def _laid_out(self, session: Session, kind: Kind) -> FrozenPlan:
+        if session.link is not self._asked_of:  # another broker, or another process
+            self._wishes = wishes_of(session, self._file, any_lock=self._any_lock)
+            self._asked_of = session.link
         asked = overlay.current()
         key = (session, session.link, kind, "" if asked is None else asked.text)
         if self._frozen is None or self._frozen.is_spoilt or self._asked != key:
@@ -268,24 +275,36 @@ def load_bundle(path: str | Path, *, any_lock: bool = False) -> Bundle:
     ops' tolerances. Raises InvalidArgument for what is no bundle or is damaged, VersionMismatch for one of another
     format, EnvChanged for other locks, NotConnected, OutOfMemory.
     """
-    file = form.read(Path(path))
-    session = default_session.session()
-    if not any_lock:
-        check_locks(session, file)
-    return Bundle(file)
+    return Bundle(form.read(Path(path)), default_session.session(), any_lock=any_lock)
 
 
-def check_locks(session: Session, file: BundleFile) -> None:
-    """Raises EnvChanged where a backend's environment is not the one that the bundle was written with."""
+def wishes_of(session: Session, file: BundleFile, *, any_lock: bool) -> dict[int, Overlay]:
+    """What each step asks of selection: the kernel that it had, where the broker knows that. Raises EnvChanged where an
+    environment or a kernel is not the bundle's, unless `any_lock`."""
     named = {one.backend: one.env for one in file.manifest.environments}
-    known = session.ask("locks", backends=[*named])["locks"]
-    for backend, env in named.items():
-        here = known[backend]["env"]
-        if here != env:
-            raise EnvChanged(
-                f"have {backend} locked as the bundle has it (lz bundle show --lock {backend}), or pass any_lock=True: "
-                f"{file.path} was written with its environment {env}, here it is {here or 'not known'}",
-                env=backend,
-                cause=f"{env} in the bundle, {here or 'none'} here",
-                repair=f"lz env build {backend}",
-            )
+    kernels = sorted({step.kernel for step in file.content.steps})
+    told = session.ask("locks", backends=[*named], kernels=kernels)
+    if not any_lock:
+        for backend, env in named.items():
+            here = told["locks"][backend]["env"]
+            if here != env:
+                raise EnvChanged(
+                    f"have {backend} locked as the bundle has it (lz bundle show --lock {backend}), or pass "
+                    f"any_lock=True: {file.path} was written with its environment {env}, here it is "
+                    f"{here or 'not known'}",
+                    env=backend,
+                    cause=f"{env} in the bundle, {here or 'none'} here",
+                    repair=f"lz env build {backend}",
+                )
+        for kernel, owner in told["backends"].items():
+            if not owner:
+                text = f"write the bundle again, or pass any_lock=True: {file.path} needs {kernel}, which is not here"
+                raise EnvChanged(
+                    text, env=kernel.partition(".")[0], cause=f"no kernel {kernel}", repair="lz bundle write"
+                )
+    return {n: _held(step.kernel) for n, step in enumerate(file.content.steps) if told["backends"][step.kernel]}
+
+
+@functools.lru_cache(maxsize=1024)
+def _held(kernel_id: str) -> Overlay:
+    return Overlay.of({"origin": "a bundle", "values": {"rules": [{"prefer": [kernel_id], "bonus": BONUS}]}})

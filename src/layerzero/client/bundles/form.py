@@ -23,7 +23,7 @@ MAGIC, FORMAT = b"LZBUNDLE", 1
 HEAD_BYTES = 48  # MAGIC, FORMAT and the manifest's bytes as 4 bytes each, the least first, the manifest's SHA-256
 ALIGNMENT = 64  # of each part's place in the file, and of places in memory
 MAX_MANIFEST_BYTES, MAX_PLAN_BYTES, MAX_LOCK_BYTES = 1 << 20, 16 << 20, 1 << 20
-MAX_PARTS, MAX_CALLS, MAX_TENSORS, MAX_OF_CALLER = 66, 4096, 1 << 16, 64
+MAX_PARTS, MAX_CALLS, MAX_KERNELS, MAX_TENSORS, MAX_OF_CALLER = 66, 4096, 1024, 1 << 16, 64
 MAX_TEXT = 400
 PLAN, CONSTANTS, LOCK = "plan", "constants", "lock/"
 INPUT, OUTPUT, SLOT, CONSTANT = "input", "output", "slot", "constant"
@@ -299,7 +299,7 @@ def manifest_of_wire(value: Any, nbytes: int) -> Manifest:
         if value["kind"] != "bundle":
             raise ValueError("another kind of manifest")
         parts = tuple(Part(_text(n), _count(at), _count(size), _digest(sha)) for n, at, size, sha in value["parts"])
-        environments = tuple(Environment(_text(backend), _text(env)) for backend, env in value["environments"])
+        environments = tuple(Environment(_name(backend), _name(env)) for backend, env in value["environments"])
         found = Manifest(_text(value["name"]), _text(value["made_by"]), _number(value["made_s"]), environments, parts)
     except (ValueError, KeyError, TypeError) as exc:
         raise InvalidArgument(f"its manifest: {exc!s:.200}") from exc
@@ -378,7 +378,7 @@ def _step(row: Any) -> Step:
     if not isinstance(params, dict) or type(is_pinned) is not bool or len(arguments) != len(OPS[asked].inputs):
         raise ValueError(f"{asked} is asked for otherwise")
     made = tuple(map(_count, outputs)), tuple(map(_count, results))
-    ran, taken = (_text(backend), _text(kernel)), _counts(arguments)
+    ran, taken = (_name(backend), _name(kernel)), _counts(arguments)
     return Step(op, _counts(inputs), *made, attrs, *ran, is_pinned, _number(us), _text(where), asked, taken, params)
 
 
@@ -391,6 +391,8 @@ def _check(content: Content) -> None:
     counts = (len(content.homes), len(content.tensors)), (len(content.inputs), len(content.outputs))
     if max(counts[0]) > MAX_TENSORS or max(counts[1]) > MAX_OF_CALLER or not 1 <= len(content.steps) <= MAX_CALLS:
         raise ValueError("it has too many steps or tensors, or none")
+    if len({step.kernel for step in content.steps}) > MAX_KERNELS:
+        raise ValueError("it has too many kernels")
     ends = {SLOT: content.slot_bytes, CONSTANT: content.constant_bytes}
     for home in content.homes:
         of_caller = {INPUT: content.inputs, OUTPUT: content.outputs}.get(home.kind)
@@ -445,6 +447,12 @@ def _text(value: Any) -> str:
     if type(value) is not str or len(value) > MAX_TEXT:
         raise ValueError(f"{value!r:.40} is no text of at most {MAX_TEXT} characters")
     return value
+
+
+def _name(value: Any) -> str:
+    if not _text(value).isascii():
+        raise ValueError(f"{value!r:.40} is no name")
+    return str(value)
 
 
 def _count(value: Any) -> int:

@@ -18,6 +18,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 SCHEMA = 1
 CALL, REPORT, LOG = "call.json", "report.json", "worker.log"  # files of a capsule, beside memory_name(n)
+WRONG = "WRONG"  # the outcome of an attempt whose result a shadow check found too far off
 MAX_TEXT_BYTES = 4 << 20  # of each of those
 MAX_SEGMENTS = 64
 ALIGNMENTS = 256  # the start of a segment is known as a remainder of this
@@ -46,7 +47,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that ended badly; exit_signal or exit_code where its worker died."""
+    """An attempt that ended badly; exit_signal or exit_code where its worker died. WRONG: with a wrong result."""
 
     backend: str
     kernel_id: str

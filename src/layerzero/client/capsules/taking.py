@@ -1,5 +1,6 @@
 """Taking a capsule: after a worker's confirmed death, when the call has its answer or its error. The arguments are the
-caller's and are still there; nothing is done before."""
+caller's and are still there; nothing is done before. And of a result that a shadow check found wrong, whose arguments
+were copied for the check."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from layerzero.client.arrays.addresses import address_of
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import CPU, Array
 from layerzero.client.capsules.form import (
@@ -27,6 +29,7 @@ from layerzero.client.capsules.form import (
     MAX_SEGMENTS,
     MAX_TEXT_BYTES,
     REPORT,
+    WRONG,
     Argument,
     Capsule,
     Failure,
@@ -53,6 +56,15 @@ ASK_S = 1.0
 _LEFT_OUT = "LAYERZERO_CAPSULES=shapes; small and full keep the arguments' bytes, too"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A copy of an argument that lies where workers reach it."""
+
+    address: int
+    spec: TensorSpec
+    needs_copy: bool = False
+
+
 class Capsules:
     """Of one session. Threads may share it. `ask`: a question to the broker; `log_of`: where a backend's log lies."""
 
@@ -73,12 +85,32 @@ class Capsules:
         ]
         if not failures or self._mode == OFF or not _can_be_kept(submitted) or not self._is_new(submitted, failures[0]):
             return ""
+        told = json.dumps(report.to_dict(), default=str)
         try:
-            name = self._write(submitted, report, failures)
+            given = _given(submitted)
+            name = self._write(submitted, given, failures, report.kernel_id or "", told)
         except OSError as exc:  # a full disk must not cost the caller its result
             log("capsule.failed", error=str(exc), folder=str(self._folder))
             return f"no capsule of the failure was kept: {exc.strerror or exc}"
         return f"capsule of the failure: lz replay {name}"
+
+    def take_wrong(
+        self, submitted: Submitted, blocks: Sequence[memoryview], kernel_id: str, reference: str, error: float
+    ) -> None:
+        """Of a call that ended well long ago, with a result that is `error` from that of the kernel `reference`.
+        `blocks`: a copy of each argument's memory, as kernels got it."""
+        detail = f"{error:.3g} from {reference}, found by a shadow check"
+        failure = Failure(kernel_id.partition(".")[0], kernel_id, WRONG, detail, None, None)
+        if self._mode == OFF or not _can_be_kept(submitted) or not self._is_new(submitted, failure):
+            return
+        pairs = list(zip(blocks, _given(submitted), strict=True))
+        if any(block.nbytes != spec.span_bytes or not block.nbytes for block, (_, _, spec) in pairs):
+            return  # the kernel got it in another shape
+        given = [(name, Kept(address_of(block), spec), spec) for block, (name, _, spec) in pairs]
+        try:
+            self._write(submitted, given, [failure], reference, "")
+        except OSError as exc:
+            log("capsule.failed", error=str(exc), folder=str(self._folder))
 
     def _is_new(self, submitted: Submitted, first: Failure) -> bool:
         specs = tuple(None if array is None else array.spec for array in submitted.arrays)
@@ -92,7 +124,14 @@ class Capsules:
             self._taken_s[key] = now_s
         return True
 
-    def _write(self, submitted: Submitted, report: SelectionReport, failures: Sequence[Failure]) -> str:
+    def _write(
+        self,
+        submitted: Submitted,
+        given: Sequence[tuple[str, Any, TensorSpec]],
+        failures: Sequence[Failure],
+        served_by: str,
+        report: str,
+    ) -> str:
         op, made_s = submitted.request.op, time.time()
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(made_s))
         name = f"{when}-{op}-{_word(failures[0])}-{os.urandom(3).hex()}"
@@ -100,7 +139,7 @@ class Capsules:
         draft = self._folder / f".{name}"
         draft.mkdir(mode=0o700)
         try:
-            arguments, segments, left_out = self._keep_memory(submitted, draft)
+            arguments, segments, left_out = self._keep_memory(given, draft)
             outs = submitted.outs
             capsule = Capsule(
                 name,
@@ -111,12 +150,13 @@ class Capsules:
                 dict(submitted.request.params),
                 outs[0].spec if len(outs) == 1 else None,
                 tuple(failures),
-                report.kernel_id or "",
+                served_by,
                 left_out,
                 self._facts(failures[0].backend, OPS[op].in_place),
             )
             (draft / CALL).write_text(json.dumps(capsule.to_dict(), indent=1))
-            (draft / REPORT).write_text(json.dumps(report.to_dict(), default=str)[:MAX_TEXT_BYTES])
+            if report:
+                (draft / REPORT).write_text(report[:MAX_TEXT_BYTES])
             with suppress(OSError):
                 (draft / LOG).write_bytes(_tail(self._log_of(failures[0].backend)))
             draft.rename(self._folder / name)
@@ -126,9 +166,9 @@ class Capsules:
         keep_within(self._folder, self._most_bytes)
         return name
 
-    def _keep_memory(self, submitted: Submitted, draft: Path) -> tuple[tuple[Argument, ...], tuple[Segment, ...], str]:
-        named = zip(OPS[submitted.request.op].inputs, submitted.arrays, strict=True)
-        given = [(n, a, spec_of(a, is_dense=n in submitted.adapted)) for n, a in named if a is not None]
+    def _keep_memory(
+        self, given: Sequence[tuple[str, Any, TensorSpec]], draft: Path
+    ) -> tuple[tuple[Argument, ...], tuple[Segment, ...], str]:
         own: dict[str, Any] = {}  # until the bytes are written
         arguments, segments, blocks = lay_out(given, own)
         nbytes = sum(segment.nbytes for segment in segments)
@@ -193,6 +233,12 @@ def _can_be_kept(submitted: Submitted) -> bool:
         and all(array is None or array.device == CPU for array in submitted.arrays)
         and len(submitted.arrays) <= MAX_SEGMENTS
     )
+
+
+def _given(submitted: Submitted) -> list[tuple[str, Any, TensorSpec]]:
+    """Name, array, and what a worker gets of it, of each tensor that the call has."""
+    named = zip(OPS[submitted.request.op].inputs, submitted.arrays, strict=True)
+    return [(n, a, spec_of(a, is_dense=n in submitted.adapted)) for n, a in named if a is not None]
 
 
 def spec_of(array: Array, *, is_dense: bool = False) -> TensorSpec:

@@ -91,7 +91,7 @@ app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 _PARTS = (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app))
-for name, part in (*_PARTS, ("cluster", cluster_app), ("profile", profile_app), ("bundle", bundle_app)):
+for name, part in (*_PARTS, ("cluster", cluster_app), ("bundle", bundle_app), ("profile", profile_app)):
     app.add_typer(part, name=name)
 for command in (status, replay, attach, ops, types, compare, dashboard, top, report, selftest):
     app.command()(command)

@@ -28,6 +28,8 @@ from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
 from layerzero.ipc.wording import counted
 
+ROOMY = 100  # columns of a terminal, from which on versions are shown
+
 STOP_TIMEOUT_S = 10.0
 ENDING_POLL_S = 0.1
 _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cyan", "idle": ""}
@@ -182,8 +184,8 @@ def tell_about_environments(words: Sequence[str]) -> None:
 
 
 def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_all: bool, as_json: bool) -> int:
-    """`shows_all`: backends that are not for this machine, too. Returns the exit code: with `backend` 1 when that one
-    cannot serve."""
+    """`shows_all`: backends that are left alone, too. Returns the exit code: with `backend` 1 when that one cannot
+    serve."""
     if remote is None:
         where = start.endpoints()
         with connection(where) as session:
@@ -214,10 +216,9 @@ def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_
             pid = f" pid {one['pid']}" if one["pid"] else ""
             text = f"{row['name']} is being replaced: {one['state']}{pid}{calls}"
             out().print(Text(text, style="cyan"), soft_wrap=True)
-    if elsewhere:
-        names = ", ".join(row["name"] for row in elsewhere)
-        text = f"not for this machine, --all shows why: {names}"
-        out().print(Text(text, style="dim"))
+    for code, text in _LEFT_ALONE.items():
+        if names := ", ".join(row["name"] for row in elsewhere if row["unavailable"]["code"] == code):
+            out().print(Text(f"{text}, --all shows why: {names}", style="dim"))
     _print_wrong(answer, shows_all=shows_all)
     return 0
 
@@ -279,9 +280,10 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("pid", "ops", "answered", "failed", "restarts"):
         table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("versions")
+    if has_versions := out().width >= ROOMY:
+        table.add_column("versions")
     for row in backends:
-        state = _state(row)
+        state = state_of(row)
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
         table.add_row(
             Text(row["name"]),
@@ -291,13 +293,14 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['answered']:,}",
             Text(f"{row['failed']:,}", style="yellow" if row["failed"] else ""),
             Text(str(row["restarts"]), style="yellow" if row["restarts"] else ""),
-            Text(versions, no_wrap=True, overflow="ellipsis"),
+            *([Text(versions, no_wrap=True, overflow="ellipsis")] if has_versions else []),
         )
     return table
 
 
 _UNUSABLE = {
     "NOT_FOR_MACHINE": "elsewhere",
+    "NOT_RUN": "not run",
     "NOT_INSTALLED": "not built",
     "NOT_JOINED": "not joined",
     "LIFTED_ONLY": "imported",
@@ -307,7 +310,8 @@ _UNUSABLE = {
 }
 
 
-def _state(row: Mapping[str, Any]) -> str:
+def state_of(row: Mapping[str, Any]) -> str:
+    """Of a backend, in a word."""
     is_vacant = (row["unavailable"] or {}).get("code") == "NOT_JOINED"
     if row["state"] != "absent" and not (row["state"] == "disabled" and is_vacant):
         return str(row["state"])
@@ -316,9 +320,13 @@ def _state(row: Mapping[str, Any]) -> str:
     return _UNUSABLE.get(row["unavailable"]["code"], "unusable")
 
 
+# Codes of backends that are left alone, which is no fault of anybody; and how they are called.
+_LEFT_ALONE = {"NOT_FOR_MACHINE": "not for this machine", "NOT_RUN": "never run by this project"}
+
+
 def _is_elsewhere(row: Mapping[str, Any]) -> bool:
-    """A backend that is not for this machine, which is no fault."""
-    return (row["unavailable"] or {}).get("code") == "NOT_FOR_MACHINE"
+    """A backend that is not for this machine, or that was never run."""
+    return (row["unavailable"] or {}).get("code") in _LEFT_ALONE
 
 
 def _is_imported(row: Mapping[str, Any]) -> bool:
@@ -334,10 +342,11 @@ def _print_wrong(answer: Mapping[str, Any], *, shows_all: bool) -> None:
         out().print(Text("\nwhat is wrong", style="bold yellow"))
         for line in lines:
             out().print(line, soft_wrap=True)
-    if shows_all and (elsewhere := [row for row in unusable if _is_elsewhere(row)]):
-        out().print(Text("\nnot for this machine", style="bold"))
-        for line in _joined(elsewhere):
-            out().print(line, soft_wrap=True)
+    for code, text in _LEFT_ALONE.items() if shows_all else ():
+        if alone := [row for row in unusable if row["unavailable"]["code"] == code]:
+            out().print(Text(f"\n{text}", style="bold"))
+            for line in _joined(alone):
+                out().print(line, soft_wrap=True)
 
 
 def _what_is_wrong(unavailable: Mapping[str, str]) -> str:

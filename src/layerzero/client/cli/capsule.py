@@ -54,17 +54,23 @@ def show_all(as_json: Json = False) -> None:
     if not found:
         note(f"no capsules in {folder}: no worker has died of a call, or LAYERZERO_CAPSULES is off")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("capsule", "kernel", "ended by", "data"):
-        table.add_column(head, overflow="fold", no_wrap=head != "kernel")  # a name is there to be copied
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for head in ("capsule", "backend", "ended by", "data"):
+        table.add_column(head, overflow="fold", no_wrap=head != "backend")  # a name is there to be copied
     for name, capsule, problem in found:
         if capsule is None:
             table.add_row(name, problem)
         else:
-            data = f"{capsule.nbytes:,} B" if capsule.has_data else "shapes"
-            table.add_row(name, capsule.failed.kernel_id, capsule.failed.what, data)
+            data = _size(capsule.nbytes) if capsule.has_data else "shapes"
+            table.add_row(name, capsule.failed.backend, capsule.failed.what, data)
     out().print(table)
     note("lz replay NAME makes the call again, on all backends with --env all")
+
+
+def _size(nbytes: int) -> str:
+    """Short, whatever it is."""
+    unit, each = ("B", 1) if nbytes < 1 << 10 else ("KiB", 1 << 10) if nbytes < 1 << 20 else ("MiB", 1 << 20)
+    return f"{nbytes / each:.0f} {unit}"
 
 
 def _last_words(lines: list[str]) -> list[str]:
@@ -267,7 +273,12 @@ def replay(
         data = form.memory(folder, capsule) if capsule.has_data else []
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
-    wanted = None if env == "all" else list(dict.fromkeys(backend or [capsule.failed.backend]))
+    own = [capsule.failed.backend]
+    if capsule.failed.outcome == form.WRONG:
+        if shrink or under:
+            raise InvalidArgument("replay it without --shrink and --under: they look at deaths, and its worker lived")
+        own.append(capsule.served_by.partition(".")[0])  # wrong beside what
+    wanted = None if env == "all" else list(dict.fromkeys(backend or own))
     if shrink:
         if env == "all" or (wanted is not None and len(wanted) > 1):
             raise InvalidArgument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,9 @@ def dashboard(
     reachable: Annotated[
         bool, typer.Option("--reachable", help="It may listen where other machines reach it.")
     ] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="With a view of all nodes of the Ray cluster (lz cluster up).")
+    ] = False,
 ) -> None:
     """Show a page with what the broker does: backends, calls, decisions, traces, capsules. Until Ctrl-C; starts no
     broker."""
@@ -43,4 +47,16 @@ def dashboard(
         note("open it in a browser on this machine; Ctrl-C ends it")
 
     token = None if token_file is None else secret.read(token_file).decode()
-    run(at, traces=traces, token=token, may_act=allow_actions, may_be_reached=reachable, started=started)
+    shown = partial(
+        run, at, traces=traces, token=token, may_act=allow_actions, may_be_reached=reachable, started=started
+    )
+    if not cluster:
+        shown()
+        return
+    from layerzero.cluster.agent.watching import of_cluster
+
+    watch = of_cluster("auto")
+    try:
+        shown(nodes=watch.shown)
+    finally:
+        watch.end()

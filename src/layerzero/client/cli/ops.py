@@ -13,7 +13,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
-CERTIFIED = "certified"
+CERTIFIED, NOT_RUN = "certified", "not run"
 
 
 def ops(
@@ -51,20 +51,22 @@ def ops(
 
 
 def _show_all(ops: Mapping[str, Sequence[Mapping[str, Any]]], profile: str) -> None:
-    """Backends of each op: those with a certificate here, and the others."""
+    """Backends of each op: those with a certificate here, the others, and those that this project has run nowhere."""
     from rich.table import Table
     from rich.text import Text
 
     from layerzero.client.cli.output import note, out
 
-    table = Table("op", "certified here", "not here", box=None)
+    table = Table("op", "certified here", "not here", "not run anywhere", box=None)
     table.columns[0].no_wrap = True
     for op, rows in ops.items():
         backends = dict.fromkeys(row["backend"] for row in rows if row["state"] == CERTIFIED)
-        others = dict.fromkeys(row["backend"] for row in rows if row["backend"] not in backends)
+        never = dict.fromkeys(row["backend"] for row in rows if row["state"] == NOT_RUN)
+        others = dict.fromkeys(row["backend"] for row in rows if row["backend"] not in {**backends, **never})
         left_out = {row["backend"] for row in rows if row["cause"] == f"profile {profile}"} - backends.keys()
         here = ", ".join(backends) or (f"not probed: profile {profile}" if left_out else "")
-        table.add_row(op, Text(here), Text(", ".join(others), style="dim"))
+        dim = (Text(", ".join(names), style="dim") for names in (others, never))
+        table.add_row(op, Text(here), *dim)
     out().print(table)
     note("lz ops OP: each kernel, its dtypes and why it is not here")
 

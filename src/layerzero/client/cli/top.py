@@ -20,6 +20,10 @@ History = Annotated[
     typer.Option("--history", metavar="FILE", help="Of lz up --history; that of this runtime folder if left out."),
 ]
 
+ROOMY = 110  # columns of a terminal that headings of one line fit into
+HEADS = ("calls/s", "p50", "p99", "running", "waiting", "fallbacks", "restarts", "memory")
+NARROW_HEADS = ("calls/s", "p50", "p99", "run-\nning", "wait-\ning", "fall-\nbacks", "re-\nstarts", "memory")
+
 
 def top(
     at: Annotated[
@@ -88,12 +92,15 @@ def _print_tables(seen: Seen) -> None:
     said = f"{clock}, {sample.seconds:.0f} s: {total.count:,} calls, p50 {time_text(total.quantile_us(0.5)) or '-'}, "
     said += f"p99 {time_text(total.quantile_us(0.99)) or '-'}, {sum(sample.fallbacks.values())} fallbacks, "
     out().print(Text(said + f"{sum(sample.errors.values())} errors"), soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    rows, is_narrow = backend_rows(sample), out().width < ROOMY
+    table = Table(box=None, padding=(0, 1 if is_narrow else 2, 0, 0), header_style="dim")
     for name in ("backend", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("calls/s", "p50", "p99", "running", "waiting", "fallbacks", "restarts", "memory", "GPU memory"):
+    for name in NARROW_HEADS if is_narrow else HEADS:
         table.add_column(name, no_wrap=True, justify="right")
-    for row in backend_rows(sample):
+    if any(row.gpu_bytes for row in rows):
+        table.add_column("GPU\nmemory" if is_narrow else "GPU memory", no_wrap=True, justify="right")
+    for row in rows:
         table.add_row(
             Text(row.name),
             row.state,
@@ -102,7 +109,7 @@ def _print_tables(seen: Seen) -> None:
             time_text(row.p99_us),
             *map(str, (row.running, row.waiting, row.fallbacks, row.restarts)),
             bytes_text(row.memory_bytes),
-            bytes_text(row.gpu_bytes),
+            *([bytes_text(row.gpu_bytes)] if len(table.columns) > 2 + len(HEADS) else []),
         )
     out().print(table)
     ops = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -88,6 +88,7 @@ class Link:
             raise BrokerLost("the broker hung up before it said hello") from None
         self._control_lock = threading.Lock()
         self.welcome = answer
+        self._has_joined = answer.has_joined
         self.forks = arena.forks  # this object belongs to one process
         self.lost: LayerZeroError | None = None
         self._on_decision = on_decision
@@ -343,7 +344,11 @@ class Link:
     def _ends_workers(self, reason: LayerZeroError | None) -> bool:
         """Whether the kernel ends all workers with the broker. Joined ones end when they see it, which a paused
         container does not."""
-        return isinstance(reason, BrokerLost) and not self.welcome.has_joined
+        return isinstance(reason, BrokerLost) and not self._has_joined
+
+    def note_joined(self) -> None:
+        """Calls may go to workers that join, which the broker did not know of when it said welcome."""
+        self._has_joined = True
 
     def check_alive(self) -> None:
         """Raises BrokerLost when the broker says nothing, although it is asked."""

@@ -9,7 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, Protocol
+
+from prometheus_client.registry import Collector
 
 from layerzero.client.metrics import text
 from layerzero.client.metrics.families import Snapshot
@@ -22,6 +24,16 @@ REQUEST_S = 10.0  # for a request to come, and to be sent its answer
 HEALTH_S = 1.0
 METRICS_S = 8.0  # Prometheus itself gives up after 10 s, if it is not told otherwise
 Ask = Callable[[str], dict[str, Any]]
+
+
+class Source(Protocol):
+    """What is shown."""
+
+    def answer(self, question: str, within_s: float) -> dict[str, Any]:
+        """To `ping` and `serving`. Raises LayerZeroError and OSError."""
+
+    def snapshot(self) -> Collector:
+        """What there is to count now. Raises as `answer` does."""
 
 
 class Broker:
@@ -56,11 +68,11 @@ class Server(ThreadingMixIn, HTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, listener: socket.socket, broker: Broker, token: bytes | None) -> None:
+    def __init__(self, listener: socket.socket, source: Source, token: bytes | None) -> None:
         super().__init__(("", 0), Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.broker, self.token = broker, token
+        self.source, self.token = source, token
         self._room = threading.BoundedSemaphore(MAX_REQUESTS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -106,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _metrics(self) -> None:
         try:
-            snapshot = self.server.broker.snapshot()
+            snapshot = self.server.source.snapshot()
         except (LayerZeroError, OSError) as exc:
             self._send(503, f"{exc}\n")
             return
@@ -115,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     def _health(self, question: str, why_of: Callable[[dict[str, Any]], list[str]]) -> None:
         """Why it is not well hears only who may read metrics."""
         try:
-            why = why_of(self.server.broker.answer(question, HEALTH_S))
+            why = why_of(self.server.source.answer(question, HEALTH_S))
         except (LayerZeroError, OSError) as exc:
             why = [str(exc)]
         if not why:

@@ -344,6 +344,8 @@ class Shadow:
             "shadow", route=submitted.route.body, kernel_id=sample.kernel_id, reference=sample.reference, error=error
         )
         self.counts["beyond"] += bool(answer["is_beyond"])
+        if answer["is_beyond"]:
+            self._session.capsules.take_wrong(submitted, sample.blocks, sample.kernel_id, sample.reference, error)
 
     def _tune(self, submitted: Submitted, sample: Sample) -> None:
         """Run the sample where the broker wants to learn the time; it notes that by itself."""

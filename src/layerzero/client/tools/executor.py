@@ -212,7 +212,7 @@ class Executor:
         if since and since != kernel_id:
             self._changes = [*self._changes, Change(since, kernel_id, why, time.time())][-MAX_CHANGES:]
         if kernel_id != self._kernel or self._scope is None:
-            scope = Scope(held(kernel_id))
+            scope = Scope(_held(kernel_id))
             scope.end()  # until a call
             self._kernel, self._backend, self._scope = kernel_id, backend, scope
 
@@ -278,7 +278,7 @@ def jit(op: str | Callable[..., Any], *args: Any, device: str | None = None, **k
 
 
 @functools.lru_cache(maxsize=1024)
-def held(kernel_id: str) -> Overlay:
+def _held(kernel_id: str) -> Overlay:
     """Prefers a kernel to all others that measured times and dispatch tables speak for."""
     return Overlay.of({"origin": "lz.jit", "values": {"rules": [{"prefer": [kernel_id], "bonus": BONUS}]}})
 

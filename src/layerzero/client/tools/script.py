@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.capsules.form import ALIGNMENTS, Argument, Capsule
+from layerzero.client.capsules.form import ALIGNMENTS, WRONG, Argument, Capsule
 from layerzero.client.planning.plans import Plan
 from layerzero.client.tools import mlx_script, onnx_script, torch_script
 from layerzero.client.tools.replay import request_of
@@ -167,6 +167,8 @@ def _end(capsule: Capsule) -> str:
     failed = capsule.failed
     if failed.is_late:
         return "it did not come back in time"
+    if failed.outcome == WRONG:
+        return _plain(f"a wrong result: {failed.detail}")
     if failed.exit_signal is not None:
         name = f"signal {failed.exit_signal}"
         with suppress(ValueError):

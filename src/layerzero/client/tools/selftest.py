@@ -82,10 +82,10 @@ def _timed(name: str, check: Callable[[], tuple[str, str]]) -> Check:
 def _backend(
     name: str, row: dict[str, Any], calls: dict[str, tuple[tuple[Any, ...], Any]], *, is_asked_for: bool
 ) -> Check | None:
-    """None of one that is not for this machine, unless somebody asked for it."""
+    """None of one that is not for this machine, or that was never run, unless somebody asked for it."""
     why = row["unavailable"]
     if why is not None:
-        if why["code"] == "NOT_FOR_MACHINE" and not is_asked_for:
+        if why["code"] in ("NOT_FOR_MACHINE", "NOT_RUN") and not is_asked_for:
             return None
         return Check(name, FAILED if is_asked_for else SKIPPED, f"{why['detail']}; {why['repair']}".rstrip("; "), 0.0)
     ops = [op for op in calls if op in row["ops"]]

@@ -12,11 +12,13 @@ from layerzero.client.connection import node as nodes
 from layerzero.client.connection import start
 from layerzero.cluster.agent import handing_out, served
 from layerzero.cluster.agent.supervision import NodeBroker
+from layerzero.ipc.cuda.usage import GpuUsage
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 from layerzero.ipc.version import __version__
 
 ASK_S = 5.0  # so long the broker may take to answer the agent
+SEEN_S = 2.0  # and to whoever looks again and again
 # Ray sets these in its workers by what an actor asks for, which is nothing: the broker's workers are not Ray's.
 _OF_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
@@ -29,8 +31,10 @@ class NodeAgent:
         _as_the_node_has_it(os.environ, os.getppid())
         self._broker = NodeBroker(nodes.folder_of(self._node, start.runtime_dir()))
         self._files = handing_out.Received()
+        self._usage = GpuUsage()
         self._methods: dict[str, Callable[..., Any]] = {
             "state": self._state,
+            "seen": self._seen,
             "stop": self._stop,
             "explain": self._explain,
         }
@@ -46,7 +50,7 @@ class NodeAgent:
         except LayerZeroError as exc:
             return pack_body({"error": exc.to_wire()})
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, within_s: float = ASK_S) -> dict[str, Any]:
         """What `lz cluster status` shows of this node."""
         state = {
             "node": self._node,
@@ -59,10 +63,21 @@ class NodeAgent:
             "broker": None,
         }
         try:
-            state["broker"] = self._broker.session(ASK_S).ask("status", within_s=ASK_S)
+            state["broker"] = self._broker.session(within_s).ask("status", within_s=within_s)
         except LayerZeroError as exc:
             state["problem"] = state["problem"] or exc.message
         return state
+
+    def _seen(self) -> dict[str, Any]:
+        """The state, what the broker has counted, and its workers' part of GPUs' memory: for metrics and the page."""
+        seen = {**self._state(SEEN_S), "metrics": None, "gpu_bytes": {}}
+        if seen["broker"] is not None:
+            try:
+                metrics = self._broker.session(SEEN_S).ask("metrics", within_s=SEEN_S)
+            except LayerZeroError as exc:
+                return {**seen, "problem": seen["problem"] or exc.message}
+            seen.update(metrics=metrics, gpu_bytes=self._usage.of(metrics["pids"]))
+        return seen
 
     def call(self, head: bytes, *memory: bytes) -> list[bytes]:
         """A call of another node (served.py)."""

@@ -11,7 +11,9 @@ from layerzero.cluster.agent.actor import NodeAgent
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.version import __version__
 
-OK, NO_AGENT, SILENT, LOST = "ok", "no agent", "silent", "lost"  # states of a node
+OK, NO_AGENT, SILENT, LOST = "ok", "no agent", "silent", "NODE_LOST"
+STATES = (OK, NO_AGENT, SILENT, LOST)  # of a node
+AGAIN = "try again; if it stays like this, lz cluster down, then lz cluster up"
 STOP_S = 20.0
 
 
@@ -68,20 +70,19 @@ def down(address: str) -> list[NodeState]:
 
 def _states(ray: Any, agents: Mapping[str, Any], within_s: float) -> list[NodeState]:
     answers = ray_link.ask_all(ray, {n: a for n, a in agents.items() if a is not None}, "state", within_s)
-    found = []
-    for one in ray_link.nodes_of(ray):
-        answer = answers.get(one.id)
-        if not one.is_alive:
-            found.append(NodeState(one.id, one.address, LOST, problem="Ray has lost it"))
-        elif one.id not in answers:
-            found.append(NodeState(one.id, one.address, NO_AGENT, problem="has no agent", repair="lz cluster up"))
-        elif isinstance(answer, LayerZeroError):
-            text = "try again; if it stays like this, lz cluster down, then lz cluster up"
-            found.append(NodeState(one.id, one.address, SILENT, problem=answer.message, repair=text))
-        else:
-            assert answer is not None
-            found.append(NodeState(one.id, one.address, OK, answer, answer["problem"]))
-    return found
+    return [state_of(one, answers.get(one.id), has_agent=one.id in answers) for one in ray_link.nodes_of(ray)]
+
+
+def state_of(node: ray_link.Node, answer: Any | LayerZeroError | None, *, has_agent: bool) -> NodeState:
+    """Of a node whose agent has said this; None: nothing."""
+    if not node.is_alive:
+        return NodeState(node.id, node.address, LOST, problem="Ray has lost it")
+    if not has_agent:
+        return NodeState(node.id, node.address, NO_AGENT, problem="has no agent", repair="lz cluster up")
+    if answer is None or isinstance(answer, LayerZeroError):
+        why = "its agent has said nothing yet" if answer is None else answer.message
+        return NodeState(node.id, node.address, SILENT, problem=why, repair=AGAIN)
+    return NodeState(node.id, node.address, OK, answer, answer["problem"])
 
 
 def differences(nodes: Sequence[NodeState]) -> list[str]:
@@ -103,8 +104,11 @@ def _environment(row: Mapping[str, Any] | None) -> str:
     """What a node has of a backend, in words that are equal where it is the same."""
     if row is None:
         return "unknown"
-    if (row["unavailable"] or {}).get("code") == "NOT_FOR_MACHINE":
-        return "not for this machine"
+    match (row["unavailable"] or {}).get("code"):
+        case "NOT_FOR_MACHINE":
+            return "not for this machine"
+        case "NOT_RUN":
+            return "never run"
     env = row.get("env") or "no environment"
     return str(env) if row.get("built") is not False else f"{env} not built"
 

@@ -158,6 +158,12 @@ function listen() {
   setInterval(() => { if (!state.isPaused && state.span > LIVE_S) load(); }, AGAIN_MS);
 }
 
+const shownViews = () => VIEWS.filter((one) => one.isShown?.(state.site) ?? true);
+
+function links() {
+  $("views").replaceChildren(...shownViews().map((one, n) => h("a", { href: `#${one.name}`, "data-view": one.name, title: `key ${n + 1}` }, one.title)));
+}
+
 function theme() {
   const order = ["", "dark", "light"];
   const next = order[(order.indexOf(document.documentElement.dataset.theme ?? "") + 1) % 3];
@@ -191,7 +197,7 @@ addEventListener("keydown", (event) => {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const view = VIEWS[Number(event.key) - 1];
+  const view = shownViews()[Number(event.key) - 1];
   if (view) location.hash = view.name;
   else if (KEYS[event.key]) KEYS[event.key]();
   else return;
@@ -200,13 +206,13 @@ addEventListener("keydown", (event) => {
 
 const saved = localStorage.getItem("theme");
 if (saved) document.documentElement.dataset.theme = saved;
-$("views").append(...VIEWS.map((one, n) => h("a", { href: `#${one.name}`, "data-view": one.name, title: `key ${n + 1}` }, one.title)));
+links();
 $("theme").addEventListener("click", theme);
 $("pause").addEventListener("click", pause);
 $("keys").addEventListener("click", () => $("help").showModal());
 addEventListener("pointerdown", () => hold(true));
 ["pointerup", "pointercancel", "blur"].forEach((name) => addEventListener(name, () => hold(false)));
 addEventListener("hashchange", follow);
-fetch("/api/site").then((answer) => answer.json()).then((site) => { state.site = site; render(); }, () => {});
+fetch("/api/site").then((answer) => answer.json()).then((site) => { state.site = site; links(); render(); }, () => {});
 listen();
 follow();

@@ -2,6 +2,7 @@
 
 import { act, asked, filter, open, passes, spans } from "./app.js";
 import { capsules, matrix, traces } from "./details.js";
+import { nodes } from "./nodes.js";
 import { ago, bytes, chart, clock, duration, h, number, table } from "./draw.js";
 
 export const VIEWS = [
@@ -13,16 +14,17 @@ export const VIEWS = [
   { name: "matrix", title: "Matrix", draw: matrix },
   { name: "traces", title: "Traces", draw: traces },
   { name: "capsules", title: "Capsules", draw: capsules },
+  { name: "nodes", title: "Nodes", draw: nodes, isShown: (site) => site.has_nodes },
 ];
 const [AT, , RATE, P50, P99, FALLBACKS, ERRORS, RESTARTS, WAITING, MEMORY] = Array(10).keys();
 const GOOD = ["ready", "busy"], BUSY = ["starting", "probing", "draining"];
-const ELSEWHERE = ["NOT_FOR_MACHINE"];
+const ELSEWHERE = ["NOT_FOR_MACHINE", "NOT_RUN"];
 
 const waiting = () => [h("p.soft", {}, "Nothing is known yet of a broker.")];
 
 export function dot(text) {
   const style = GOOD.includes(text) ? "good" : BUSY.includes(text) || text === "backoff" ? "care"
-    : ["idle", "elsewhere", "ok", ""].includes(text) ? "soft" : "bad";
+    : ["idle", "elsewhere", "not run", "ok", ""].includes(text) ? "soft" : "bad";
   return h(`span.state.${style}`, {}, text);
 }
 
@@ -32,10 +34,10 @@ function memoryOf(row) {
 }
 
 /** What `lz status` calls the state. */
-function stateOf(row) {
+export function stateOf(row) {
   if (row.state !== "absent") return row.state;
   if (!row.unavailable) return "idle";
-  return { NOT_FOR_MACHINE: "elsewhere", NOT_INSTALLED: "not built", NOT_JOINED: "not joined", LIFTED_ONLY: "imported" }[row.unavailable.code] ?? "unusable";
+  return { NOT_FOR_MACHINE: "elsewhere", NOT_RUN: "not run", NOT_INSTALLED: "not built", NOT_JOINED: "not joined", LIFTED_ONLY: "imported" }[row.unavailable.code] ?? "unusable";
 }
 
 function card(value, text, style = "") {

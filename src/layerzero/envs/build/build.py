@@ -35,7 +35,7 @@ from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.hub import placing
 from layerzero.envs.hub.lock import read as read_hub_lock
 from layerzero.envs.hub.placing import HubAccess, Kernels
-from layerzero.envs.manifest import EnvManifest, VariantName, discover
+from layerzero.envs.manifest import OWN_VARIANTS, EnvManifest, VariantName, discover
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
 from layerzero.ipc.names import unknown_name
 
@@ -58,6 +58,7 @@ def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, ba
     While no overlay is built its `id` is of what is asked for: what is installed is decided when it is built. An
     existing interpreter that has changed since it was built last is that environment still, with drift.
     """
+    _demand_no_image(manifest)
     if base is not None and manifest.interpreter == "venv":
         return _plan_overlay(manifest, variant, store.absolute(), inspect(base))[0]
     if manifest.interpreter == "existing":
@@ -67,6 +68,14 @@ def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, ba
             env = replace(env, id=last["id"], prefix=env.prefix.with_name(f"{env.name}-{last['id']}"))
         return env
     return _plan(manifest, variant, store.absolute())[0]
+
+
+def _demand_no_image(manifest: EnvManifest) -> None:
+    """Raises EnvError for one of containers that somebody else starts."""
+    if manifest.image is not None:
+        text = f"its workers join, from containers of {manifest.image}: nothing of it is built here"
+        repair = f"python -m layerzero.workers.join --backend {manifest.name}, in one"
+        raise EnvError(f"{manifest.name}: {text}", env=manifest.name, cause=text, repair=repair)
 
 
 def find(
@@ -232,6 +241,7 @@ def ensure(
     """
     found = resolve(manifest, folders) if isinstance(manifest, str) else manifest
     root, below, asked, there = store.absolute(), None, "", None
+    _demand_no_image(found)
     if found.interpreter == "existing":
         env, there, lock = _plan_existing(found, root)
         python = there.base.python
@@ -328,7 +338,7 @@ def command(verb: str, env: Env, *flags: str) -> str:
     words = ["lz", "env", verb, env.name]
     if env.folder is not None:
         words += ["--manifests", str(env.folder)]
-    if env.variant != "cpu":
+    if env.variant != "cpu" and env.variant not in OWN_VARIANTS:
         words += ["--variant", env.variant]
     if env.other_python:
         words += ["--python", env.other_python]

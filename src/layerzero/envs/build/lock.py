@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from layerzero.envs.build.environ import tool_environ
 from layerzero.envs.build.installers import Uv, uv, without_passwords
-from layerzero.envs.manifest import EnvManifest, VariantName
+from layerzero.envs.manifest import OWN_VARIANTS, EnvManifest, VariantName
 from layerzero.ipc.errors import EnvError
 
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -51,7 +51,9 @@ class Lock:
 
 def lock_command(manifest: EnvManifest, variant: str, folder: Path | None = None) -> str:
     """`folder`: of the manifest, in place of its own path."""
-    words = ["lz", "env", "lock", manifest.name, "--variant", variant]
+    words = ["lz", "env", "lock", manifest.name]
+    if variant not in OWN_VARIANTS:
+        words += ["--variant", variant]
     if manifest.python not in manifest.pythons[:1]:
         words += ["--python", str(manifest.python)]
     if manifest.folder is not None:

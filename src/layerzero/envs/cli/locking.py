@@ -57,6 +57,7 @@ def show(name: str, store: Path, *, as_json: bool) -> None:
             "python": asked.python or asked.interpreter,
             "requires": list(asked.requires),
             "lock": asked.lock or None,
+            "image": asked.image or None,
             "built": functions.built(asked, store) is not None,
             "conflicts": [one._asdict() for one in found],
         }
@@ -68,6 +69,11 @@ def show(name: str, store: Path, *, as_json: bool) -> None:
         "python": asked.python or asked.interpreter,
         "requires": ", ".join(asked.requires) or "-",
         "lock": asked.lock or "-",
+        **(
+            {"image": asked.image, "worker": f"python -m layerzero.workers.join --backend {full}"}
+            if asked.image
+            else {}
+        ),
         "built": "yes" if row["built"] else "no",
     }
     for key, text in shown.items():

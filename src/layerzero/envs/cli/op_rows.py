@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.profiles import ALL, Profile
+from layerzero.envs import accelerators
 from layerzero.envs.build.build import find
-from layerzero.envs.cli.rows import row_of
+from layerzero.envs.cli.rows import never_run, row_of
 from layerzero.envs.descriptors import read_all
 from layerzero.envs.manifest import EnvManifest, VariantName
 from layerzero.envs.probe.probe import cached_probe
@@ -31,10 +32,15 @@ def kernel_rows(
     manifests: Mapping[str, EnvManifest], variant: VariantName, store: Path, profile: Profile = ALL
 ) -> Iterator[dict[str, Any]]:
     """A row for each kernel of each descriptor. `state`: certified (for some class), refused (probed, for none), not
-    probed, or why it is not run here: not built, other variant, outdated, changed, unavailable, refused. `outside`:
-    its dtypes that do not belong to the profile; what is certified of those does not count."""
+    probed, or why it is not run here: not built, other variant, outdated, changed, unavailable, refused; not run: on no
+    machine of this project, this one among them. `outside`: its dtypes that do not belong to the profile; what is
+    certified of those does not count."""
+    devices = accelerators.detect()
     for name, capability in read_all(manifests)[0].items():
         here = _here(manifests[name], variant, store, profile)
+        if capability.not_run and (here.record is None or not here.record.ok):
+            row = never_run({"state": here.state, "cause": here.cause}, capability, devices)
+            here = _Here(row["state"], row["cause"], None)
         for op, kernels in capability.ops.items():
             for kernel in kernels:
                 dtypes = kernel.dtypes or (ANY,)

@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.capabilities.descriptor import DescriptorError
+from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.profiles import ALL, Profile
+from layerzero.envs import accelerators
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.build import base_drift, command, drift, find
 from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
@@ -48,13 +50,16 @@ err = Console(stderr=True)
 
 
 NOTHING = "null"  # the descriptor of environments that serve nothing
+NOT_RUN = "not run"  # the state of a backend without a certificate on any machine of this project, and on this one
 
 
 class Chosen(NamedTuple):
-    """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take."""
+    """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take.
+    `claims`: what the others' kernels can do, by name."""
 
     manifests: list[EnvManifest]
     refused: list[dict[str, Any]]
+    claims: Mapping[str, Capability]
 
 
 def choose(
@@ -74,17 +79,27 @@ def choose(
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
     wanted = {name: found[name] for name in names or (n for n, one in found.items() if one.is_allowed)}
-    errors = read_all(found)[1]
+    claims, errors = read_all(found)
     if takes_programs:
         errors = {name: error for name, error in errors.items() if found[name].descriptor != NOTHING}
     refused = [refused_row(errors[name], one) for name, one in wanted.items() if name in errors]
     chosen = [one for name, one in wanted.items() if name not in errors]
     if python is None:
-        return Chosen(chosen, refused)
+        return Chosen(chosen, refused, claims)
     try:
-        return Chosen([one.with_python(python) for one in chosen if names or python in one.pythons], refused)
+        chosen = [one.with_python(python) for one in chosen if names or python in one.pythons]
+        return Chosen(chosen, refused, claims)
     except ConfigError as exc:
         raise typer.BadParameter(exc.message, param_hint="--python") from exc
+
+
+def lacking(chosen: Chosen) -> dict[str, EnvError]:
+    """Those that are for AMD's or Intel's GPUs or Gaudi cards, where this machine has none: nothing of them is
+    downloaded or probed."""
+    devices = accelerators.detect()
+    told = {one.name: accelerators.lacks(chosen.claims[one.name].platform, devices) for one in chosen.manifests}
+    repair = "a machine that has one; --no-probe builds an image for it"
+    return {name: EnvError(f"{name} {why}", env=name, cause=why, repair=repair) for name, why in told.items() if why}
 
 
 def refused_row(error: DescriptorError, manifest: EnvManifest) -> dict[str, Any]:
@@ -168,6 +183,22 @@ def row_of(
     return {**env.record(), **row, "state": state, "id": env.id, "probe": said, "python": python}
 
 
+def with_never_run(rows: Sequence[dict[str, Any]], claims: Mapping[str, Capability]) -> list[dict[str, Any]]:
+    """The rows, of which those of backends that no machine of this project has run say so, unless their probe has
+    passed here."""
+    devices = accelerators.detect()
+    return [never_run(row, claims[row["name"]], devices) if row["name"] in claims else row for row in rows]
+
+
+def never_run(row: dict[str, Any], claim: Capability, devices: tuple[DeviceSpec, ...]) -> dict[str, Any]:
+    """As `with_never_run`, of one."""
+    if not claim.not_run or row.get("probe") == "ok" or row["state"] in ("refused", "imported"):
+        return row
+    why = accelerators.lacks(claim.platform, devices)
+    cause = why or row.get("cause") or ("its probe has not passed" if row["state"] == "built" else row["state"])
+    return {**row, "state": NOT_RUN, "cause": f"by no machine of this project; this one: {cause}"}
+
+
 def with_imports(rows: Sequence[dict[str, Any]], store: Path) -> list[dict[str, Any]]:
     """The list, with what imported lifted calls serve in the place of environments that are not here."""
     found, _ = Imports(store).all()
@@ -197,19 +228,23 @@ def show_plans(
     wheelhouse: Path | None,
     jobs: int,
     *,
+    lacks: Mapping[str, EnvError],
     as_json: bool,
 ) -> None:
-    """What `build` would do, and what it would download. Exits with 1 where one cannot be built."""
+    """What `build` would do, and what it would download. `lacks`: those for which the machine has no device. Exits with
+    1 where one cannot be built."""
 
     def plan_of(manifest: EnvManifest) -> dict[str, Any]:
         try:
+            if manifest.name in lacks:
+                raise lacks[manifest.name]
             own = manifest.variant_for(variant)
             env = find(manifest, variant=own, store=store, base=overlay, wheelhouse=wheelhouse)
             if env.on_host or (env.is_built and not drift(env)):
                 return {"name": manifest.name, "state": "host" if env.on_host else "built", "text": "nothing to do"}
             if env.existing is not None:
-                lacks = ", ".join(asked for asked, _ in look(env.existing).lacks)
-                text = f"used as it is; put beside it: {lacks}" if lacks else "used as it is, nothing is downloaded"
+                wanting = ", ".join(asked for asked, _ in look(env.existing).lacks)
+                text = f"used as it is; put beside it: {wanting}" if wanting else "used as it is, nothing is downloaded"
                 return {"name": manifest.name, "state": "to build", "text": text}
             planned = _downloads(manifest, own, installer, overlay, wheelhouse)
             kernels = read_hub_lock(manifest, own)

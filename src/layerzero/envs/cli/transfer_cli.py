@@ -50,7 +50,7 @@ def export(
 ) -> None:
     """Put an environment's manifest, lock, wheels and certificate into one file, for a machine without a network."""
     end_cleanly_on_sigterm()
-    chosen, refused = choose([name], manifests, python, add_cli.site(ctx, store, manifests))
+    chosen, refused, _ = choose([name], manifests, python, add_cli.site(ctx, store, manifests))
     fail_on(refused)
     [manifest] = chosen
     with failing_cleanly(), showing_progress() as progress:

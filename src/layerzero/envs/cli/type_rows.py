@@ -7,7 +7,7 @@ from typing import Any
 
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
-from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.device import DeviceSpec, holds_tensors_of
 from layerzero.capabilities.match import match
 from layerzero.capabilities.reasons import Reason
 from layerzero.capabilities.type_rules import TYPE_ATTRS, Rule, Sample, TypeTable, computes_in
@@ -53,7 +53,7 @@ def refusal(op: str, kernel: KernelCapability, rule: Rule) -> str | None:
 
 
 def _refused(op: str, kernel: KernelCapability, sample: Sample) -> str | None:
-    device = DeviceSpec(device_type=kernel.platform or "cpu")
+    device = DeviceSpec(device_type=holds_tensors_of(kernel.platform or "cpu"))
     context = SelectionContext(op, sample.inputs, sample.outputs, sample.attrs, device)
     for one in match(context, kernel):
         if one.code in _OF_TYPES:

@@ -19,6 +19,7 @@ from typing import Any
 
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.profiles import ALL, Profile
+from layerzero.envs import accelerators
 from layerzero.envs.build import integrity
 from layerzero.envs.build.build import command, drift
 from layerzero.envs.build.env import Env
@@ -51,8 +52,8 @@ def probe_key(env: Env, manifest: EnvManifest) -> str:
 
 @functools.cache
 def _machine() -> list[str]:
-    """The processor, since libraries choose kernels by what it can, and the driver and models of NVIDIA's GPUs. A store
-    may be shared by machines, and outlive a driver."""
+    """The processor, since libraries choose kernels by what it can, and the drivers and models of GPUs and the like. A
+    store may be shared by machines, and outlive a driver."""
     facts = {}
     for line in _text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
@@ -60,7 +61,8 @@ def _machine() -> list[str]:
             facts[name] = value
     driver = _text(Path("/proc/driver/nvidia/version")).partition("\n")[0]
     gpus = sorted(_text(path).partition("\n")[0] for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return [*map(str, sorted(facts.items())), driver, *gpus]
+    others = sorted(f"{one.device_name} {one.driver_version} {one.roc_version}" for one in accelerators.detect())
+    return [*map(str, sorted(facts.items())), driver, *gpus, *others]
 
 
 def _text(path: Path) -> str:

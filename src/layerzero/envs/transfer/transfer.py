@@ -69,6 +69,8 @@ def export(
     """
     if manifest.interpreter == "host":
         raise _refused(manifest.name, "runs in the broker's own interpreter: there is nothing to export", "lz env list")
+    if manifest.image is not None:
+        raise _refused(manifest.name, f"is what image {manifest.image} has: carry that", "lz env list")
     if manifest.interpreter == "existing":
         raise _refused(manifest.name, "runs in an interpreter that this machine has: carry that", "lz env list")
     if manifest.hub is not None:

@@ -13,7 +13,8 @@ from layerzero.ipc.errors import InvalidArgument
 
 MAX_WORKERS = 64  # of an environment
 MAX_PINNED = 256  # backends that a call may name
-_MEMBER = re.compile(r"(?P<environment>[a-z0-9][a-z0-9_-]*\.[0-9a-f]{8})\.(?P<number>[1-9][0-9]{0,5})")
+_ENVIRONMENT = r"[a-z0-9][a-z0-9_-]*\.[0-9a-f]{8}"
+_MEMBER = re.compile(rf"(?P<environment>{_ENVIRONMENT})\.(?P<number>[1-9][0-9]{{0,5}})")
 
 
 def member(environment: str, number: int) -> str:
@@ -31,6 +32,11 @@ def demand_workers(count: object) -> None:
     """Raises InvalidArgument for a number of workers that no environment can have."""
     if type(count) is not int or not 1 <= count <= MAX_WORKERS:
         raise InvalidArgument(f"workers is {count!r:.80}; allowed: an integer from 1 to {MAX_WORKERS}")
+
+
+def is_environment(name: str) -> bool:
+    """Whether an environment of functions may be called so."""
+    return re.fullmatch(_ENVIRONMENT, name) is not None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Activations by torch, on every device. Used by torch_cpu.py and torch_cuda.py."""
+"""Activations by torch, on every device. Used by torch_cpu.py, torch_cuda.py and _torch_staged.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ops that work element by element, and cat, by torch, on every device. Used by torch_cpu.py and torch_cuda.py."""
+"""Ops that work element by element, and cat, by torch, on every device. Used by torch_cpu.py, torch_cuda.py and
+_torch_staged.py."""
 
 from __future__ import annotations
 

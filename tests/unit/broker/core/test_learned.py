@@ -33,3 +33,9 @@ def test_one_that_is_not_built_yet_waits_for_that() -> None:
     driver(ev.BackendReset("beta", None))
     driver.ran(driver.serve(2))
     assert driver.state.workers["beta"].answered == 1
+
+
+def test_one_whose_worker_joins_is_none_of_the_brokers() -> None:
+    driver = Driver("alpha", unusable={"alpha": LACKS})
+    driver(ev.BackendLearned("beta", CAPABILITIES["beta"], LACKS, "", is_joined=True))
+    assert driver.state.workers["beta"].is_joined

@@ -15,6 +15,7 @@ from tests.unit.capabilities.test_descriptor import GOOD
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.processes.cuda_driver import Gpus
 from layerzero.broker.processes.launcher import FACTS_S, Launcher
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -186,3 +187,44 @@ def test_joined_backend_for_a_device_that_is_not_here_is_not_awaited(tmp_path: P
     assert one.unusable["torch-cuda"].code is Reason.NOT_FOR_MACHINE
     assert one.unusable["torch"].code is Reason.NOT_JOINED
     assert "python -m layerzero.workers.join --backend torch" in one.unusable["torch"].repair
+
+
+ARC = DeviceSpec("xpu", device_name="Intel GPU 0xe20b", device_vendor="intel", device_uuid="pci-0000:03:00.0")
+
+
+def with_arc(tmp_path: Path) -> Launcher:
+    return Launcher(Settings(runtime_dir=tmp_path / "run", store=tmp_path / "store"), NO_GPU, (ARC,))
+
+
+def test_backends_of_devices_that_are_not_here_name_them(tmp_path: Path) -> None:
+    """They were run on no machine of ours, and here there is nothing to run them on: no fault, nothing to repair."""
+    one = on(tmp_path, NO_GPU)
+    told = {name: one.missing(name) for name in ("torch-rocm", "torch-xpu", "torch-hpu")}
+    assert [(rejection.code, rejection.repair) for rejection in told.values() if rejection] == [
+        (Reason.NOT_FOR_MACHINE, "")
+    ] * 3
+    assert "needs an AMD GPU" in told["torch-rocm"].detail  # type: ignore[union-attr]
+    assert with_arc(tmp_path).missing("torch-hpu") == told["torch-hpu"]
+
+
+def test_a_backend_that_was_never_run_is_left_alone_where_its_device_is(tmp_path: Path) -> None:
+    """An integrated GPU makes no machine ill, and no repair of another call suggests to build for it."""
+    rejection = with_arc(tmp_path).missing("torch-xpu")
+    assert rejection is not None
+    assert (rejection.code, rejection.repair) == (Reason.NOT_RUN, "")
+    assert rejection.detail.startswith("no machine of this project has run it, and ")
+    assert rejection.detail.endswith("; to try it: lz env build torch-xpu, then lz restart torch-xpu")
+
+
+@pytest.mark.parametrize("said", [None, False, True], ids=["not probed", "failed", "passed"])
+def test_a_backend_that_was_never_run_serves_by_a_certificate_of_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bool | None
+) -> None:
+    """Others are probed when they are first wanted; that must not happen unasked to one that may hang the machine."""
+    one = with_arc(tmp_path)
+    record = None if said is None else ProbeRecord("torch-xpu", "key", said, 1.0, kind="" if said else "kernel")
+    monkeypatch.setattr(Launcher, "_unbuilt", lambda *_: None)
+    monkeypatch.setattr(Launcher, "record", lambda *_: record)
+    rejection = one.missing("torch-xpu")
+    assert (rejection is None) is (said is True)
+    assert rejection is None or (rejection.code, "lz env probe torch-xpu" in rejection.detail) == (Reason.NOT_RUN, True)

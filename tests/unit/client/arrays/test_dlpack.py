@@ -151,7 +151,7 @@ def test_a_capsule_is_taken_once(version: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (poke(VERSIONED_DEVICE, ctypes.c_int32, 7), r"DLPack device vulkan \(7\); allowed: cpu \(1\), cuda \(2\)"),
+        (poke(VERSIONED_DEVICE, ctypes.c_int32, 7), r"DLPack device vulkan \(7\), .*; allowed: cpu \(1\), cuda \(2\)"),
         (poke(VERSIONED_DEVICE, ctypes.c_int32, 99), r"DLPack device unknown \(99\)"),
         (poke(VERSIONED_CODE, ctypes.c_uint8, 5), "code 5, 64 bits, 1 lanes"),
         (poke(VERSIONED_CODE, ctypes.c_uint8, 4), "code 4, 64 bits"),
@@ -186,7 +186,7 @@ def test_arrays_on_other_devices_are_refused_before_export() -> None:
         def __dlpack__(self, **_: Any) -> object:
             raise AssertionError("exported")
 
-    with pytest.raises(InvalidArgument, match=r"device vulkan \(7\); .*move it to the CPU"):
+    with pytest.raises(InvalidArgument, match=r"device vulkan \(7\), .*move it to the CPU"):
         read_dlpack(OnVulkan(None, version=None))
 
 

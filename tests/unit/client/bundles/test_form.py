@@ -124,6 +124,7 @@ WRONG: dict[str, Content] = {
     "index out of range": replace(CONTENT, steps=(STEPS[0], step("matmul", (1, 9), 3))),
     "silu is asked for otherwise": replace(CONTENT, steps=(step("silu", (0, None), 1), STEPS[1])),
     "too many steps or tensors, or none": replace(CONTENT, steps=()),
+    "is no name": replace(CONTENT, steps=(replace(STEPS[0], kernel="ä"), STEPS[1])),
     "is no time": replace(CONTENT, steps=(replace(STEPS[0], us=float("nan")), STEPS[1])),
 }
 

@@ -135,7 +135,7 @@ INDEXES: dict[str, tuple[Callable[[], bytes], str]] = {
     "another schema": (lambda: listed({}, schema=2), "schema"),
     "unknown key": (lambda: listed({}, extra=1), "extra"),
     "a name that leads away": (lambda: listed({}, name="../x"), "name"),
-    "another variant": (lambda: listed({}, variant="rocm"), "variant"),
+    "another variant": (lambda: listed({}, variant="tpu"), "variant"),
     "text for a number": (lambda: listed({}, files=[row("wheels/a", "1")]), "size"),
     "a negative size": (lambda: listed({}, files=[row("wheels/a", -1)]), "size"),
     "more than a disk": (
