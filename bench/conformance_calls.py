@@ -70,13 +70,27 @@ def gelu(node: Node) -> Call:
 
 
 def swish(node: Node) -> Call:
-    need(node.attr("alpha", 1.0) == 1, "alpha")
-    return partial(lz.silu, node.array(0))
+    """x sigmoid(alpha x): with an alpha by three calls."""
+    x, alpha = node.array(0), node.attr("alpha", 1.0)
+    if alpha == 1:
+        return partial(lz.silu, x)
+    factor = np.full(1, alpha, x.dtype)
+
+    def call(backend: str) -> Array:
+        share = lz.sigmoid(lz.mul(x, factor, backend=backend), backend=backend)
+        made: Array = lz.mul(x, share, backend=backend)
+        return made
+
+    return call
 
 
 def swiglu(node: Node) -> Call:
-    need(node.attr("alpha", 1.0) == 1, "alpha")
-    return partial(lz.swiglu, node.array(0), node.array(1))
+    """With an alpha swish of the gate, and a product."""
+    gate, up = node.array(0), node.array(1)
+    if node.attr("alpha", 1.0) == 1:
+        return partial(lz.swiglu, gate, up)
+    opened = swish(node)
+    return lambda backend: lz.mul(opened(backend=backend), up, backend=backend)
 
 
 def matmul(node: Node) -> Call:
@@ -140,7 +154,7 @@ def rotary(node: Node) -> Call:
 def attention(node: Node) -> Call:
     q, k, v = (node.array(i) for i in range(3))
     mask, past_k, past_v, lengths = (node.input(i) for i in range(3, 7))
-    need(not node.has_output(3), "qk_matmul_output")
+    need(not node.has_output(3), "qk_matmul_output, the scores, which no kernel of attention keeps")
     is_flat = q.ndim == 3
     if is_flat:
         heads = node.attr("q_num_heads", 0), node.attr("kv_num_heads", 0), node.attr("kv_num_heads", 0)
@@ -188,16 +202,31 @@ QUANTIZED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
 def quantize(node: Node) -> Call:
     x, scale, zero = node.array(0), node.array(1), node.input(2)
-    need(zero is not None, "a dtype by number")
-    dtype = str(np.asarray(zero).dtype)
+    dtype = _dtype(node.attr("output_dtype", 0) or 2) if zero is None else str(np.asarray(zero).dtype)  # 2: uint8
     need(dtype in QUANTIZED, f"quantized {dtype}")
     return partial(lz.quantize, x, _scale(node, x, scale), _points(node, x, zero), dtype=dtype)
 
 
 def dequantize(node: Node) -> Call:
+    """Scales of other floats, which are those of the result, by a cast."""
     x, scale = node.array(0), node.array(1)
     need(str(x.dtype) in QUANTIZED, f"quantized {x.dtype}")
-    return partial(lz.dequantize, x, _scale(node, x, scale), _points(node, x, node.input(2)), dtype="float32")
+    points, dtype = _points(node, x, node.input(2)), str(scale.dtype)
+    if dtype == "float32":
+        return partial(lz.dequantize, x, _scale(node, x, scale), points, dtype=dtype)
+
+    def call(backend: str) -> Array:
+        wide = _scale(node, x, lz.cast(scale, "float32", backend=backend))
+        made: Array = lz.dequantize(x, wide, points, dtype=dtype, backend=backend)
+        return made
+
+    return call
+
+
+def _dtype(number: int) -> str:
+    from onnx import helper
+
+    return str(helper.tensor_dtype_to_np_dtype(number))
 
 
 def _points(node: Node, x: Array, zero: Array | None) -> Array | None:
@@ -225,17 +254,24 @@ def matmul_integer(node: Node) -> Call:
 
 
 def qlinear_matmul(node: Node) -> Call:
-    """A product in float32, quantized by a second call."""
+    """A product in float32, quantized by a second call; of a batch of weights each by itself."""
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = (node.array(i) for i in range(8))
-    need(b.ndim == 2, "a batch of weights")
     need(all(one.dtype in (np.int8, np.uint8) for one in (a, b, y_zero)), f"quantized {a.dtype}")
     steps = [np.asarray(one, np.float32).reshape(-1) for one in (a_scale, b_scale, y_scale)]
     points = [np.asarray(one, np.int32).reshape(-1) for one in (a_zero, b_zero, y_zero)]
 
-    def call(backend: str) -> Array:
+    def product(x: Array, weight: Array, backend: str) -> Array:
         options = {"x_zero_point": points[0], "weight_zero_point": points[1], "backend": backend}
-        product = lz.scaled_linear(a, np.ascontiguousarray(b.T), steps[1], steps[0], **options)
-        return lz.quantize(product, steps[2], points[2], dtype=str(y_zero.dtype), backend=backend)
+        made = lz.scaled_linear(x, np.ascontiguousarray(weight.T), steps[1], steps[0], **options)
+        return lz.quantize(made, steps[2], points[2], dtype=str(y_zero.dtype), backend=backend)
+
+    def call(backend: str) -> Array:
+        if b.ndim == 2:
+            return product(a, b, backend)
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        x, weight = (np.broadcast_to(one, (*batch, *one.shape[-2:])) for one in (a, b))
+        each = [product(x[at], weight[at], backend) for at in np.ndindex(*batch)]
+        return np.stack(each).reshape(*batch, *each[0].shape)
 
     return call
 
@@ -252,9 +288,18 @@ def _scale(node: Node, x: Array, scale: Array) -> Array:
 
 
 def gather(node: Node) -> Call:
+    """Of rows of a matrix, whose row is all that an index names."""
     data, indices = node.array(0), node.array(1)
-    need(data.ndim == 2 and node.attr("axis", 0) == 0, "gather from other than rows of a matrix")
-    return partial(lz.embedding, indices, data)
+    axis = node.attr("axis", 0) % data.ndim
+    first = np.moveaxis(data, axis, 0)
+    rows = np.ascontiguousarray(first).reshape(len(first), -1)
+
+    def call(backend: str) -> Array:
+        made = lz.embedding(indices, rows, backend=backend).reshape(*indices.shape, *first.shape[1:])
+        places = range(indices.ndim)
+        return np.moveaxis(made, places, [place + axis for place in places])
+
+    return call
 
 
 def pair(op: Call, node: Node) -> Call:
@@ -264,9 +309,11 @@ def pair(op: Call, node: Node) -> Call:
 
 def clip(node: Node) -> Call:
     """ONNX's bounds are tensors of one number each."""
+    x = node.array(0)
     low, high = (None if bound is None else bound.item() for bound in (node.input(1), node.input(2)))
-    need(low is not None or high is not None, "no bounds")
-    return partial(lz.clamp, node.array(0), low, high)
+    if low is None and high is None:  # ONNX's default is the least number of the dtype
+        low = float(np.finfo(x.dtype).min) if x.dtype.kind == "f" else int(np.iinfo(x.dtype).min)
+    return partial(lz.clamp, x, low, high)
 
 
 def where(node: Node) -> Call:
@@ -281,9 +328,7 @@ def concat(node: Node) -> Call:
 
 def cast(node: Node) -> Call:
     """Of 8-bit floats as their numbers by a scale of 1."""
-    from onnx import helper
-
-    x, to = node.array(0), str(helper.tensor_dtype_to_np_dtype(node.attr("to", 0)))
+    x, to = node.array(0), _dtype(node.attr("to", 0))
     given, narrow, wide = str(x.dtype), ("float8_e4m3fn", "float8_e5m2"), ("float32", "bfloat16", "float16")
     one = np.ones((), np.float32)
     if to in narrow and given in wide:

@@ -167,18 +167,19 @@ class _NormGradients:
         eps = call.attrs["eps"]
 
         def bound() -> None:
-            grad, rows = (read().reshape(-1, width) for read in of_rows)
-            if is_centred:
-                rows = rows - rows.mean(-1, keepdims=True)
-            r = 1 / numpy.sqrt((rows * rows).mean(-1, keepdims=True) + rows.dtype.type(eps))
-            n = rows * r
-            g = grad if read_weight is None else grad * read_weight().reshape(width)
-            by_x = g - n * (g * n).mean(-1, keepdims=True)
-            if is_centred:
-                by_x -= g.mean(-1, keepdims=True)
-            found = r * by_x, (grad * n).sum(0), grad.sum(0)
-            for write, values in zip(writers, found, strict=False):
-                write(values)
+            with numpy.errstate(all="ignore"):
+                grad, rows = (read().reshape(-1, width) for read in of_rows)
+                if is_centred:
+                    rows = rows - rows.mean(-1, keepdims=True)
+                r = 1 / numpy.sqrt((rows * rows).mean(-1, keepdims=True) + rows.dtype.type(eps))
+                n = rows * r
+                g = grad if read_weight is None else grad * read_weight().reshape(width)
+                by_x = g - n * (g * n).mean(-1, keepdims=True)
+                if is_centred:
+                    by_x -= g.mean(-1, keepdims=True)
+                found = r * by_x, (grad * n).sum(0), grad.sum(0)
+                for write, values in zip(writers, found, strict=False):
+                    write(values)
 
         def of_none() -> None:
             for write, block in zip(writers, outputs, strict=True):
