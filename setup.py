@@ -15,7 +15,7 @@ def extension(folder: str, name: str) -> Extension:
             f"{SHM}/_lane.h",
             f"{CLIENT}/gpu/_call_key.h",
             f"{CLIENT}/gpu/_counting.h",
-            *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "line", "waiting")),
+            *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "lending", "line", "waiting")),
             *(f"{ACCELERATION}/_look_{part}.h" for part in ("key", "layers")),
         ],
         py_limited_api=True,

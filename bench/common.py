@@ -77,14 +77,15 @@ def finish(
     notes: Sequence[str] = (),
     *,
     is_quick: bool = False,
+    command: str = "",
 ) -> None:
-    """Print the table of bench/NAME.py, and write it unless the run was a quick one."""
+    """Print the table of bench/NAME.py, or of another `command`, and write it unless the run was a quick one."""
     table = Table(*headings, title=title)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
     if not is_quick:
-        print("written:", save(name, title, versions, f"python bench/{name}.py", headings, rows, notes))
+        print("written:", save(name, title, versions, command or f"python bench/{name}.py", headings, rows, notes))
 
 
 def backend_versions() -> dict[str, Mapping[str, str]]:

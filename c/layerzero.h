@@ -251,6 +251,93 @@ LZ_API lz_code lz_call(lz_client *client, const lz_call_spec *call, lz_report **
 /* NULL is ignored. */
 LZ_API void lz_report_free(lz_report *report);
 
+/* --- bundles ------------------------------------------------------------------------------------------------------ */
+
+/* A function's calls as a file, which `lz bundle write` or lz.write_bundle has written, with its constants: opened
+ * once, run any number of times, without the function. docs/bundles.md. */
+typedef struct lz_bundle lz_bundle;
+
+/* An array that a bundle takes or gives. */
+typedef struct lz_bundle_tensor {
+    size_t struct_size;
+    const char *name;
+    int32_t dtype; /* lz_dtype */
+    uint32_t ndim;
+    const int64_t *shape;
+    uint64_t nbytes; /* in row-major order */
+} lz_bundle_tensor;
+
+/* What the calls of a backend ran in when the bundle was written. */
+typedef struct lz_bundle_environment {
+    size_t struct_size;
+    const char *backend;
+    const char *env; /* the id of its lock */
+} lz_bundle_environment;
+
+/* What is in a bundle. Belongs to it, and goes with it. */
+typedef struct lz_bundle_info {
+    size_t struct_size;
+    const char *name;    /* of the function */
+    const char *made_by; /* the version of LayerZero */
+    double made_s;       /* seconds since 1970 */
+    const lz_bundle_tensor *inputs;
+    size_t input_count;
+    const lz_bundle_tensor *outputs;
+    size_t output_count;
+    const lz_bundle_environment *environments;
+    size_t environment_count;
+    size_t step_count;       /* calls of a run */
+    uint64_t constant_bytes; /* of shared memory that it holds while it is open */
+    uint64_t slot_bytes;     /* likewise, for what its calls leave for each other */
+} lz_bundle_info;
+
+/* How to open a bundle. NULL in place of the struct: all of it by default. */
+typedef struct lz_bundle_options {
+    size_t struct_size;
+    bool any_lock; /* also where an environment is locked otherwise than the bundle's, or is not there; else that is
+                      LZ_ENV_CHANGED. Results may then differ within the ops' tolerances */
+} lz_bundle_options;
+
+/* Open a bundle: every byte is compared with its SHA-256, every number checked, the constants are read into shared
+ * memory, and the broker is asked for its environments. LZ_INVALID_ARGUMENT for a file that is none or is damaged,
+ * LZ_VERSION_MISMATCH for one of another format. Close it with lz_bundle_close, before its client. */
+LZ_API lz_code lz_bundle_open(lz_client *client, const char *path, const lz_bundle_options *options, lz_bundle **bundle,
+                              lz_error *error);
+
+/* Give back its memory. No other thread may be in a run of it. NULL is ignored. */
+LZ_API void lz_bundle_close(lz_bundle *bundle);
+
+/* What is in it; as long as it is open. */
+LZ_API const lz_bundle_info *lz_bundle_about(const lz_bundle *bundle);
+
+/* One run. Tensors are of the dtypes and shapes that lz_bundle_about tells, in its order, row-major, in memory of
+ * lz_alloc; outputs overlap nothing. */
+typedef struct lz_bundle_run_spec {
+    size_t struct_size;
+    const lz_tensor *inputs;
+    size_t input_count;
+    const lz_tensor *outputs; /* written in full when the run returns LZ_OK; undefined otherwise */
+    size_t output_count;
+    double timeout_s; /* of one attempt of one call; 0: the broker's own */
+} lz_bundle_run_spec;
+
+/* How a run went. */
+typedef struct lz_bundle_report {
+    size_t struct_size;
+    const lz_report *const *steps; /* of each call; NULL where the run ended before it */
+    size_t step_count;
+} lz_bundle_report;
+
+/* Run a bundle and wait for its end. Each call prefers the kernel that it had when the bundle was written; where that
+ * fails, or may not serve it, the next best one does, as in lz_call. A call that fails ends the run: the error is that
+ * of lz_call, and its last line names the step. One run of a bundle is under way at a time; other threads wait.
+ * `report`: where a report goes, also of a run that failed, else NULL; free it with lz_bundle_report_free. */
+LZ_API lz_code lz_bundle_run(lz_bundle *bundle, const lz_bundle_run_spec *run, lz_bundle_report **report,
+                             lz_error *error);
+
+/* NULL is ignored. */
+LZ_API void lz_bundle_report_free(lz_bundle_report *report);
+
 #ifdef __cplusplus
 }
 #endif

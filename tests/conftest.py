@@ -115,6 +115,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
+def pytest_collection_finish() -> None:
+    """Collections of garbage do not walk through twelve thousand tests each, which takes seconds on a busy machine."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where probes are remembered; one for all processes of a test run."""

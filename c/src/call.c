@@ -6,11 +6,12 @@
 #include <string.h>
 
 enum { MAX_ATTRS = 64 };
+static const double PREFER_BONUS = 5000; /* as lz.compile's */
 
 /* What a call is made of. */
 typedef struct call {
     lz_client *client;
-    const char *op, *backend;
+    const char *op, *backend, *prefer; /* `prefer`: a kernel, NULL for none */
     size_t input_count, output_count, attr_count;
     const char *attrs; /* the caller's array, checked */
     size_t attr_size;
@@ -113,7 +114,7 @@ static void unpin(call *made) {
     }
 }
 
-static bool overlap(const lzi_ref *one, const lzi_ref *other) {
+bool lzi_overlap(const lzi_ref *one, const lzi_ref *other) {
     return one->arena == other->arena && one->offset < other->offset + other->nbytes &&
            other->offset < one->offset + one->nbytes;
 }
@@ -149,7 +150,7 @@ static lz_code pin_all(call *made, lz_error *error) {
             bool is_input = j < made->input_count;
             const lzi_tensor *other = is_input ? &made->inputs[j] : &made->outputs[j - made->input_count];
             bool is_allowed = is_input && is_in_place(made->op, i, j) && is_same_memory(output, other);
-            if (!is_allowed && overlap(&output->ref, &other->ref))
+            if (!is_allowed && lzi_overlap(&output->ref, &other->ref))
                 code = lzi_fail(error, LZ_INVALID_ARGUMENT, "Give output %zu memory of its own: it overlaps %s %zu", i,
                                 is_input ? "input" : "output", is_input ? j : j - made->input_count);
         }
@@ -157,16 +158,6 @@ static lz_code pin_all(call *made, lz_error *error) {
     if (code)
         unpin(made);
     return code;
-}
-
-typedef struct filled {
-    char *at;
-} filled;
-
-static void append(void *with, const void *data, size_t nbytes) {
-    filled *to = with;
-    memcpy(to->at, data, nbytes);
-    to->at += nbytes;
 }
 
 /* Copy the inputs that are not row-major into memory that is. `has_changed`: there were some. */
@@ -177,15 +168,14 @@ static lz_code make_contiguous(call *made, bool *has_changed, lz_error *error) {
         if (input->dtype == LZ_NO_TENSOR || lzi_is_row_major(input))
             continue;
         for (size_t j = 0; j < made->output_count; j++)
-            if (overlap(&input->ref, &made->outputs[j].ref))
+            if (lzi_overlap(&input->ref, &made->outputs[j].ref))
                 return LZ_OK; /* an op that writes in place: a copy would not be the caller's memory */
         uint64_t nbytes = lzi_dense_bytes(input);
         void *copy;
         lz_code code = lzi_memory_take(&made->client->memory, nbytes, &copy, error);
         if (code)
             return code;
-        filled to = {copy};
-        lzi_each_piece(input, append, &to);
+        lzi_copy_dense(input, copy);
         lzi_block *before = input->block;
         int64_t dense = 1;
         for (uint32_t k = input->ndim; k-- > 0; dense *= input->shape[k])
@@ -216,6 +206,30 @@ static void take_digest(call *made) {
 }
 
 /* --- frames ------------------------------------------------------------------------------------------------------- */
+
+/* What is asked of selection: to prefer a kernel above measured times, and below what the broker's policy prefers. */
+static void put_policy(lzi_bytes *out, const char *prefer) {
+    if (!prefer) {
+        lzi_put_map(out, 0);
+        return;
+    }
+    lzi_put_map(out, 1);
+    lzi_put_text(out, "layers");
+    lzi_put_list(out, 1);
+    lzi_put_map(out, 2);
+    lzi_put_text(out, "origin");
+    lzi_put_text(out, "a bundle");
+    lzi_put_text(out, "values");
+    lzi_put_map(out, 1);
+    lzi_put_text(out, "rules");
+    lzi_put_list(out, 1);
+    lzi_put_map(out, 2);
+    lzi_put_text(out, "prefer");
+    lzi_put_list(out, 1);
+    lzi_put_text(out, prefer);
+    lzi_put_text(out, "bonus");
+    lzi_put_float(out, PREFER_BONUS);
+}
 
 static void put_route(lzi_bytes *out, const call *made) {
     lzi_put_map(out, 9);
@@ -250,7 +264,7 @@ static void put_route(lzi_bytes *out, const call *made) {
     lzi_put_text(out, "backend");
     lzi_put_text(out, made->backend);
     lzi_put_text(out, "policy");
-    lzi_put_map(out, 0);
+    put_policy(out, made->prefer);
     lzi_put_text(out, "next_ops");
     lzi_put_list(out, 0);
     lzi_put_text(out, "device");
@@ -356,6 +370,11 @@ static lz_code exchange(call *made, lz_report **report, lz_error *error) {
 }
 
 lz_code lz_call(lz_client *client, const lz_call_spec *given, lz_report **report, lz_error *error) {
+    return lzi_call(client, given, NULL, report, error);
+}
+
+lz_code lzi_call(lz_client *client, const lz_call_spec *given, const char *prefer, lz_report **report,
+                 lz_error *error) {
     lzi_clear(error);
     if (report)
         *report = NULL;
@@ -365,6 +384,7 @@ lz_code lz_call(lz_client *client, const lz_call_spec *given, lz_report **report
     if (!made)
         return lzi_fail(error, LZ_NO_MEMORY, "Free memory, then try again.\nThere is none for a call");
     made->client = client;
+    made->prefer = prefer;
     lz_code code = read_call(made, given, error);
     if (!code)
         code = pin_all(made, error);

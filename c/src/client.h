@@ -14,6 +14,8 @@ lz_code lzi_fail(lz_error *error, lz_code code, const char *what, ...) __attribu
 /* What a map of docs/protocol.md, section 9, says: its code's advice, then its message. */
 lz_code lzi_fail_as(lz_error *error, const lzi_value *said);
 lz_code lzi_code_of(const char *name);
+/* Another line behind the message. */
+void lzi_add_line(lz_error *error, const char *what, ...) __attribute__((format(printf, 2, 3)));
 void lzi_clear(lz_error *error);
 
 /* --- zmq.c: what is needed of libzmq, which is loaded when a client connects */
@@ -143,6 +145,15 @@ lz_code lzi_wait(lz_client *client, lzi_pending *pending, lz_error *error);
 /* The route with this body, which is sent if it is new. */
 lz_code lzi_find_route(lz_client *client, const lzi_bytes *body, lzi_known_route **route, lz_error *error);
 lzi_known_route *lzi_route_numbered(lz_client *client, uint32_t number);
+
+/* Ask the broker; the body of its answer, which the caller frees. */
+lz_code lzi_ask(lz_client *client, const char *method, const lzi_value *params, lzi_pending *answer, lz_error *error);
+
+/* --- call.c */
+
+/* As lz_call, without the lock. `prefer`: a kernel that is to serve it, if it may; NULL: none. */
+lz_code lzi_call(lz_client *client, const lz_call_spec *given, const char *prefer, lz_report **report, lz_error *error);
+bool lzi_overlap(const lzi_ref *one, const lzi_ref *other);
 
 /* --- report.c */
 

@@ -104,6 +104,18 @@ lz_code lzi_fail(lz_error *error, lz_code code, const char *what, ...) {
     return code;
 }
 
+void lzi_add_line(lz_error *error, const char *what, ...) {
+    size_t room = room_of(error), used = room ? strlen(error->message) : 0;
+    if (room < used + 2)
+        return;
+    error->message[used] = '\n';
+    va_list values;
+    va_start(values, what);
+    vsnprintf(error->message + used + 1, room - used - 1, what, values);
+    va_end(values);
+    end_text(error->message);
+}
+
 lz_code lzi_fail_as(lz_error *error, const lzi_value *said) {
     lz_code code = lzi_code_of(lzi_get_text(said, "code"));
     lzi_fail(error, code, "%s\n%s", CODES[code].advice, lzi_get_text(said, "message"));

@@ -369,31 +369,37 @@ static bool search(lz_client *client, const lzi_bytes *body, lzi_known_route **f
     return false;
 }
 
-/* Have the broker look at a new signature: a route that the op does not allow would end the connection. */
-static lz_code check_route(lz_client *client, const lzi_bytes *body, lz_error *error) {
-    lzi_value params[] = {
-        lzi_text("route"), lzi_data(body->data, (uint32_t)body->nbytes), lzi_text("backends"), {.type = LZI_LIST}};
-    lzi_value fields[LZI_MAX_FIELDS] = {lzi_text("compile"), {.type = LZI_MAP, .count = 2, .as.items = params}};
+lz_code lzi_ask(lz_client *client, const char *method, const lzi_value *params, lzi_pending *answer, lz_error *error) {
+    lzi_value fields[LZI_MAX_FIELDS] = {lzi_text(method), *params};
     lzi_header header = {.protocol = LZI_PROTOCOL, .kind = LZI_REQUEST, .seq = client->last_seq + 1};
     lzi_bytes frame = {0};
-    lzi_pending answer = {0};
     lzi_pool pool = {0};
     lzi_put_header(&frame, header);
     lzi_encode_message(&frame, &lzi_request, fields);
-    lz_code code = lzi_submit(client, &frame, &answer, error);
+    lz_code code = lzi_submit(client, &frame, answer, error);
     if (!code)
-        code = lzi_wait(client, &answer, error);
-    if (!code && answer.header.kind == LZI_FAILED) {
-        const char *wrong = lzi_decode_message(&pool, &lzi_outcome, answer.body, answer.nbytes, fields);
+        code = lzi_wait(client, answer, error);
+    if (!code && answer->header.kind == LZI_FAILED) {
+        const char *wrong = lzi_decode_message(&pool, &lzi_outcome, answer->body, answer->nbytes, fields);
         code = wrong ? lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIt sent %s", wrong)
                      : lzi_fail_as(error, &fields[0]);
         if (!wrong && code == LZ_BAD_MESSAGE) /* that it is, for the broker; for the caller it is an argument */
             code = lzi_fail(error, LZ_INVALID_ARGUMENT, "Correct the call: no backend can serve it as it is.\n%s",
                             lzi_get_text(&fields[0], "message"));
     }
-    free(answer.body);
     lzi_bytes_free(&frame);
     lzi_pool_free(&pool);
+    return code;
+}
+
+/* Have the broker look at a new signature: a route that the op does not allow would end the connection. */
+static lz_code check_route(lz_client *client, const lzi_bytes *body, lz_error *error) {
+    lzi_value items[] = {
+        lzi_text("route"), lzi_data(body->data, (uint32_t)body->nbytes), lzi_text("backends"), {.type = LZI_LIST}};
+    lzi_value params = {.type = LZI_MAP, .count = 2, .as.items = items};
+    lzi_pending answer = {0};
+    lz_code code = lzi_ask(client, "compile", &params, &answer, error);
+    free(answer.body);
     return code;
 }
 

@@ -73,8 +73,7 @@ static lz_code read_tensor(const lz_tensor *given, const char *what, size_t inde
     return LZ_OK;
 }
 
-lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor tensors[LZI_MAX_TENSORS],
-                         lz_error *error) {
+lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor *tensors, lz_error *error) {
     if (count > LZI_MAX_TENSORS || (count && !given))
         return lzi_fail(error, LZ_INVALID_ARGUMENT, "Give a call at most %d %ss, as an array; it has %zu",
                         LZI_MAX_TENSORS, what, count);
@@ -136,6 +135,48 @@ void lzi_each_piece(const lzi_tensor *tensor, void (*take)(void *with, const voi
             index[i - 1] = 0;
         }
     }
+}
+
+static void append(void *with, const void *data, size_t nbytes) {
+    char **to = with;
+    memcpy(*to, data, nbytes);
+    *to += nbytes;
+}
+
+void lzi_copy_dense(const lzi_tensor *tensor, void *to) {
+    char *at = to;
+    lzi_each_piece(tensor, append, &at);
+}
+
+static bool read_extents(lzi_pool *pool, const lzi_value *list, const int64_t **to, uint32_t *count) {
+    if (list->type != LZI_LIST || list->count > LZ_MAX_DIMENSIONS)
+        return false;
+    int64_t *extents = lzi_take(pool, (list->count + 1) * sizeof *extents);
+    if (!extents)
+        return false;
+    for (uint32_t i = 0; i < list->count; i++) {
+        if (list->as.items[i].type != LZI_INT)
+            return false;
+        extents[i] = list->as.items[i].as.integer;
+    }
+    *to = extents;
+    *count = list->count;
+    return true;
+}
+
+bool lzi_tensor_of(lzi_pool *pool, const lzi_value spec[3], lz_tensor *to, uint64_t *nbytes) {
+    lzi_tensor checked;
+    uint32_t strides = 0;
+    *to = (lz_tensor){.struct_size = sizeof *to};
+    for (int i = 1; i < DTYPE_COUNT; i++)
+        if (lzi_is_text(&spec[0], DTYPES[i].name))
+            to->dtype = i;
+    if (!to->dtype || !read_extents(pool, &spec[1], &to->shape, &to->ndim) ||
+        !read_extents(pool, &spec[2], &to->strides, &strides) || strides != to->ndim ||
+        lzi_read_tensors(to, 1, "tensor", &checked, NULL))
+        return false;
+    *nbytes = checked.nbytes;
+    return true;
 }
 
 void lzi_put_spec(lzi_bytes *out, const lzi_tensor *tensor) {

@@ -16,13 +16,17 @@ typedef struct lzi_tensor {
     lzi_ref ref;
 } lzi_tensor;
 
-/* Check tensors of the caller's. `what`: "input" or "output". */
-lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor tensors[LZI_MAX_TENSORS],
+/* Check `count` tensors of the caller's, LZI_MAX_TENSORS at most. `what`: "input" or "output". */
+lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor *tensors,
                          lz_error *error);
 bool lzi_is_row_major(const lzi_tensor *tensor);
 uint64_t lzi_dense_bytes(const lzi_tensor *tensor);
 /* Its elements in row-major order, in pieces. */
 void lzi_each_piece(const lzi_tensor *tensor, void (*take)(void *with, const void *data, size_t nbytes), void *with);
+/* Those elements, one after the other. */
+void lzi_copy_dense(const lzi_tensor *tensor, void *to);
+/* A tensor of what the wire has of one: dtype, shape and strides, in the pool; and the bytes that it spans. */
+bool lzi_tensor_of(lzi_pool *pool, const lzi_value spec[3], lz_tensor *to, uint64_t *nbytes);
 void lzi_put_spec(lzi_bytes *out, const lzi_tensor *tensor);
 
 #endif

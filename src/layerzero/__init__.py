@@ -143,6 +143,8 @@ if TYPE_CHECKING:
     from layerzero.functions.model import load as load
     from layerzero.functions.module import module as module
     from layerzero.groups.group import Group as Group, group as group
+    from layerzero.groups.pipeline import pipeline as pipeline
+    from layerzero.groups.split_plan import split_plan as split_plan
     from layerzero.client.facade.policy import (
         avoid as avoid,
         configure as configure,
@@ -151,6 +153,8 @@ if TYPE_CHECKING:
         prefer as prefer,
         unlock as unlock,
     )
+    from layerzero.client.bundles.bundle import Bundle as Bundle, load_bundle as load_bundle
+    from layerzero.client.bundles.making import write_bundle as write_bundle
     from layerzero.client.plans.execution_plan import ExecutionPlan as ExecutionPlan, plan as plan
     from layerzero.client.tools.ready import ReadinessReport as ReadinessReport, readiness_check as readiness_check
     from layerzero.client.connection.report import SelectionReport as SelectionReport
@@ -232,6 +236,8 @@ _HOME = {
         "adaptive_avg_pool adaptive_max_pool avg_pool conv conv_transpose interpolate max_pool"
     ),
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
+    "layerzero.client.bundles.bundle": "Bundle load_bundle",
+    "layerzero.client.bundles.making": "write_bundle",
     "layerzero.client.plans.execution_plan": "ExecutionPlan plan",
     "layerzero.client.tools.ready": "ReadinessReport readiness_check",
     "layerzero.client.connection.report": "SelectionReport",
@@ -245,6 +251,8 @@ _HOME = {
     "layerzero.client.traces.trace": "Trace load_trace trace trace_scope",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.groups.group": "Group group",
+    "layerzero.groups.pipeline": "pipeline",
+    "layerzero.groups.split_plan": "split_plan",
     "layerzero.functions.environment": "env",
     "layerzero.functions.decorator": "isolated",
     "layerzero.functions.handle": "Handle",

@@ -6,10 +6,12 @@ import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from tests.process.harness import Site
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "c"
@@ -49,6 +51,16 @@ class Built:
         """The static library."""
         return self._once("liblayerzero.a", self._make_library)
 
+    def shared_library(self) -> Path:
+        """liblayerzero.so as a user builds it, without sanitizers: for what is no C."""
+        folder = self.folder / "plain"
+
+        def make(_: Path) -> None:
+            self._run([*MAKE, f"BUILD={folder}", f"CC={COMPILER}", "CFLAGS=-O0 -Werror", "all"])
+
+        self._once("plain.so", make)
+        return folder / "liblayerzero.so"
+
     def program(self, source: Path) -> Path:
         """A C program that is linked with it."""
         library = self.library()
@@ -83,6 +95,16 @@ class Built:
                 make(target)
                 done.touch()
         return target
+
+
+@pytest.fixture(scope="package")
+def broker(store: Path) -> Iterator[Site]:
+    """One for the modules of this folder, which leave it intact. Its workers restart at once."""
+    site = Site(store, restart_budget=100_000, backoff_s=0.01, backoff_max_s=0.01)
+    try:
+        yield site.start()
+    finally:
+        site.stop()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.backends.toy import HANG, KILL, fault
-from tests.c.conftest import LIBRARY, MAKE, Built, libzmq, run
+from tests.c.conftest import LIBRARY, Built, libzmq, run
 from tests.envs.harness import STORE
 from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
 
@@ -205,10 +205,9 @@ def test_a_broker_without_the_secret_is_refused(built: Built, broker: Site, tmp_
     assert said.startswith("NOT_ALLOWED\nStart the broker with this stack's --secret-file")
 
 
-def test_the_shared_library_exports_the_header_and_no_more(built: Built, tmp_path: Path) -> None:
+def test_the_shared_library_exports_the_header_and_no_more(built: Built) -> None:
     """What is not in layerzero.h has no name outside."""
-    run(Path("/usr/bin/env"), *MAKE, f"BUILD={tmp_path}", "CFLAGS=-O0 -Werror")
-    names = run(Path("/usr/bin/env"), "nm", "-D", "--defined-only", tmp_path / "liblayerzero.so").stdout.decode()
+    names = run(Path("/usr/bin/env"), "nm", "-D", "--defined-only", built.shared_library()).stdout.decode()
     exported = {line.split()[2] for line in names.splitlines()}
     header = (LIBRARY / "layerzero.h").read_text(encoding="utf-8")
     assert exported == set(re.findall(r"^LZ_API [^;(]*?(\w+)\(", header, re.MULTILINE))

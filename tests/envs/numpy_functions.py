@@ -115,3 +115,11 @@ def met(x: Any, folder: str, *, out: Any) -> Any:
         time.sleep(0.002)
     out[...] = x
     return out
+
+
+@lz.isolated(OLD)
+def told(x: Any, y: Any = None, factor: float = 1.0) -> str:
+    """What an array is, and its sum; the array that it was given is another one afterwards."""
+    said = f"{x.dtype} {x.shape} {x.strides} {x.flags.writeable} {x.sum() * factor + (0 if y is None else y.sum())}"
+    x.shape = (x.size,) if x.flags.c_contiguous else x.shape
+    return said

@@ -148,6 +148,42 @@ def test_arguments_of_calls_past_the_broker_are_let_go() -> None:
     assert gone() is None
 
 
+def test_what_is_lent_again_is_seen_as_it_is_now(site: Site) -> None:
+    """Past the broker, where a call that comes again is not read again: other contents, another shape of the same
+    array, views that overlap, other memory, and memory that was given back and is another array's."""
+    base = lz.share(np.arange(24.0).reshape(4, 6))
+
+    def is_settled() -> bool:
+        assert fn.told(base, None, 1.0) == "float64 (4, 6) (48, 8) False 276.0"
+        return bool(fn.told.last_report().selection.path == "express")
+
+    wait_until(is_settled)
+    for step in range(4):
+        base[0, 0] = step
+        for x, y in (
+            (base, None),
+            (base[::2, 1:4], base[1:]),
+            (base.T, base),
+            (base[:, :1], base[0]),
+            (base[1:2], None),
+        ):
+            for factor in (1.0, 2.0):
+                total = x.sum() * factor + (0 if y is None else y.sum())
+                for _ in range(3):
+                    assert fn.told(x, y, factor) == f"float64 {x.shape} {x.strides} False {total}"
+                assert fn.told.last_report().uncopied_bytes == x.nbytes + (0 if y is None else y.nbytes)
+                assert fn.told.last_report().selection.path == "express"
+    for dtype in ("float32", "int64", "float32"):
+        mine = lz.share(np.ones(4096, dtype))
+        for _ in range(3):
+            assert fn.told(mine, None, 1.0).split()[0] == dtype
+        del mine
+    base.shape = (2, 12)
+    assert fn.told(base, None, 1.0).startswith("float64 (2, 12) (96, 8) False")
+    with pytest.raises(lz.RemoteError):
+        fn.overwrite(base)
+
+
 def test_what_is_lent_cannot_be_written(site: Site) -> None:
     shared = lz.share(np.zeros(4))
     with pytest.raises(lz.RemoteError, match="read-only"):

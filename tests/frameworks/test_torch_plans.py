@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import layerzero as lz
+from layerzero.ipc.errors import InvalidArgument
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -172,3 +174,33 @@ def test_torchs_activations_of_our_projections_are_part_of_them() -> None:
                 torch.testing.assert_close(plan(x), function(x), rtol=1e-4, atol=1e-4)
             told = "\n".join(plan._latest.programs[0].done)
             assert (f"activation fusion: {fused}, off by" in told) is bool(fused), told
+
+
+def test_a_bundle_of_a_module_has_its_weights(tmp_path: Path) -> None:
+    """Tensors in, tensors out, with the bits of the plan; bfloat16, and views of what steps have made, too."""
+
+    class Two(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(32, 64, dtype=torch.bfloat16)
+            self.down = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+
+        def forward(self, x: Any) -> Any:
+            h = lz.silu(lz.linear(x, self.up.weight, self.up.bias))
+            y = lz.linear(h.reshape(2, 4, 64), self.down.weight, self.down.bias)
+            return {"y": y, "heads": y.view(2, 4, 4, 8).transpose(1, 2)}
+
+    torch.manual_seed(0)
+    model, path = Two(), tmp_path / "block.lzb"
+    with torch.no_grad():
+        x = torch.randn(8, 32, dtype=torch.bfloat16)
+        plan = settled(lz.plan(model), x)
+        wanted = plan(x)
+        lz.write_bundle(plan, path)
+        bundle = lz.load_bundle(path)
+        for name, one in bundle(x).items():
+            assert torch.equal(one, wanted[name])
+            assert one.dtype == torch.bfloat16
+        assert (bundle.name, [*bundle.inputs], [*bundle.outputs]) == ("Two", ["x"], ["y", "heads"])
+    with pytest.raises(InvalidArgument, match=r"pass x.detach\(\)"):
+        bundle(x.clone().requires_grad_())

@@ -91,5 +91,6 @@ def seeds() -> dict[str, bytes]:
         "health": {"backend": "alpha"},
         "plan_choice": {"plan": "0" * 64},
         "keep_plan_choice": {"plan": "0" * 64, "policy": "", "chosen": "", "us": {"": 2.0, "alpha": 1.0}, "what": "f"},
+        "locks": {"backends": ["alpha"], "kernels": ["alpha.silu"], "text": True},
     }
     return {method: encode(Request(method=method, params=given)) for method, given in params.items()}

@@ -72,6 +72,13 @@ class Browser:
             more = {"text": text} if text and kind == "keyDown" else {}
             self._ask("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
+    def hold(self, element: str, *, is_down: bool) -> None:
+        """Press the mouse's button in the middle of an element, or let it go there."""
+        box = self.run(f"{element}.getBoundingClientRect().toJSON()")
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        kind = "mousePressed" if is_down else "mouseReleased"
+        self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
     def resize(self, width: int, height: int = 900, *, is_dark: bool = False) -> None:
         self._ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500

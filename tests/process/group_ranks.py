@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ def serve() -> None:
         what, args, kwargs = json.loads(line)
         try:
             value = DOES[what](*args, **kwargs)
-        except (lz.LayerZeroError, KeyboardInterrupt) as exc:
+        except (lz.LayerZeroError, KeyboardInterrupt, ValueError) as exc:
             value = {"error": getattr(exc, "code", type(exc).__name__), "message": str(exc)}
             value["facts"] = getattr(exc, "facts", {})
         print(json.dumps(value), flush=True)
@@ -248,6 +249,12 @@ def _fork(name: str = "tp") -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def _on(function: str, *args: Any, name: str = "tp", **options: Any) -> Any:
+    """What a function of a module of tests gives, "module:function", on the group."""
+    module, _, found = function.partition(":")
+    return getattr(importlib.import_module(module), found)(_groups[name], *args, **options)
+
+
 DOES: dict[str, Callable[..., Any]] = {
     "form": _form,
     "call": _call,
@@ -261,6 +268,7 @@ DOES: dict[str, Callable[..., Any]] = {
     "reform": _reform,
     "fork": _fork,
     "forget": lambda name="tp": bool(_groups.pop(name)) and gc.collect() < 0,
+    "on": _on,
     "close": lambda name="tp": _groups.pop(name).close(),
     "explain": lambda nbytes, name="tp", **options: str(_groups[name].explain(nbytes, **options)),
     "tune": lambda sizes, name="tp": sorted(_groups[name].tune(sizes)),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.backends.toy import KILL
-from tests.process.browser import BINARY, browser
+from tests.process.browser import BINARY, Browser, browser
 from tests.process.harness import Site, wait_ended
 from tests.process.test_dashboard import dashboard
 from tests.process.test_express import X, bad, settle
@@ -41,6 +41,9 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
         while not over.wait(0.01):
             lz.silu(X)
 
+    with lz.trace() as trace:
+        lz.silu(X)
+    trace.save(tmp_path / "traces" / "one.lztrace")
     with dashboard(site) as shown, browser() as page:
         thread = threading.Thread(target=calls)
         thread.start()
@@ -75,6 +78,22 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
             page.wait(f"{FOCUS}?.includes('silu')")
             page.press("Enter")
             page.wait(f"{MAIN}.includes('lz replay')")
+            page.press("Escape")
+            stays_where_one_is(page)
+            page.press("7")
+            page.wait(f"{MAIN}.includes('one.lztrace')")
+            page.press("j")
+            page.wait(f"{FOCUS} === 'one.lztrace'")
+            page.press("Enter")
+            page.wait("document.querySelector('.timeline') !== null")
+            page.run("document.querySelector('.timeline').focus()")
+            page.press("ArrowRight")
+            page.wait(f"{MAIN}.includes('silu(8:float32) on alpha')")
+            later(page)
+            assert page.run(f"{MAIN}.includes('silu(8:float32) on alpha')"), "what was pointed at is still told"
+            page.resize(360)
+            page.wait(FITS)
+            page.resize(1600)
             page.press("t")
             page.wait(f"{COLOUR} !== '{light}'")
             page.press("2")
@@ -93,3 +112,36 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
         wait_ended(pid)
         page.wait("document.querySelector('#trouble').innerText.includes('lz up')")
         assert page.said == []
+
+
+def stays_where_one_is(page: Browser) -> None:
+    """The page draws itself anew each second: that takes away no focus, and what is pressed gets its click."""
+    page.press("1")
+    page.wait("document.querySelector('main select') !== null")
+    page.run("document.querySelector('main select').focus()")
+    later(page)
+    assert page.run("document.activeElement.tagName") == "SELECT"
+    row = "document.querySelector('main tr[tabindex]')"
+    page.wait(f"{row} !== null")
+    page.run(f"{row}.scrollIntoView({{ block: 'center' }})")
+    page.hold(row, is_down=True)
+    later(page)
+    page.hold(row, is_down=False)
+    page.wait("location.hash.startsWith('#backends/') && document.querySelector('.detail button') !== null")
+    page.run("document.querySelector('.detail button').focus()")
+    later(page)
+    assert page.run("document.activeElement.tagName") == "BUTTON"
+    page.press("Escape")
+
+
+def later(page: Browser) -> None:
+    """After the page was told something more, and drew it, where it does."""
+    page.run("""new Promise((done) => {
+      const source = new EventSource("/events");
+      let count = 0;
+      source.onmessage = () => {
+        if (++count < 2) return;
+        source.close();
+        requestAnimationFrame(() => requestAnimationFrame(done));
+      };
+    })""")

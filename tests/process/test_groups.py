@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from tests.process.group_ranks import Rank, all_of, form
 from tests.process.harness import Site, wait_until
+from tests.process.split_ranks import HIDDEN, INNER
 
 import layerzero as lz
 
 SIZE = 3
+SPLIT = "tests.process.split_ranks"
 BIG = [1 << 18]  # elements of float32: more than a message, and than a chunk of the smallest size
 
 
@@ -290,3 +292,112 @@ def test_what_no_group_can_be_is_refused_before_anybody_waits(crew: Crew, monkey
             assert group.last_report().path == "here"
     finally:
         lz.disconnect()
+
+
+# --- plans split over ranks
+
+
+def on(ranks: list[Rank], what: str, *args: Any) -> list[Any]:
+    """What a function of tests/process/split_ranks.py gives on each rank."""
+    return all_of(ranks, "on", f"{SPLIT}:{what}", *args)
+
+
+def connected(formed: Any) -> list[Rank]:
+    """Two ranks: they call, and another test may have killed their broker."""
+    ranks: list[Rank] = formed(2)
+    assert all_of(ranks, "connect") == [True] * 2
+    return ranks
+
+
+def test_a_plan_is_split_and_gives_on_all_ranks_what_it_gives_whole(formed: Any) -> None:
+    """For other numbers each time, and other shapes; what lies between the sums are plans."""
+    ranks = connected(formed)
+    assert on(ranks, "agree", [0]) == ["WARM"] * 2
+    assert on(ranks, "agree", [1, 2, 3]) == ["FROZEN"] * 2
+    assert on(ranks, "agree", [4, 5, 6, 7], 5) == ["FROZEN"] * 2
+    assert on(ranks, "agree", list(range(8))) == ["FROZEN"] * 2
+    text = on(ranks, "explain")[1]
+    assert text.startswith("FROZEN: float64[4, 8], rank 1 of 2\n  2 weights in parts, ")
+    assert "0 matmul at split_ranks.py:" in text
+    assert ": by column" in text
+    assert "all_reduce after 2 matmul, float64[4, 8]" in text
+    assert "  a plan, FROZEN: float64[4, 8]\n" in text
+    assert on(ranks, "weight_bytes") == [HIDDEN * INNER * 8] * 2
+
+
+def test_what_cannot_be_split_is_refused_on_all_ranks(formed: Any) -> None:
+    ranks = connected(formed)
+    told = on(ranks, "refuse", "summed")
+    assert all(one.startswith("leave cumsum at split_ranks.py:") for one in told), told
+    ranks[0].ask("on", f"{SPLIT}:refuse", "summed")
+    ranks[1].ask("on", f"{SPLIT}:refuse", "block")
+    told = [rank.told() for rank in ranks]
+    assert told[1] == "let all ranks plan the same function, of the same shapes: rank 0 refused it"
+    ranks[0].ask("on", f"{SPLIT}:refuse", "block", 4)
+    ranks[1].ask("on", f"{SPLIT}:refuse", "block", 6)
+    told = [rank.told() for rank in ranks]
+    assert [one.rpartition(": ")[2] for one in told] == ["rank 1 split another one", "rank 0 split another one"]
+
+
+# --- pipelines
+
+
+def test_micro_batches_go_through_stages_and_come_out_as_one_process_makes_them(formed: Any) -> None:
+    """Stages of one rank after the other, or dealt out twice; several arrays between them; other shapes after that."""
+    ranks = connected(formed)
+    for micro_batches in (1, 4):
+        told = on(ranks, "flow", "two", micro_batches, [0, 1, 2])
+    assert told[1].startswith("rank 1 of 2: 2 stages, here 1\n  4 micro-batches, 5 ticks: 1 to fill, 3 steady, 1 to dr")
+    told = on(ranks, "flow", "four", 4, [3, 4])
+    assert told[0].startswith("rank 0 of 2: 4 stages, here 0, 2\n  4 micro-batches, 9 ticks: ")
+    on(ranks, "flow", "four", 4, [3, 4], 12)
+    assert on(ranks, "flow_apart") == [False, True]
+    assert on(ranks, "flow_split") == ["FROZEN"] * 2
+
+
+@pytest.mark.parametrize(("stages", "text"), [("raises", "ValueError('it cannot')"), ("no arrays", "'nothing'")])
+def test_a_stage_that_raises_ends_the_run_on_all_ranks(formed: Any, stages: str, text: str) -> None:
+    """At once, and by name; after that the group is formed again."""
+    ranks = connected(formed)
+    told = on(ranks, "flow", stages, 2, [0])
+    assert errors(told)[0] == "GROUP_BROKEN"
+    assert (told[0]["facts"]["reason"], told[0]["facts"]["ranks"]) == ("FAILED", [1])
+    assert text in told[0]["message"]
+    all_of(ranks, "reform")
+    on(ranks, "flow", "two", 2, [0])
+
+
+def test_what_no_pipeline_takes_is_refused_before_anything_is_sent(formed: Any) -> None:
+    ranks = connected(formed)
+    for args, text in (
+        (("two", 3, [0]), "arrays have shapes [8, 8]; allowed: one first dimension, which 3 micro-batches divide"),
+        (("two", 0, [0]), "micro_batches is 0; allowed: 1 or more"),
+    ):
+        told = on(ranks, "flow", *args)
+        assert [one["message"] for one in told] == [text] * 2
+    for rank, rows in zip(ranks, (8, 12), strict=True):
+        rank.ask("on", f"{SPLIT}:flow", "two", 2, [0], rows)
+    told = [rank.told() for rank in ranks]
+    assert errors(told) == ["INVALID_ARGUMENT"] * 2
+    assert told[1]["message"].endswith("unlike rank 1 are 0")
+    on(ranks, "flow", "two", 2, [0])
+
+
+def test_a_rank_dies_in_its_stage_and_plans_go_on_with_another_one(formed: Any, crew: Crew) -> None:
+    """Pipelines and split plans begin anew: what is whose is a matter of the ranks that there are."""
+    ranks = connected(formed)
+    assert on(ranks, "agree", [0, 1, 2]) == ["FROZEN"] * 2
+    on(ranks, "flow", "two", 4, [0])
+    ranks[1].ask("on", f"{SPLIT}:die_in_a_stage")
+    ranks[0].ask("on", f"{SPLIT}:flow", "two", 4, [1])
+    told = ranks[0].told()
+    assert (told["error"], told["facts"]["reason"], told["facts"]["ranks"]) == ("GROUP_BROKEN", "RANK_DIED", [1])
+    ranks[1].process.wait()
+    ranks[1].close()
+    ranks[1] = crew.of(2)[1]
+    ranks[0].ask("reform")
+    ranks[1].ask("form", "tp", 1, 2)
+    assert [rank.told() for rank in ranks][1] == 2
+    on(ranks, "flow", "two", 4, [2])
+    assert on(ranks, "agree", [0]) == ["WARM"] * 2
+    assert on(ranks, "agree", [1, 2]) == ["FROZEN"] * 2

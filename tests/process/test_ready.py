@@ -35,6 +35,7 @@ GENERAL = [
     "memory",
     "GPU sharing",
     "confinement",
+    "huge pages",
 ]
 SILU = Call("silu", {"input": TensorSpec.contiguous("float32", (4, 8))})
 

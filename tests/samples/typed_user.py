@@ -42,6 +42,8 @@ def kinds(x: Floats, t: Tensor, ids: NDArray[np.int64], half: NDArray[np.float16
     assert_type(lz.share({"w": x, "b": [x]}), dict[str, object])
     assert_type(lz.share(t), Tensor)
     assert_type(lz.jit("silu", x).export("silu.json"), None)
+    assert_type(lz.write_bundle(lz.jit("silu", x), "silu.lzb"), None)
+    assert_type(lz.load_bundle("silu.lzb", any_lock=True).inputs, dict[str, lz.TensorSpec])
 
 
 def untyped(x: Any) -> Any:

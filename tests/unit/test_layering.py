@@ -143,6 +143,7 @@ LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
 MAY_LOAD_CODE = {
     "__init__.py",
     "client/cli/bisect.py",  # the user's own module, which the command line names
+    "client/cli/bundle.py",  # likewise
     "envs/matrix/inside/lz_call.py",
     "envs/matrix/runner.py",
     "workers/boot.py",

@@ -18,6 +18,7 @@
 
 #![warn(missing_docs)]
 
+mod bundle;
 mod call;
 mod error;
 mod memory;
@@ -25,6 +26,7 @@ mod report;
 #[doc(hidden)]
 pub mod sys;
 
+pub use bundle::{Bundle, BundleCall, BundleTensor, Environment};
 pub use call::{Attr, Call};
 pub use error::{Error, Retry};
 pub use memory::{Block, Dtype, Element, Tensor, TensorMut};

@@ -32,6 +32,29 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    /// That of a number of the header.
+    pub(crate) fn of(number: i32) -> Option<Dtype> {
+        const ALL: [Dtype; 16] = [
+            Dtype::Bool,
+            Dtype::UInt8,
+            Dtype::Int8,
+            Dtype::UInt16,
+            Dtype::Int16,
+            Dtype::UInt32,
+            Dtype::Int32,
+            Dtype::UInt64,
+            Dtype::Int64,
+            Dtype::Float16,
+            Dtype::BFloat16,
+            Dtype::Float32,
+            Dtype::Float64,
+            Dtype::Float8E4M3Fn,
+            Dtype::Float8E5M2,
+            Dtype::Float4E2M1FnX2,
+        ];
+        ALL.iter().copied().find(|one| *one as i32 == number)
+    }
+
     fn nbytes(self) -> usize {
         match self {
             Dtype::UInt16 | Dtype::Int16 | Dtype::Float16 | Dtype::BFloat16 => 2,

@@ -85,16 +85,22 @@ pub(crate) fn text_of(text: *const c_char) -> String {
 }
 
 /// The items of an array of structs, by the size that the library says they have.
-unsafe fn items<'a, T: 'a>(first: *const T, count: usize) -> impl Iterator<Item = &'a T> {
+pub(crate) unsafe fn items<'a, T: 'a>(first: *const T, count: usize) -> impl Iterator<Item = &'a T> {
     let size = if count == 0 { 0 } else { *(first as *const usize) };
     (0..count).map(move |at| &*((first as *const u8).add(at * size) as *const T))
 }
 
 /// The library's report as one of ours; the library's is freed. None of none.
 pub(crate) unsafe fn taken(raw: *mut sys::Report) -> Option<Report> {
-    let found = raw.as_ref()?;
+    let report = of(raw.as_ref()?);
+    sys::lz_report_free(raw);
+    Some(report)
+}
+
+/// One of ours with the same in it.
+pub(crate) unsafe fn of(found: &sys::Report) -> Report {
     let sizes = if found.size_count == 0 { &[][..] } else { std::slice::from_raw_parts(found.sizes, found.size_count) };
-    let report = Report {
+    Report {
         kernel_id: text_of(found.kernel_id),
         backend: text_of(found.backend),
         worker_pid: found.worker_pid,
@@ -105,9 +111,7 @@ pub(crate) unsafe fn taken(raw: *mut sys::Report) -> Option<Report> {
         attempts: items(found.attempts, found.attempt_count).map(attempt).collect(),
         candidates: items(found.candidates, found.candidate_count).map(|one| candidate(one)).collect(),
         sizes: sizes.to_vec(),
-    };
-    sys::lz_report_free(raw);
-    Some(report)
+    }
 }
 
 fn attempt(one: &sys::Attempt) -> Attempt {

@@ -119,6 +119,68 @@ pub struct Report {
     pub size_count: usize,
 }
 
+#[repr(C)]
+pub struct Bundle {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub struct BundleTensor {
+    pub struct_size: usize,
+    pub name: *const c_char,
+    pub dtype: i32,
+    pub ndim: u32,
+    pub shape: *const i64,
+    pub nbytes: u64,
+}
+
+#[repr(C)]
+pub struct BundleEnvironment {
+    pub struct_size: usize,
+    pub backend: *const c_char,
+    pub env: *const c_char,
+}
+
+#[repr(C)]
+pub struct BundleInfo {
+    pub struct_size: usize,
+    pub name: *const c_char,
+    pub made_by: *const c_char,
+    pub made_s: f64,
+    pub inputs: *const BundleTensor,
+    pub input_count: usize,
+    pub outputs: *const BundleTensor,
+    pub output_count: usize,
+    pub environments: *const BundleEnvironment,
+    pub environment_count: usize,
+    pub step_count: usize,
+    pub constant_bytes: u64,
+    pub slot_bytes: u64,
+}
+
+#[repr(C)]
+pub struct BundleOptions {
+    pub struct_size: usize,
+    pub any_lock: bool,
+}
+
+#[repr(C)]
+pub struct BundleRunSpec {
+    pub struct_size: usize,
+    pub inputs: *const Tensor,
+    pub input_count: usize,
+    pub outputs: *const Tensor,
+    pub output_count: usize,
+    pub timeout_s: f64,
+}
+
+#[repr(C)]
+pub struct BundleReport {
+    pub struct_size: usize,
+    pub steps: *const *const Report,
+    pub step_count: usize,
+}
+
 extern "C" {
     pub fn lz_abi_version() -> u32;
     pub fn lz_code_name(code: i32) -> *const c_char;
@@ -128,4 +190,20 @@ extern "C" {
     pub fn lz_free(client: *mut Client, data: *mut c_void, error: *mut Error) -> i32;
     pub fn lz_call(client: *mut Client, call: *const CallSpec, report: *mut *mut Report, error: *mut Error) -> i32;
     pub fn lz_report_free(report: *mut Report);
+    pub fn lz_bundle_open(
+        client: *mut Client,
+        path: *const c_char,
+        options: *const BundleOptions,
+        bundle: *mut *mut Bundle,
+        error: *mut Error,
+    ) -> i32;
+    pub fn lz_bundle_close(bundle: *mut Bundle);
+    pub fn lz_bundle_about(bundle: *const Bundle) -> *const BundleInfo;
+    pub fn lz_bundle_run(
+        bundle: *mut Bundle,
+        run: *const BundleRunSpec,
+        report: *mut *mut BundleReport,
+        error: *mut Error,
+    ) -> i32;
+    pub fn lz_bundle_report_free(report: *mut BundleReport);
 }

@@ -1,7 +1,7 @@
 //! Against the broker of LAYERZERO_RUNTIME_DIR, whose backends are those of tests/backends. `make test` runs this from
 //! tests/c/test_rust.py.
 
-use layerzero::{sys, Call, Client, Dtype, Options, Retry};
+use layerzero::{sys, Bundle, Call, Client, Dtype, Options, Retry};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::time::Duration;
 
@@ -139,6 +139,32 @@ fn threads_share_a_client() {
 }
 
 #[test]
+fn a_bundle_runs_without_its_function() {
+    let client = client();
+    let path = std::env::var("LZ_TEST_BUNDLE").expect("tests/c/test_rust.py says it"); // silu(silu(x) @ W) of 6 x 6
+    let bundle = Bundle::open(&client, &path).unwrap();
+    let shapes = |tensors: Vec<layerzero::BundleTensor>| -> Vec<(String, Vec<i64>)> {
+        tensors.into_iter().map(|one| (one.name, one.shape)).collect()
+    };
+    assert_eq!((bundle.name().as_str(), bundle.inputs()[0].dtype), ("block", Dtype::Float32));
+    assert_eq!(shapes(bundle.inputs()), [("x".to_string(), vec![4, 6])]);
+    assert_eq!(shapes(bundle.outputs()), [("result".to_string(), vec![4, 6])]);
+    assert_eq!(bundle.environments()[0].backend, "alpha");
+    let x = client.block(&[0.5f32; 24]).unwrap();
+    let mut y = client.zeros::<f32>(24).unwrap();
+    drop(client); // it keeps its connection
+    let reports = bundle.call().input(x.tensor(&[4, 6])).output(y.tensor_mut(&[4, 6])).run().unwrap();
+    let kernels: Vec<&str> = reports.iter().map(|one| one.kernel_id.rsplit('.').next().unwrap()).collect();
+    assert_eq!(kernels, ["silu", "matmul", "silu"]);
+    for column in 0..6 {
+        let sum: f32 = (0..6).map(|row| silu(0.5) * ((row * 6 + column) as f32 * 2.0 / 35.0 - 1.0)).sum();
+        assert!((silu(sum) - y[column]).abs() < 1e-5);
+    }
+    let error = bundle.call().input(x.tensor(&[6, 4])).output(y.tensor_mut(&[4, 6])).run().unwrap_err();
+    assert!(error.message.starts_with("Give input 0, x, the dtype and shape"));
+}
+
+#[test]
 fn structs_are_those_of_the_header() {
     let sizes = [
         std::mem::size_of::<sys::Error>(),
@@ -150,6 +176,12 @@ fn structs_are_those_of_the_header() {
         std::mem::size_of::<sys::Candidate>(),
         std::mem::size_of::<sys::Attempt>(),
         std::mem::size_of::<sys::Report>(),
+        std::mem::size_of::<sys::BundleTensor>(),
+        std::mem::size_of::<sys::BundleEnvironment>(),
+        std::mem::size_of::<sys::BundleInfo>(),
+        std::mem::size_of::<sys::BundleOptions>(),
+        std::mem::size_of::<sys::BundleRunSpec>(),
+        std::mem::size_of::<sys::BundleReport>(),
     ];
     let named = sizes.iter().map(|size| size.to_string()).collect::<Vec<_>>().join(" ");
     assert_eq!(std::env::var("LZ_TEST_SIZES").expect("tests/c/test_rust.py says it"), named);

@@ -1,7 +1,8 @@
 """Calls of a function that go as the last one went: onto its express lane, past what settled that.
 
-For arguments of which nothing has to be copied, and results without arrays. What such a call comes to that is not plain
-- an exception, output, a death, a deadline - is a Call's, which goes on from there.
+For arguments of which nothing has to be copied, and results without arrays. Scalars, and arrays in arenas, become a
+frame in C (client/session/_lending.h). What such a call comes to that is not plain - an exception, output, a death, a
+deadline - is a Call's, which goes on from there.
 """
 
 from __future__ import annotations
@@ -31,26 +32,41 @@ from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import HEAD_AT, Frame
 from layerzero.ipc.shm import lane as lane_page
 from layerzero.ipc.transport.plain import pack_tree
-from layerzero.ipc.transport.wire import REF, REF_BYTES
+from layerzero.ipc.transport.wire import REF
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
 FRAME_BYTES = 1024  # of a block, for the call; its answer lies behind that
 MAX_BLOCKS = 64  # kept of a function
 MAX_PAUSE = 1024  # calls that go the longer way after answers that were not plain
+MAX_TAILS = 16
 _NO_KWARGS = pack_tree([values.DICT])
+_NOT_LENT = [(MAX_LENT - count) * NO_REF for count in range(MAX_LENT + 1)]
 _NOTHING = bytes(Frame([frames.RETURNED, None, []]))
 _root_logger = logging.getLogger()
 
 
 class Block(NamedTuple):
-    """Memory of a call and its answer. `answer`: its part; `refs`: to both, as they are put on a lane; `place`: where
-    the call is."""
+    """Memory of a call and its answer. `answer`: its part; `call_ref`, `answer_ref`: to both, as they are put on a
+    lane; `place`: where the call is."""
 
     whole: memoryview
     answer: memoryview
-    refs: bytes
+    call_ref: bytes
+    answer_ref: bytes
     place: Place
+
+
+class Given(NamedTuple):
+    """Arguments as they cross: their packed tree, references to what is lent, how many those are, and its bytes."""
+
+    tree: bytes
+    refs: bytes
+    ranges: int
+    nbytes: int
+
+
+_NO_ARGUMENTS = Given(pack_tree([values.LIST]), b"", 0, 0)
 
 
 class Function(Owner, Protocol):
@@ -75,31 +91,47 @@ class Express:
         if self._skipped < self._pause:
             self._skipped += 1
             return None
-        given = None
-        if not values.SCALARS.issuperset(map(type, args)):
-            given = Arguments(args, {}, owner._places.backends)
-        lent = () if given is None else given.ranges
-        way = self._ways.get(len(lent))
-        if way is None or not way.is_open:
-            way = self._found(len(lent))
-            if way is None or not way.is_open:
+        session = default_session.session()
+        given = _NO_ARGUMENTS if not args else session.repeats.lend(args) or self._given(session, args)
+        if given is None:
+            self.note_plain(is_plain=False)
+            return None
+        count = given[2]
+        way = self._ways.get(count)
+        if way is None or not way.is_open(session):
+            way = self._found(session, count)
+            if way is None or not way.is_open(session):
                 return None
-            self._ways[len(lent)] = way
-        return way.begin(args, given, lent)
+            self._ways[count] = way
+        return way.begin(args, given)
+
+    def _given(self, session: Session, args: tuple[Any, ...]) -> Given | None:
+        """Of arguments that are not made in C; None where something is copied, or cannot be packed."""
+        given = Arguments(args, {}, self._owner._places.backends)
+        tree: list[Any] = given.trees[0]  # type: ignore[assignment]
+        session.repeats.learn({node[1] for node in tree if type(node) is list and node[0] == values.ARRAY})
+        if given.copies or given.loans or session.link.lost is not None:
+            return None
+        try:
+            packed = pack_tree(tree)
+        except (OverflowError, ValueError):
+            return None
+        numbers = session.arena_registry
+        refs = [REF.pack(numbers[arena], 0, offset, nbytes) for arena, offset, nbytes in given.ranges]
+        return Given(packed, b"".join(refs), len(refs), given.uncopied_bytes)
 
     def note_plain(self, *, is_plain: bool) -> None:
         """Of an answer: where others come in a row, calls go the longer way, ever more of them."""
         self._skipped = 0
         self._pause = 0 if is_plain else min(2 * self._pause + 1, MAX_PAUSE)
 
-    def _found(self, count: int) -> _Way | None:
+    def _found(self, session: Session, count: int) -> _Way | None:
         """The way of calls like this thread's last one, if that was on a lane, which lend so many ranges."""
         owner = self._owner
         last: Any = getattr(owner._last, "call", None)
         record = getattr(last, "_record", None)
         if type(record) is not tuple or record[6].lane != EXPRESS:
             return None
-        session = default_session.session()
         if last._session is not session or session.link.lost is not None:
             return None
         pinned = pools.joined(owner._places.backends)
@@ -130,14 +162,14 @@ class _Way:
         self.timeout_s = lane.default_s if options.timeout_s is None else options.timeout_s
         self.env = env.name
         self._head = b"\x95" + pack_tree(frames.CALL) + pack_tree(owner._places.tree(owner._places.backends))
+        self._tails: dict[int, bytes] = {}  # behind the arguments, by the level of what the caller wants to hear of
         self.blocks: list[Block] = []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the next call may go here, too."""
+    def is_open(self, asked: Session) -> bool:
+        """Whether the next call of that session may go here, too."""
         session, route, link = self.session, self.route, self._link
         return (
-            default_session.session() is session
+            asked is session
             and link.lost is None
             and link.forks == arenas.forks
             and route.lease is self.lease
@@ -150,47 +182,42 @@ class _Way:
             and handler.get() is None
         )
 
-    def _packed(self, args: tuple[Any, ...], given: Arguments | None) -> bytes | None:
-        """The head of a call's frame; None where it is too long, or has a number that is."""
-        try:
-            tree = pack_tree([values.LIST, *args] if given is None else given.trees[0])
-        except (OverflowError, ValueError):
-            return None
-        head = self._head + tree + _NO_KWARGS + pack_tree(_root_logger.level)
-        return head if len(head) <= FRAME_BYTES - HEAD_AT else None
-
-    def begin(self, args: tuple[Any, ...], given: Arguments | None, lent: Sequence[Place]) -> ExpressCall | None:
+    def begin(self, args: tuple[Any, ...], given: Given | tuple[bytes, bytes, int, int]) -> ExpressCall | None:
         """A call, on its lane. None where that has no room, or the block has none."""
         start_ns = time.perf_counter_ns()
-        head = None if given is not None and (given.copies or given.loans) else self._packed(args, given)
-        if head is None:
+        tree, lent, count, nbytes = given
+        level = _root_logger.level
+        head = self._head + tree + (self._tails.get(level) or self._tail(level))
+        if len(head) > FRAME_BYTES - HEAD_AT:
             self.express.note_plain(is_plain=False)
             return None
         try:
             block = self.blocks.pop()
         except IndexError:
             block = self._allocate()
-        whole, refs = block.whole, block.refs
+        whole, _, call_ref, answer_ref, _ = block
         whole[: HEAD_AT + len(head)] = frames.prefix(len(head)) + head
-        if lent:
-            numbers = self.session.arena_registry
-            part = b"".join([REF.pack(numbers[arena], 0, offset, nbytes) for arena, offset, nbytes in lent])
-            refs = refs[:REF_BYTES] + part + refs[REF_BYTES + len(part) :]
+        refs = call_ref + lent + _NOT_LENT[count] + answer_ref
         receipt = self.lane.put(self.lease, refs, self.timeout_s, (whole, args))
         if receipt is None:
             self.give(block)
             return None
-        return ExpressCall(self, receipt, block._replace(refs=refs) if lent else block, args, given, start_ns)
+        return ExpressCall(self, receipt, block, refs, args, nbytes, start_ns)
+
+    def _tail(self, level: int) -> bytes:
+        if len(self._tails) >= MAX_TAILS:
+            self._tails.clear()
+        tail = self._tails[level] = _NO_KWARGS + pack_tree(level)
+        return tail
 
     def _allocate(self) -> Block:
         whole, arena, offset = arenas.pool.allocate(FRAME_BYTES + MIN_ROOM)
         number = self.session.arena_registry[arena]
         call, answer = REF.pack(number, 0, offset, FRAME_BYTES), REF.pack(number, 0, offset + FRAME_BYTES, MIN_ROOM)
-        refs = call + MAX_LENT * NO_REF + answer
-        return Block(whole, whole[FRAME_BYTES:], refs, (arena, offset, FRAME_BYTES))
+        return Block(whole, whole[FRAME_BYTES:], call, answer, (arena, offset, FRAME_BYTES))
 
     def give(self, block: Block) -> None:
-        """Nobody has it any more. What its calls lend besides is written anew for each."""
+        """Nobody has it any more."""
         if len(self.blocks) < MAX_BLOCKS:
             self.blocks.append(block)
 
@@ -199,10 +226,11 @@ class ExpressCall:
     """A call that is on its lane. It goes on as a Call where it does not end plainly."""
 
     def __init__(
-        self, way: _Way, receipt: Any, block: Block, args: Sequence[Any], given: Arguments | None, start_ns: int
+        self, way: _Way, receipt: Any, block: Block, refs: bytes, args: Sequence[Any], nbytes: int, start_ns: int
     ) -> None:
-        self._way, self._receipt, self._block, self._args, self._given = way, receipt, block, args, given
-        self._start_ns, self._uncopied_bytes = start_ns, 0 if given is None else given.uncopied_bytes
+        """`refs`: as they were put there; `nbytes`: that are lent."""
+        self._way, self._receipt, self._block, self._refs, self._args = way, receipt, block, refs, args
+        self._start_ns, self._uncopied_bytes = start_ns, nbytes
         self._session = way.session
         self._record: Any = None
         self._call: Call | None = None  # that it has become
@@ -266,15 +294,15 @@ class ExpressCall:
 
     def _let_go(self) -> None:
         """It has ended: what its report is made of keeps no argument."""
-        self._args, self._given, self._receipt = (), None, None
+        self._args, self._receipt = (), None
 
     def _become(self) -> Call:
         way, args = self._way, self._args
         owner, block = way.owner, self._block
-        given = self._given or Arguments(args, {}, owner._places.backends)
+        given = Arguments(args, {}, owner._places.backends)
         call = Call(owner, given, args, {}, owner._options, session=way.session)
         request = call.request_at(block.place, block.whole)
-        its = (block.refs, [block.answer], self._start_ns, way.asked_in)
+        its = (self._refs, [block.answer], self._start_ns, way.asked_in)
         placed = placed_at(way.session.link, way.route, request, *its)
         call.go_on(OnLane(placed, way.lane, way.lease, self._receipt), self._start_ns)
         return call

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,6 +66,17 @@ def group(
     made = Group(default_session.session().path.parent, name, rank, size, backend, timeout_s, gloo_env)
     made._form(timeout_s)
     return made
+
+
+def _leave(pid: int, peers: Peers, own: staging.OwnMemory, gloos: list[Gloo]) -> None:
+    """What `close` does, of a group that nobody has any more: no child's that was forked from its process."""
+    if pid != os.getpid() or sys.is_finalizing():
+        return
+    peers.leave()
+    peers.close()
+    own.close()
+    for gloo in gloos:
+        gloo.drop()
 
 
 def _of_environment(what: str, variable: str, given: int | None) -> int:
@@ -187,9 +200,10 @@ class Group:
         """Returns when rank `to` has it by `recv`."""
         self._point(True, to, x, None, timeout_s)
 
-    def recv(self, source: int, *, out: Any = None, timeout_s: float | None = None) -> Any:
-        """What rank `source` sends: in `out`, whose dtype and shape must be those, or as a new NumPy array."""
-        return self._point(False, source, None, out, timeout_s)
+    def recv(self, source: int, *, out: Any = None, kind: str = "numpy", timeout_s: float | None = None) -> Any:
+        """What rank `source` sends: in `out`, whose dtype and shape must be those, or as a new array of NumPy, or of
+        torch by kind="torch"."""
+        return self._point(False, source, None, out, timeout_s, kind)
 
     # --- looking
 
@@ -258,6 +272,16 @@ class Group:
             self._form(seconds)
         return self
 
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """What is raised within, and is not the group's own, ends it, reason FAILED: others wait for this rank."""
+        try:
+            yield
+        except BaseException as exc:
+            if self._peers is not None and not isinstance(exc, (GroupBroken, RanksDisagree)):
+                self._break(exc)
+            raise
+
     def close(self) -> None:
         """Leave the group: others are told so by their next call. A second time does nothing."""
         if os.getpid() != self._pid:
@@ -278,12 +302,6 @@ class Group:
             self._break(error)
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_pid", None) == os.getpid() and not sys.is_finalizing():
-            if self._peers is not None:
-                self._peers.leave()
-            self._drop()
-
     def _form(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
         own = staging.OwnMemory(self._chunk)
@@ -300,6 +318,10 @@ class Group:
             raise
         self._own = own
         self._peers = peers = Peers(self._name, roster.generation, self._rank, roster.sockets, roster.pids)
+        # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
+        self._gloos: list[Gloo] = []  # one at most
+        self._forgotten = weakref.finalize(self, _leave, os.getpid(), peers, own, self._gloos)
+        self._forgotten.atexit = False
         self._completed = {} if max(roster.calls.values()) < 0 else roster.calls
         self._generation, self._calls, self._error = roster.generation, 0, None
         try:
@@ -376,7 +398,7 @@ class Group:
         its = (self._name, self._rank, self._size, self._generation, self._calls)
         self._report = GroupReport(*its, choice, copies, waited_us, elapsed_us)
 
-    def _point(self, sends: bool, other: int, x: Any, out: Any, timeout_s: float | None) -> Any:
+    def _point(self, sends: bool, other: int, x: Any, out: Any, timeout_s: float | None, kind: str = "numpy") -> Any:
         with self._lock:
             peers, shared = self._demand_whole()
             if type(other) is not int or other not in peers.ranks:
@@ -390,7 +412,7 @@ class Group:
                 if given is not None:
                     choice, copies = points.send(peers, shared, given, other, until_s)
                 else:
-                    value, choice, copies = points.receive(peers, shared, other, out, until_s)
+                    value, choice, copies = points.receive(peers, shared, other, out, kind, until_s)
             except (RanksDisagree, InvalidArgument) as exc:
                 if peers.is_crossed:
                     raise self._break(exc) from None
@@ -424,6 +446,7 @@ class Group:
             rank, text = min(why.items())
             return EnvError(f"{text}\n(rank {rank} of group {self._name!r} cannot start gloo)", ranks=sorted(why))
         self._gloo = made
+        self._gloos.append(made)
         made.start(peers, self._size, until_s)
         self._exchange_values("", until_s)
         made.started()
@@ -479,6 +502,7 @@ class Group:
     def _drop(self) -> None:
         """Let go of all that the ranks share."""
         if self._peers is not None:
+            self._forgotten.detach()
             self._peers.close()
         if self._own is not None:
             self._own.close()

@@ -38,9 +38,9 @@ def send(peers: Peers, shared: SharedMemory, given: Given, to: int, until_s: flo
 
 
 def receive(
-    peers: Peers, shared: SharedMemory, source: int, out: Any, until_s: float
+    peers: Peers, shared: SharedMemory, source: int, out: Any, kind: str, until_s: float
 ) -> tuple[Any, Choice, tuple[Copy, ...]]:
-    """The array. Raises as `send`, and InvalidArgument for an `out` that cannot be."""
+    """The array; without `out` a new one of that kind. Raises as `send`, and InvalidArgument for such an `out`."""
     told = peers.take(POINT, [source], until_s)[source]
     if not told.startswith(OFFER):
         raise ProtocolError(f"rank {source} told {told[:32]!r} in place of an offer")
@@ -51,7 +51,7 @@ def receive(
         case _:
             raise ProtocolError(f"rank {source} offered what is no array")
     try:
-        value = _target(peers, source, dtype, shape, out)
+        value = _target(peers, source, dtype, shape, out, kind)
         data = Given(value, "out").data
         if len(data) != nbytes:
             raise ProtocolError(f"rank {source} offered {nbytes} bytes of {dtype}{list(shape)}")
@@ -68,9 +68,9 @@ def receive(
     return value, _choice("recv", nbytes), _copies(shared.copied, 0)
 
 
-def _target(peers: Peers, source: int, dtype: str, shape: tuple[int, ...], out: Any) -> Any:
+def _target(peers: Peers, source: int, dtype: str, shape: tuple[int, ...], out: Any, kind: str) -> Any:
     if out is None:
-        return new("numpy", dtype, shape)
+        return new(kind, dtype, shape)
     array = demand_out(out)
     found = f"{array.spec.dtype}{list(array.spec.shape)}"
     if found != f"{dtype}{list(shape)}":

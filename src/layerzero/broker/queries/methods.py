@@ -16,6 +16,7 @@ from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.queries.decisions import decisions
 from layerzero.broker.queries.function_workers import free, learn, renew, reserve
 from layerzero.broker.queries.joint_plans import plan
+from layerzero.broker.queries.locks import locks
 from layerzero.broker.queries.metrics import LIVING, metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
 from layerzero.broker.queries.readiness import examine, wanted_backends
@@ -462,6 +463,7 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "plan": plan,
     "plan_choice": plan_choice,
     "keep_plan_choice": keep_plan_choice,
+    "locks": locks,
     **ROLLOUTS,
     **RESTARTS,
     **STEERING,

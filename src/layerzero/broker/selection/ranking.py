@@ -253,6 +253,10 @@ class Engine:
         """(kernel id, backend) of all that claim to serve an op."""
         return tuple((kernel.kernel_id, backend) for backend, kernel in self._catalogue.kernels(op))
 
+    def owner(self, kernel_id: str) -> str:
+        """The backend of a kernel, "" where none has it."""
+        return self._catalogue.owners.get(kernel_id, "")
+
     def kernel(self, kernel_id: str) -> KernelCapability:
         return self._catalogue.by_id[kernel_id]
 

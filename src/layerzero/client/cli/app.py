@@ -17,6 +17,7 @@ from layerzero.client.cli import options
 from layerzero.client.cli import restart as cli_restart
 from layerzero.client.cli import rollout as cli_rollout
 from layerzero.client.cli.attach import attach
+from layerzero.client.cli.bundle import bundle_app
 from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.capsule import capsule_app, replay
 from layerzero.client.cli.cluster import cluster_app
@@ -89,7 +90,7 @@ app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 _PARTS = (("cache", cache_app), ("lift", lift_app), ("capsule", capsule_app), ("trace", trace_app))
-for name, part in (*_PARTS, ("cluster", cluster_app)):
+for name, part in (*_PARTS, ("cluster", cluster_app), ("bundle", bundle_app)):
     app.add_typer(part, name=name)
 for command in (status, replay, attach, ops, types, compare, dashboard, top, report, selftest):
     app.command()(command)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 capsule_app = typer.Typer(help="Look at calls whose worker died or hung, as they were kept.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of lz capsule list, its beginning, or a folder.")]
 LOG_LINES = 12
+WHY_LINES = 4
+FAULT = "Fatal Python error"  # what faulthandler begins with
 
 
 def _folder() -> Path:
@@ -54,7 +56,7 @@ def show_all(as_json: Json = False) -> None:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for head in ("capsule", "kernel", "ended by", "data"):
-        table.add_column(head, overflow="fold", no_wrap=head == "ended by")
+        table.add_column(head, overflow="fold", no_wrap=head != "kernel")  # a name is there to be copied
     for name, capsule, problem in found:
         if capsule is None:
             table.add_row(name, problem)
@@ -63,6 +65,12 @@ def show_all(as_json: Json = False) -> None:
             table.add_row(name, capsule.failed.kernel_id, capsule.failed.what, data)
     out().print(table)
     note("lz replay NAME makes the call again, on all backends with --env all")
+
+
+def _last_words(lines: list[str]) -> list[str]:
+    """The last lines, and all from where the fault is told on."""
+    told = [n for n, line in enumerate(lines) if FAULT in line]
+    return lines[min([*told[-1:], max(len(lines) - LOG_LINES, 0)]) :]
 
 
 def _row(name: str, capsule: Capsule | None, problem: str) -> dict[str, Any]:
@@ -100,7 +108,7 @@ def show(name: Name, as_json: Json = False) -> None:
     said.append(f"arguments: {kept if capsule.has_data else f'not kept: {capsule.left_out}'}")
     said += [f"{key}: {value}" for key, value in capsule.facts.items()]
     if lines:
-        said += ["end of the worker's log:", *(f"  {line}" for line in lines[-LOG_LINES:])]
+        said += ["end of the worker's log:", *(f"  {line}" for line in _last_words(lines))]
     out().print(Text("\n".join(said)), soft_wrap=True)
 
 
@@ -283,6 +291,8 @@ def replay(
             begins=lambda one: status.update(f"{capsule.op} on {one} ..."),
         )
     far = {one.backend for one in found if is_far(one, capsule)}
+    if env == "all":
+        note("left out: backends that cannot serve on this machine; lz status --all shows why")
     if as_json:
         rows = [{**one.to_dict(), "is_far": one.backend in far} for one in found]
         print_json({"capsule": capsule.name, "call": capsule.label, "has_data": capsule.has_data, "backends": rows})
@@ -372,6 +382,7 @@ def _replay_log(log: Path, name: str | None, call: str | None, worker: str | Non
 
 def _show_outcomes(capsule: Capsule, found: list[Outcome], far: set[str]) -> None:
     import statistics
+    from itertools import islice
 
     from rich.table import Table
     from rich.text import Text
@@ -381,14 +392,18 @@ def _show_outcomes(capsule: Capsule, found: list[Outcome], far: set[str]) -> Non
 
     out().print(Text(capsule.label), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("backend", "runs", "kernel", "from the reference", "why"):
+    for head in ("backend", "runs", "kernel", "from the reference"):
         table.add_column(head, overflow="fold")
     for one in found:
         runs = ", ".join(f"{what} {count}" for what, count in one.runs.items())
-        why = "; ".join(detail for what, detail in one.details.items() if what != "ok")
         error = "" if one.error is None else "same numbers" if not one.error else f"{one.error:.1e}"
         error += ", WRONG" if one.backend in far else ""
         error += ", other bits at each run" if not one.is_same else ""
         kernel = time_text(statistics.median(one.kernel_us)) if one.kernel_us else ""
-        table.add_row(one.backend, runs, kernel, error.removeprefix(", "), Text(why[:240]))
+        table.add_row(one.backend, runs, kernel, error.removeprefix(", "))
     out().print(table)
+    for one in found:
+        for what, detail in one.details.items():
+            if what != "ok":
+                told = "\n".join(islice(detail.splitlines(), WHY_LINES))
+                out().print(Text(f"{one.backend}, {what}: {told}"), soft_wrap=True)

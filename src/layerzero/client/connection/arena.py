@@ -14,7 +14,6 @@ import bisect
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import threading
 import weakref
@@ -51,16 +50,15 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.fd = memory.create_memfd("layerzero", nbytes)
+        self.fd = memory.create_memfd("layerzero", nbytes, in_huge_pages=True)
         try:
-            self._mapped = memory.map_fd(self.fd, nbytes, writable=True, populate=True)
+            self.view = memory.map_guarded(self.fd, nbytes, writable=True, is_inherited=True, guard_bytes=0)
         except BaseException as exc:
             os.close(self.fd)
             if isinstance(exc, OSError) and exc.errno == errno.ENOMEM:  # the address space, limited by RLIMIT_AS
                 raise OutOfMemory(f"cannot map {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
             raise
-        self.view = memoryview(self._mapped)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
         self.live = 0
         self.top = 0  # bytes handed out so far; slots below it are live or in `free`
         self.free: dict[int, list[int]] = {}  # slot size -> offsets
@@ -102,7 +100,7 @@ class Arena:
         )
         holes = [(start, end) for start, end in pages if start < end]
         for start, end in set(holes).difference(self.holes):
-            self._mapped.madvise(mmap.MADV_REMOVE, start, end - start)
+            memory.give_back(self.address + start, end - start)
         self.holes = _united([*self.holes, *holes])
         return self.hole_bytes - before
 
@@ -114,7 +112,7 @@ class Arena:
         if missing >= memory.CHECKED_FROM_BYTES:
             free_memory.check(missing)
         if missing:
-            memory.reserve(self.fd, start, end - start)
+            memory.reserve(self.fd, start, end - start, in_huge_pages=True)
             parts = (part for s, e in self.holes for part in ((s, min(e, start)), (max(s, end), e)))
             self.holes = [(s, e) for s, e in parts if s < e]
         return missing

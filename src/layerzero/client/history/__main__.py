@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.connection import companion, start
+from layerzero.client.connection.question import ask_once
 from layerzero.client.history.history_file import HistoryFile, path_of
 from layerzero.client.history.recorder import record
-from layerzero.client.session.session import Session
 from layerzero.ipc.transport.endpoints import Endpoints
-from layerzero.ipc.version import __version__
 
 AGAIN_S = 5.0  # after another process had the file
 
@@ -31,9 +30,7 @@ def main() -> int:
         over.wait(AGAIN_S)
 
     def ask() -> dict[str, Any]:
-        with Session(Endpoints(args.runtime_dir).control, __version__, key) as session:
-            answer: dict[str, Any] = session.ask("metrics")
-            return answer
+        return ask_once(Endpoints(args.runtime_dir).control, key, "metrics")
 
     record(ask, file, over.wait)
     return 0

@@ -70,6 +70,7 @@ class HistoryFile:
         self._db = db
         self.path = path
         self._lock_fd = lock_fd
+        self._newest: dict[int, tuple[int, Sample]] = {}  # by width of the tier: (its beginning, what is in it)
 
     @classmethod
     def read(cls, path: Path) -> HistoryFile:
@@ -129,10 +130,7 @@ class HistoryFile:
             for tier in TIERS:
                 slot = int(at // tier.width_s)
                 begin, place = slot * tier.width_s, slot % tier.slots
-                row = self._db.execute(
-                    "SELECT data FROM slots WHERE width_s = ? AND place = ? AND at = ?", (tier.width_s, place, begin)
-                ).fetchone()
-                whole = (None if row is None else _decoded(row[0])) or Sample()
+                whole = self._slot(tier.width_s, place, begin)
                 whole.add(sample)
                 row = (tier.width_s, place, begin, _encoded(whole))
                 self._db.execute("INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?)", row)
@@ -144,10 +142,22 @@ class HistoryFile:
                     self._db.execute("INSERT INTO answers VALUES (?, ?)", (at, data))
             self._db.execute("COMMIT")
         except BaseException:
+            self._newest.clear()
             if self._db.in_transaction:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
             raise
+
+    def _slot(self, width_s: int, place: int, begin: int) -> Sample:
+        """What a slot has so far. The newest ones are here, as no other process writes."""
+        at, whole = self._newest.get(width_s, (-1, Sample()))
+        if at != begin:
+            row = self._db.execute(
+                "SELECT data FROM slots WHERE width_s = ? AND place = ? AND at = ?", (width_s, place, begin)
+            ).fetchone()
+            whole = (None if row is None else _decoded(row[0])) or Sample()
+            self._newest[width_s] = begin, whole
+        return whole
 
     def last_answer(self) -> tuple[float, dict[str, Any]] | tuple[None, dict[str, Any]]:
         """(when it came, what `add` was given last); (None, {}) of a file without one. Raises sqlite3.Error."""

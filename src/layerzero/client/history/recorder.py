@@ -58,10 +58,11 @@ class Recorder:
         return up_s <= YOUNG_S and (newest is None or newest < time.time() - up_s)
 
 
-def own_bytes(pid: int, root: Path = Path("/proc")) -> int:
+def own_bytes(pid: int, root: str | Path = "/proc") -> int:
     """Resident memory of a process without what it shares with files and with others; 0 where nobody tells."""
     try:
-        _, resident, shared, *_ = map(int, (root / str(pid) / "statm").read_text().split())
+        with open(f"{root}/{pid}/statm", "rb", 0) as file:
+            _, resident, shared, *_ = map(int, file.read().split())
     except (OSError, ValueError):
         return 0
     return max(resident - shared, 0) * _PAGE_BYTES

@@ -199,6 +199,8 @@ def between(
         earlier = {tuple(key): (buckets, sum_ns) for *key, buckets, sum_ns in before.get(name, ())}
         for *key, buckets, sum_ns in after[name]:
             old, old_ns = earlier.get(tuple(key), ((0,) * len(buckets), 0))
+            if buckets == old:
+                continue
             grown = {n: new - was for n, (new, was) in enumerate(zip(buckets, old, strict=True)) if new > was}
             if grown:
                 into[tuple(key)] = Durations(sum(grown.values()), max(sum_ns - old_ns, 0), grown)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import socket
 from pathlib import Path
-from typing import Any
 
 from layerzero.client.connection import companion, start
+from layerzero.client.connection.question import ask_once
 from layerzero.client.metrics.serving import Broker, Server
-from layerzero.client.session.session import Session
 from layerzero.ipc.transport import secret
 from layerzero.ipc.transport.endpoints import Endpoints
-from layerzero.ipc.version import __version__
 
 
 def main() -> int:
@@ -27,13 +25,8 @@ def main() -> int:
     token = None if args.token_file is None else secret.read(args.token_file)
     key, control = start.secret_key(), Endpoints(args.runtime_dir).control
 
-    def ask(question: str) -> dict[str, Any]:
-        """By a connection of its own: one that stays would keep an idle broker."""
-        with Session(control, __version__, key) as session:
-            answer: dict[str, Any] = session.ask(question)
-            return answer
-
-    Server(socket.socket(fileno=args.fd), Broker(ask), token).serve_forever(poll_interval=3600)
+    broker = Broker(lambda question: ask_once(control, key, question))  # a connection that stays would keep an idle one
+    Server(socket.socket(fileno=args.fd), broker, token).serve_forever(poll_interval=3600)
     return 0
 
 

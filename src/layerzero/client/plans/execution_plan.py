@@ -34,6 +34,7 @@ from layerzero.client.plans.showing import (
     Timing,
     explain_plan,
     mermaid,
+    peak_bytes,
     slot_rows,
     timing_rows,
 )
@@ -132,24 +133,24 @@ class ExecutionPlan:
     def explain(self) -> PlanExplanation:
         """What became of the plan that ran last, and why: steps, messages, memory, passes, counters. Raises
         InvalidArgument before the first run."""
-        return explain_plan(self._seen(), self.counters())
+        return explain_plan(self.latest(), self.counters())
 
     def slots(self) -> list[SlotRow]:
         """The memory that the last plan's steps leave for each other; empty before it is frozen."""
-        return slot_rows(self._seen())
+        return slot_rows(self.latest())
 
     def timings(self) -> list[Timing]:
         """How each step of the last plan was run the last time; empty before it is frozen."""
-        return timing_rows(self._seen())
+        return timing_rows(self.latest())
 
     def show(self, form: str = "mermaid") -> str:
         """The last plan as a picture: a Mermaid flow chart, a table for terminals ("text"), or a page that needs no
         other file ("html"). Raises InvalidArgument for other forms."""
         if form == "mermaid":
-            return mermaid(self._seen())
+            return mermaid(self.latest())
         if form not in ("text", "html"):
             raise InvalidArgument(f"form is {form!r}; allowed: mermaid, text, html")
-        return (as_text if form == "text" else as_html)(self._seen(), self.counters())
+        return (as_text if form == "text" else as_html)(self.latest(), self.counters())
 
     def diagnostics(self, category: str | None = None) -> list[PlanEvent]:
         """The last events of a category, or of all, as far as `diagnostics=` asked for them; the oldest first. Raises
@@ -175,7 +176,7 @@ class ExecutionPlan:
                 "misses": dict(self._misses),
                 "fallbacks": sum(v.fallbacks for v in variants),
                 "choices": dict(Counter(state for v in variants if v.kept is not None for state in v.kept.states)),
-                "peak_bytes": max((_peak_bytes(v) for v in variants), default=0),
+                "peak_bytes": max(map(peak_bytes, variants), default=0),
             }
 
     def reset(self) -> None:
@@ -225,7 +226,8 @@ class ExecutionPlan:
         with self._lock:
             self._misses[why] += 1
 
-    def _seen(self) -> Variant:
+    def latest(self) -> Variant:
+        """The plan that ran last. Raises InvalidArgument before the first run."""
         if self._latest is None:
             raise InvalidArgument("run the plan first: it has made none yet")
         return self._latest
@@ -492,9 +494,3 @@ def plan(
         diagnostics=Diagnostics.of(diagnostics),
         is_timed=timed,
     )
-
-
-def _peak_bytes(variant: Variant) -> int:
-    if variant.graph is not None:
-        return variant.graph.nbytes
-    return 0 if variant.frozen is None else variant.frozen.memory.nbytes

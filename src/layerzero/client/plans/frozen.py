@@ -17,7 +17,7 @@ from layerzero.client.plans.layout import NOBODY, lay_out
 from layerzero.client.plans.memory import Memory, Place, array_at, array_on
 from layerzero.client.plans.passes import FIXED, OUTPUT, SLOT, Program
 from layerzero.client.plans.recording import Step, Use, Value
-from layerzero.client.plans.segments import CALLED, OWN, Segment, StepRun, Tell
+from layerzero.client.plans.segments import CALLED, NO_WISHES, OWN, Segment, StepRun, Tell
 from layerzero.client.plans.traced import map_leaves
 from layerzero.client.session.session import Session
 
@@ -39,13 +39,14 @@ class FrozenPlan:
         workers: Mapping[int, str] = NOBODY,
         tell: Tell | None = None,
         asked: Overlay | None = None,
+        wishes: Mapping[int, Overlay] = NO_WISHES,
     ) -> None:
-        """`asked`: what the caller asks of selection; `wish`: what its calls ask besides; `workers`: who `served` its
-        steps before, so that those of several can run at the same time; `tell` is told of links and fallbacks.
-        Raises OutOfMemory."""
+        """`asked`: what the caller asks of selection; `wish`: what its calls ask besides, `wishes` by their step;
+        `workers`: who `served` its steps before, so that those of several can run at the same time; `tell` is told of
+        links and fallbacks. Raises OutOfMemory."""
         self.session, self.program, self.wish, self.workers = session, program, wish, workers
         self.link, self._tell = session.link, tell
-        self._policy = asked if wish is None else on_top(asked, wish)
+        self._policy, self._wishes = asked if wish is None else on_top(asked, wish), wishes
         self._needed = self._find_needed()
         own = (step for step in program.steps if step.number not in program.chained)
         skipped = {step.number for step in own if self._is_skipped(step, self._needed)}
@@ -147,7 +148,7 @@ class FrozenPlan:
             if step.number in self.program.chained:
                 if not items or not isinstance(items[-1], Segment):
                     its = (self.session, self.program, self.memory, list[Step](), table_at, self.timings, self._policy)
-                    items.append(Segment(*its, self._tell))
+                    items.append(Segment(*its, self._tell, self._wishes))
                 items[-1].steps.append(step)  # type: ignore[union-attr]
                 table_at += Segment.table_bytes(step)
             elif not self._is_skipped(step, self._needed):

@@ -8,15 +8,17 @@ steps are calls like any other, from the first one that has not ended: what thos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.counters import Row
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt, Stopped
-from layerzero.client.connection.overlay import Overlay
+from layerzero.client.connection.overlay import Overlay, Scope, on_top
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.connection.report import EXPRESS
 from layerzero.client.plans.counting import count_steps, counter_rows
@@ -43,6 +45,7 @@ MAX_CHAIN_US = 100_000.0  # by the times of the recorded calls: others wait for 
 MAX_DECLINED, RESTS = 3, 100  # chains in a row; then the segment's steps go one by one for so many runs
 STEP_TABLE_BYTES = 16 + 8 * 16  # at most, of a step without its references
 CHAINED, CALLED, OWN = "chain", "call", "here"
+NO_WISHES: Mapping[int, Overlay] = MappingProxyType({})
 Tell: TypeAlias = Callable[..., None]  # of a category, a message and facts
 Ended: TypeAlias = tuple[Lane, Lease, "Lost | LayerZeroError"]
 
@@ -90,6 +93,7 @@ class Segment:
     timings: dict[int, StepRun]
     policy: Overlay | None  # of its calls, whatever is asked for meanwhile
     tell: Tell | None = None
+    wishes: Mapping[int, Overlay] = field(default_factory=dict)  # of calls of their own, by the step's number
     waves: list[list[_Chain | int]] = field(default_factory=list)
     is_linked: bool = False
     rests: int = 0  # runs until chains are tried again
@@ -139,7 +143,9 @@ class Segment:
             specs = tuple(self._spec(arg) for arg in step.args)
             assert step.request is not None
             request = replace(step.request, args=step.args)
-            route = self.session.routes.find(self.session.link, request, specs, (), self.policy)
+            wish = self.wishes.get(step.number)
+            policy = self.policy if wish is None else on_top(self.policy, wish)
+            route = self.session.routes.find(self.session.link, request, specs, (), policy)
             place = self.session.lanes.of(route)
             if place is None and route.here is None:
                 return
@@ -350,13 +356,15 @@ class Segment:
         assert step.request is not None
         args = self.arguments(step, places)
         request: Request = replace(step.request, args=args)
+        wish = self.wishes.get(step.number)
         try:
-            if after is None:
-                value = self.session.run(request)
-            else:
-                lane, lease, end = after
-                left = self.session.leave_lane(request, time.perf_counter_ns(), lane, lease, end)
-                value = self.session.wait(left)
+            with nullcontext() if wish is None else Scope(wish):
+                if after is None:
+                    value = self.session.run(request)
+                else:
+                    lane, lease, end = after
+                    left = self.session.leave_lane(request, time.perf_counter_ns(), lane, lease, end)
+                    value = self.session.wait(left)
         except LayerZeroError as exc:
             exc.add_note(f"in step {step.number} of a plan, {step.name} at {step.where}")
             raise

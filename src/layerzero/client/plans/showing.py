@@ -310,3 +310,10 @@ def frames_of(item: Segment | Step) -> list[tuple[str, list[Step]]]:
 def _box(step: Step) -> list[str]:
     shape = "[{}]" if step.request is not None else "[/{}/]"
     return [f"    s{step.number}{shape.format(f'{step.number} {step.name}')}"]
+
+
+def peak_bytes(variant: Variant) -> int:
+    """The memory that a plan has for itself; 0 before it is frozen."""
+    if variant.graph is not None:
+        return variant.graph.nbytes
+    return 0 if variant.frozen is None else variant.frozen.memory.nbytes

@@ -33,6 +33,7 @@ static const uint64_t HELD_NS = 15000; /* so long may the interpreter's lock be 
 NAMES(NAME)
 #include "_arenas.h"
 #include "_kept.h"
+#include "_lending.h"
 
 static const char *const repeats_names[] = {REPEATS(TEXT) KEY_TYPES(TEXT)}, *const site_names[] = {SITE(TEXT)};
 enum { REPEATS_FIELDS = sizeof repeats_names / sizeof *repeats_names, SITE_FIELDS = sizeof site_names / sizeof *site_names };
@@ -494,6 +495,28 @@ static PyObject *Repeats_addresses(Repeats *self, PyObject *given) {
     Py_RETURN_NONE;
 }
 
+/* Arguments of a function, of which nothing has to be copied, as they cross: (tree, references, how many, bytes that are lent); None for
+   all others. */
+static PyObject *Repeats_lend(Repeats *self, PyObject *args) {
+    Tree tree;
+    Range ranges[MAX_LENT];
+    Ref refs[MAX_LENT];
+    int count = 0;
+    uint64_t nbytes = 0;
+    tree.used = 0;
+    if (!PyTuple_CheckExact(args)) return PyErr_Format(PyExc_TypeError, "a tuple is needed");
+    Verdict verdict = see_arenas(&self->arenas, self->its.pool, self->its.arenas);
+    if (verdict == PLAIN) verdict = pack_arguments(&self->its.types, &self->arenas, args, &tree, ranges, &count, &nbytes);
+    if (verdict == FAILED) return NULL;
+    if (verdict != PLAIN) Py_RETURN_NONE;
+    for (int n = 0; n < count; n++) {
+        uint64_t start = start_of(&ranges[n]), address = ranges[n].arena.address + start;
+        refs[n] = ref_in(ranges[n].arena, address, ranges[n].high - address);
+    }
+    return Py_BuildValue("(y#y#iK)", tree.bytes, (Py_ssize_t)tree.used, (const char *)refs, (Py_ssize_t)(count * REF_BYTES), count,
+                         (unsigned long long)nbytes);
+}
+
 static PyObject *Repeats_learn(Repeats *self, PyObject *args, PyObject *kwargs) {
     (void)args;
     return learn_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of);
@@ -512,6 +535,7 @@ static PyMethodDef repeats_methods[] = {
     {"wait", (PyCFunction)Repeats_await, METH_VARARGS, "wait(receipt, left_s, expected_ns)"},
     {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
     {"addresses", (PyCFunction)Repeats_addresses, METH_O, "addresses(arrays): of each in a tuple, as bytes, or None"},
+    {"lend", (PyCFunction)Repeats_lend, METH_O, "lend(args): (tree, references, their number, bytes), or None"},
     {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
     {"forget_arenas", (PyCFunction)Repeats_forget_arenas, METH_NOARGS, "forget_arenas(): they have other numbers"},
     {NULL, NULL, 0, NULL},
@@ -541,8 +565,8 @@ PyMODINIT_FUNC PyInit__repeats(void) {
     if (!made) return NULL;
     KEY_NAMES(INTERN)
     NAMES(INTERN)
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiiiKiiiii)", LANE_LAYOUT, REF_BYTES, ALIGNMENT,
-                                     (unsigned long long)NO_ARENA, COUNTER_LAYOUT);
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiiiKiiiiiiiiiii)", LANE_LAYOUT, REF_BYTES, ALIGNMENT,
+                                     (unsigned long long)NO_ARENA, COUNTER_LAYOUT, LENDING_LAYOUT);
     if (!layout || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 || add_type(made, "Slabs", &Slabs_spec, NULL) < 0 ||
         add_type(made, "Block", &Block_spec, &block_type) < 0 || add_type(made, "Repeats", &Repeats_spec, NULL) < 0 ||
         add_type(made, "CallSite", &CallSite_spec, NULL) < 0 || add_type(made, "Line", &Line_spec, &line_type) < 0 ||

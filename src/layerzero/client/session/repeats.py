@@ -29,12 +29,13 @@ from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.session import kept
 from layerzero.ipc import spinning
+from layerzero.ipc.functions import frames, values
 from layerzero.ipc.shm import lane as lane_page
 from layerzero.ipc.shm.counter_page import LAYOUT as COUNTER_LAYOUT
 from layerzero.ipc.shm.memory import ALIGNMENT
 from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES
-from layerzero.ipc.vocabulary.ops import OPS
-from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.ops import FUNCTION_INPUTS, OPS
+from layerzero.ipc.vocabulary.tensors import MAX_NDIM, TensorSpec
 
 if TYPE_CHECKING:
     from layerzero.client.connection.call import Request
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 MAX_KNOWN = 1024
 NOTHING, PLACED, FRESH = 0, 1, 2  # results
 COPIED = 2  # of an input: there is nothing of it in an arena
-LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA, *COUNTER_LAYOUT)
+_LENDING = (len(FUNCTION_INPUTS) - 1, MAX_NDIM, frames.ALIGNMENT, 1 + frames.NODE_ITEMS, values.LIST, values.ARRAY)
+LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA, *COUNTER_LAYOUT, *_LENDING)
 
 
 def _load() -> Any:
@@ -73,6 +75,7 @@ class Repeats:
         self.submit: Callable[[Request, int], Any] = _miss
         self.take: Callable[[Any, float], Any] = _take_nothing
         self.addresses: Callable[[tuple[Any, ...]], bytes | None] = _know_none  # for traces
+        self.lend: Callable[[tuple[Any, ...]], tuple[bytes, bytes, int, int] | None] = _know_none  # of functions
         self.make_line: Callable[[lane_page.Page, int, int], Line] | None = None
         self.wait: Wait | None = None  # for a call on such a line
         if library is None:
@@ -104,7 +107,7 @@ class Repeats:
         )
         self.run, self.submit, self.take = self._compiled.run, self._compiled.submit, self._compiled.take
         self.make_line, self.wait = self._make_line, self._compiled.wait
-        self.addresses = self._compiled.addresses
+        self.addresses, self.lend = self._compiled.addresses, self._compiled.lend
         registry.on_change = self._compiled.forget_arenas
 
     def clear(self) -> None:
@@ -234,7 +237,7 @@ def _take_nothing(receipt: Any, left_s: float) -> Any:
     return MISS
 
 
-def _know_none(arrays: tuple[Any, ...]) -> bytes | None:
+def _know_none(arrays: tuple[Any, ...]) -> None:
     return None
 
 

@@ -30,6 +30,7 @@ from layerzero.client.connection.call import (
 )
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt
 from layerzero.client.connection.link import Link, Pending
+from layerzero.client.connection.question import ask
 from layerzero.client.connection.record import (
     Record,
     attempts_of,
@@ -56,7 +57,6 @@ from layerzero.client.session.shadow import NEVER, Shadow
 from layerzero.ipc.errors import (
     AdaptationRequired,
     BrokerLost,
-    Busy,
     DigestRequired,
     LayerZeroError,
     Poison,
@@ -66,7 +66,6 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.endpoints import Endpoints
-from layerzero.ipc.transport.plain import unpack_body
 from layerzero.ipc.transport.wire import Kind
 
 REPR_S = 1.0  # so long may it take to say what this is
@@ -448,17 +447,7 @@ class Session:
     def ask(self, method: str, *, within_s: float = math.inf, **params: Any) -> Any:
         """A request to the broker: status, explain, reset, shutdown. Returns plain values. Raises Busy when there is no
         answer `within_s` seconds."""
-        link, pending = self.link, Pending()
-        body = messages.encode(messages.Request(method=method, params=params))
-        link.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
-        if not link.wait(pending, time.monotonic() + within_s):
-            raise Busy(f"the broker has not answered {method} within {within_s:g} s")
-        if pending.error is not None:
-            raise pending.error
-        assert pending.header is not None
-        if pending.header.kind == _FAILED:
-            raise error_of(pending.body)[0]
-        return unpack_body(pending.body)
+        return ask(self.link, method, params, within_s)
 
     def wait(self, submitted: Submitted) -> Any:
         """Wait for a submitted call and take its result."""

@@ -98,6 +98,10 @@ class Executor:
         session = self._session
         return None if session is None or self._record is None else session.report_of(self._record)
 
+    @property
+    def call(self) -> Call:
+        return self._call
+
     def explain(self) -> SelectionReport:
         """As lz.explain, of the next call: which kernel would serve it, and why not the others. Runs nothing."""
         if self._scope is None:
@@ -208,7 +212,7 @@ class Executor:
         if since and since != kernel_id:
             self._changes = [*self._changes, Change(since, kernel_id, why, time.time())][-MAX_CHANGES:]
         if kernel_id != self._kernel or self._scope is None:
-            scope = Scope(_held(kernel_id))
+            scope = Scope(held(kernel_id))
             scope.end()  # until a call
             self._kernel, self._backend, self._scope = kernel_id, backend, scope
 
@@ -274,7 +278,8 @@ def jit(op: str | Callable[..., Any], *args: Any, device: str | None = None, **k
 
 
 @functools.lru_cache(maxsize=1024)
-def _held(kernel_id: str) -> Overlay:
+def held(kernel_id: str) -> Overlay:
+    """Prefers a kernel to all others that measured times and dispatch tables speak for."""
     return Overlay.of({"origin": "lz.jit", "values": {"rules": [{"prefer": [kernel_id], "bonus": BONUS}]}})
 
 

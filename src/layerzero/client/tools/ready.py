@@ -16,6 +16,7 @@ from layerzero.client.tools.calls import DEFAULTS, Call, on_gpu
 from layerzero.client.tools.inputs import plain_inputs
 from layerzero.client.tools.small_tokenizers import small_tokenizers
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.shm import huge_pages
 from layerzero.ipc.vocabulary.ops import FUNCTION, OPS
 
 GPU_DTYPES = ("float16", "bfloat16", "float32")
@@ -108,6 +109,10 @@ def readiness_check(
             "readiness", backends=names
         )  # environments that nobody had used were probed
     checks = [Check(row["name"], row["ok"], row["detail"], row["repair"]) for row in answer["checks"]]
+    reason = huge_pages.why_none()
+    checks.append(
+        Check("huge pages", True, f"shared memory has none: {reason}" if reason else "shared memory has them")
+    )
     unfit = {check.name for check in checks if not check.ok}
     checks += [check for name, check in tried.items() if f"environment {name}" not in unfit]
     checks += [_is_warm(call) for call in calls]

@@ -71,13 +71,14 @@ def replay(
     seed: int = 0,
     begins: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Make the call on each of the backends; None: on all that have the op. `data`: the capsule's memory; where that is
-    empty, random numbers of this seed. Results are compared with those of the first backend that gave one, torch before
-    the others. Needs NumPy, and ml_dtypes for dtypes that NumPy lacks. Raises EnvError without, InvalidArgument for
-    backends that are not there."""
+    """Make the call on each of the backends; None: on all that have the op and can serve here. `data`: the capsule's
+    memory; where that is empty, random numbers of this seed. Results are compared with those of the first backend that
+    gave one, torch before the others. Needs NumPy, and ml_dtypes for dtypes that NumPy lacks. Raises EnvError without,
+    InvalidArgument for backends that are not there."""
     with own_broker() as session:
-        known = {row["name"]: row["ops"] for row in session.ask("status")["backends"]}
-        named = backends if backends is not None else [name for name, ops in known.items() if capsule.op in ops]
+        known = {row["name"]: row for row in session.ask("status")["backends"]}
+        able = [name for name, row in known.items() if capsule.op in row["ops"] and not row["unavailable"]]
+        named = able if backends is None else backends
         for name in named:
             if name not in known:
                 raise InvalidArgument(f"no backend is called {name!r:.80}; known: {', '.join(known)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from layerzero.client.capsules.form import ALIGNMENTS, Argument, Capsule
 from layerzero.client.planning.plans import Plan
-from layerzero.client.tools import onnx_script, torch_script
+from layerzero.client.tools import mlx_script, onnx_script, torch_script
 from layerzero.client.tools.replay import request_of
 from layerzero.ipc.errors import EnvError, InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
@@ -66,6 +66,37 @@ def bind(put, name, array, shape):
     put(name, "cpu", 0, array.dtype, shape, array.ctypes.data)
 """
 
+_MLX = """\
+def kind(dtype):
+    return mx.bool_ if dtype == "bool" else getattr(mx, dtype)
+
+
+def tensor(block, dtype, shape, strides):
+    if not block.size:
+        return mx.zeros(shape, kind(dtype))
+    flat = mx.array(block.view(f"u{kind(dtype).size}")).view(kind(dtype))
+    is_dense = list(strides) == [int(np.prod(shape[n + 1 :])) for n in range(len(shape))]
+    return flat.reshape(shape) if is_dense else mx.as_strided(flat, shape, strides)
+
+
+def numbers(values, dtype):
+    return np.array(mx.array(np.ascontiguousarray(values), kind(dtype)).view(mx.uint8))
+
+
+mx.set_default_device(mx.cpu)
+"""
+_PREAMBLES = {"torch": _TORCH, "onnxruntime": _NUMPY, "mlx": _MLX}
+_IMPORTS = {
+    "torch": ["import torch"],
+    "onnxruntime": ["import onnx", "import onnxruntime", "from onnx import helper, numpy_helper"],
+    "mlx": ["import mlx.core as mx"],
+}
+_VERSIONS = {
+    "torch": {"torch": "torch"},
+    "onnxruntime": {"onnx": "onnx", "onnxruntime": "onnxruntime"},
+    "mlx": {"mlx": "mx"},
+}
+
 
 def write(capsule: Capsule, data: Sequence[bytes], requirements: Sequence[str], path: Path | None, seed: int) -> str:
     """The program's text. `data`: the capsule's memory, empty for random numbers of `seed`; what is too large for a
@@ -86,9 +117,6 @@ def write(capsule: Capsule, data: Sequence[bytes], requirements: Sequence[str], 
     beside = ""
     if sum(map(len, data)) > MAX_INLINE_BYTES:
         beside = _write_data(data, path)
-    versions = ["torch"] if family == "torch" else ["onnx", "onnxruntime"]
-    own = [f"import {name}" for name in versions]
-    own += [] if family == "torch" else ["from onnx import helper, numpy_helper"]
     text = [
         f'"""{function}: {_end(capsule)}.',
         "",
@@ -105,17 +133,17 @@ def write(capsule: Capsule, data: Sequence[bytes], requirements: Sequence[str], 
         "from pathlib import Path",
         "",
         "import numpy as np",
-        *own,
+        *_IMPORTS[family],
         "",
         "faulthandler.enable()",
         'print("Python", sys.version.split()[0], platform.platform())',
-        *(f'print("{name}", {name}.__version__)' for name in versions),
+        *(f'print("{name}", {module}.__version__)' for name, module in _VERSIONS[family].items()),
         'print("numpy", np.__version__)',
         "",
         "",
         _MEMORY,
         "",
-        _TORCH if family == "torch" else _NUMPY,
+        _PREAMBLES[family],
         *_inputs(capsule, plan, data, beside, seed),
         f'print("calling", {function!r}, flush=True)',
         *lines,
@@ -127,11 +155,12 @@ def write(capsule: Capsule, data: Sequence[bytes], requirements: Sequence[str], 
 def _lines(family: str, kernel_id: str, plan: Plan) -> tuple[str, list[str]] | None:
     if family == "torch":
         return torch_script.lines_of(plan)
-    if family != "onnxruntime":
+    dtypes = {spec.dtype for spec in (*plan.inputs, *plan.outputs) if spec is not None}
+    if family not in _PREAMBLES or not dtypes.isdisjoint(NARROW_DTYPES):
         return None
-    if any(spec is not None and spec.dtype in {"bfloat16", *NARROW_DTYPES} for spec in (*plan.inputs, *plan.outputs)):
+    if family == "onnxruntime" and "bfloat16" in dtypes:
         return None
-    return onnx_script.lines_of(plan, kernel_id)
+    return mlx_script.lines_of(plan) if family == "mlx" else onnx_script.lines_of(plan, kernel_id)
 
 
 def _end(capsule: Capsule) -> str:

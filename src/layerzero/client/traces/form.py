@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 
 def save(contents: TraceContents, path: Path) -> None:
-    """Raises OSError. What is there is replaced when the new file is whole."""
+    """Raises OSError. What is there is replaced when the new file is whole; a folder that is not there is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with (

@@ -9,7 +9,7 @@ const AGAIN_MS = 10000;
 
 export const state = {
   view: "overview", now: null, error: null, at: 0, events: [], points: [], span: 900, filter: "", open: null,
-  site: { may_act: false }, answers: new Map(), isPaused: false, isLinked: false,
+  site: { may_act: false }, answers: new Map(), isPaused: false, isLinked: false, isHeld: false,
 };
 const $ = (id) => document.getElementById(id);
 
@@ -88,10 +88,12 @@ function draw() {
     : state.error ? `${state.error.message}${state.error.repair ? `. To repair it: ${state.error.repair}` : ""}` : "";
   const main = $("main");
   const selection = getSelection();
-  if (!selection.isCollapsed && main.contains(selection.anchorNode) && !state.isFresh) return; // somebody copies text
-  state.isFresh = false;
+  const isCopied = !selection.isCollapsed && main.contains(selection.anchorNode);
   const focus = main.contains(document.activeElement) ? document.activeElement : null;
-  const [key, id] = [focus?.dataset?.key, focus?.id];
+  if (!state.isFresh && (isCopied || state.isHeld || isOpen(focus))) return;
+  state.isFresh = false;
+  const [key, id, tag, said] = [focus?.dataset?.key, focus?.id, focus?.tagName, focus?.textContent];
+  const order = focus ? [...main.querySelectorAll(tag)].indexOf(focus) : -1;
   const caret = id === "filter" ? focus.selectionStart : null;
   const scrolls = [...main.querySelectorAll(".scroll, pre")].map((one) => [one.scrollLeft, one.scrollTop]);
   main.replaceChildren(...VIEWS.find((one) => one.name === state.view).draw(state).flat(2).filter(Boolean));
@@ -100,11 +102,24 @@ function draw() {
   });
   if (id) $(id)?.focus();
   else if (key) main.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  else if (focus) [main.querySelectorAll(tag)[order]].find((one) => one?.textContent === said)?.focus({ preventScroll: true });
   if (caret !== null) $("filter")?.setSelectionRange(caret, caret);
   document.querySelectorAll("#views a").forEach((one) => {
     if (one.dataset.view === state.view) one.setAttribute("aria-current", "page");
     else one.removeAttribute("aria-current");
   });
+}
+
+/** Whether it is a list that somebody chooses from just now. */
+function isOpen(focus) {
+  if (focus?.tagName !== "SELECT") return false;
+  return CSS.supports("selector(:open)") ? focus.matches(":open") : true;
+}
+
+/** What is pressed stays until it is let go: it would get no click otherwise. */
+function hold(isHeld) {
+  state.isHeld = isHeld;
+  if (!isHeld) render();
 }
 
 function follow() {
@@ -195,6 +210,8 @@ links();
 $("theme").addEventListener("click", theme);
 $("pause").addEventListener("click", pause);
 $("keys").addEventListener("click", () => $("help").showModal());
+addEventListener("pointerdown", () => hold(true));
+["pointerup", "pointercancel", "blur"].forEach((name) => addEventListener(name, () => hold(false)));
 addEventListener("hashchange", follow);
 fetch("/api/site").then((answer) => answer.json()).then((site) => { state.site = site; links(); render(); }, () => {});
 listen();

@@ -68,10 +68,17 @@ function trace(name) {
   const back = h("div.bar", {}, h("h2", {}, name), h("button", { type: "button", click: () => open(name) }, "Close"));
   return [back, ...missing(answer) ?? [
     h("p.soft", {}, `${number(answer.count)} calls; ${Object.entries(answer.facts).map((pair) => pair.join(" ")).join(", ")}`),
-    answer.calls.length ? timeline(answer.calls) : null,
+    answer.calls.length ? timelineOf(answer) : null,
     answer.count > answer.calls.length ? h("p.soft", {}, `The first ${number(answer.calls.length)} calls. lz trace export has all of them for ui.perfetto.dev.`) : null,
     Object.entries(answer.tables).map(([by, text]) => [h("h3", {}, `By ${by}`), h("pre", {}, text)]),
   ]];
+}
+
+const drawn = new WeakMap(); // what is drawn of an answer stays, with the call that was pointed at
+
+function timelineOf(answer) {
+  if (!drawn.has(answer)) drawn.set(answer, timeline(answer.calls));
+  return drawn.get(answer);
 }
 
 function timeline(calls) {
@@ -79,19 +86,40 @@ function timeline(calls) {
   const backends = [...new Set(calls.map((one) => one.backend))].sort();
   const colour = (one) => `c${backends.indexOf(one.backend) % COLOURS}`;
   const end = Math.max(...calls.map((one) => one.start_us + one.us), 1);
-  const said = h("p.soft", {}, "Point at a call.");
+  const said = h("p.soft", { role: "status" }, "Point at a call, or go from one to the next by the arrow keys.");
   const height = threads.length * ROW * 2;
+  const texts = [];
   const bars = calls.map((one) => {
     const style = one.error ? ".failed" : `.${colour(one)}${one.fell_back ? ".fell" : ""}`;
     const text = `${one.label} on ${one.backend}: ${duration(one.us)}${one.fell_back ? `, ${one.fell_back} failed attempts` : ""}${one.error ? `, ${one.error}` : ""}`;
+    texts.push(text);
     return s(`rect${style}`, {
       x: one.start_us / end * 1000, width: Math.max(one.us / end * 1000, 0.6), y: threads.indexOf(one.thread) * ROW * 2 + ROW, height: ROW - 4,
       pointerenter: () => { said.textContent = text; },
     }, s("title", {}, text));
   });
-  return [h("div.scroll", {}, s("svg.timeline", { viewBox: `0 0 1000 ${height}`, role: "img", "aria-label": `${calls.length} calls in ${duration(end)}` },
-    threads.map((one, n) => s("text", { x: 2, y: n * ROW * 2 + ROW - 4 }, `thread ${one}`)), bars)),
-  h("p", {}, backends.map((name) => h(`span.key.c${backends.indexOf(name) % COLOURS}`, {}, `${name} `))), said];
+  let chosen = -1;
+  const go = (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    bars[chosen]?.classList.remove("chosen");
+    chosen = Math.min(Math.max(chosen + by, 0), bars.length - 1);
+    bars[chosen].classList.add("chosen");
+    bars[chosen].scrollIntoView({ block: "nearest", inline: "nearest" });
+    said.textContent = texts[chosen];
+  };
+  return [h("div.scroll", {}, s("svg.timeline", {
+    viewBox: `0 0 1000 ${height}`, role: "img", "aria-label": `${calls.length} calls in ${duration(end)}`, tabindex: 0, "data-key": "timeline", keydown: go,
+  }, threads.map((one, n) => s("text", { x: 2, y: n * ROW * 2 + ROW - 4 }, `thread ${one}`)), bars)),
+  h("p.keys", {}, backends.map((name) => h(`span.key.c${backends.indexOf(name) % COLOURS}`, {}, name))), said];
+}
+
+/** A fact as text: of versions "mlx 0.32, numpy 2.4". */
+function worded(value) {
+  if (typeof value === "string") return value;
+  const isFlat = value && !Array.isArray(value) && Object.values(value).every((one) => typeof one !== "object");
+  return isFlat ? Object.entries(value).map((pair) => pair.join(" ")).join(", ") : JSON.stringify(value);
 }
 
 export function capsules(state) {
@@ -116,13 +144,14 @@ function capsule(name) {
   return [back, ...missing(answer) ?? [
     h("p", {}, h("code", {}, answer.call)),
     h("p", {}, "To make it again in every environment:"), h("pre", {}, answer.replay),
+    h("p", {}, "A program for an issue of the library:"), h("pre", {}, `lz capsule script ${name}`),
     h("h3", {}, "Attempts that failed"),
     table([["kernel", "name"], ["ended by", "name"], ["", "text"]], answer.failures.map((one, n) => ({
       key: String(n), cells: [one.kernel_id, one.exit_signal !== null ? `signal ${one.exit_signal}` : one.exit_code !== null ? `exit ${one.exit_code}` : one.outcome, one.detail],
     })), { empty: "" }),
     h("h3", {}, "Facts"),
     h("dl.facts", {}, facts({ "answered by": answer.served_by || "nobody", "data": answer.left_out || "kept",
-      ...Object.fromEntries(Object.entries(answer.facts).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)])) })),
+      ...Object.fromEntries(Object.entries(answer.facts).map(([key, value]) => [key, worded(value)])) })),
     answer.log ? [h("h3", {}, "The worker's last words"), h("pre", {}, answer.log)] : null,
   ]];
 }

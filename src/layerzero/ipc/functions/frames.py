@@ -25,6 +25,7 @@ MAX_HEAD_BYTES = 256 << 20
 MAX_KNOWN_BYTES = 512  # a shorter head is not read again where it comes again
 PLACED_AT = 1024  # where results that are made in an answer's memory begin in it; its head lies before
 MODELS = "layerzero.models"  # as a module: whole models, which the worker opens by kind
+NODE_ITEMS = 6  # of what stands for an array
 IN_FRAME = -1  # as the position of memory: the frame's own payload
 # What a frame asks for, and what an answer says: the first item of the head.
 CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE, MANY = range(11)
@@ -137,9 +138,10 @@ class Frame:
 
     def __init__(self, head: list[Any], payload: Payload | None = None, *, is_placed: bool = False) -> None:
         """`is_placed`: the payload's offsets are those of the frame, from PLACED_AT on."""
-        self._head = pack_tree(head)
+        packed = pack_tree(head)
+        self._head = prefix(len(packed)) + packed
         self._payload = payload
-        self._start = HEAD_AT + len(self._head)
+        self._start = len(self._head)
         if is_placed and payload is not None:
             self.has_room = self._start <= PLACED_AT
             self._start, self.nbytes = 0, payload.nbytes
@@ -152,8 +154,7 @@ class Frame:
     def write(self, target: memoryview) -> None:
         """Into at least `nbytes` bytes."""
         head = self._head
-        end = HEAD_AT + len(head)
-        target[:end] = _PREFIX.pack(MAGIC, len(head)) + head
+        target[: len(head)] = head
         if self._payload is not None:
             for offset, nbytes, write in self._payload.parts:
                 start = self._start + offset
@@ -181,13 +182,27 @@ def pong() -> Frame:
 def read(memory: memoryview) -> tuple[list[Any], memoryview]:
     """Head and payload of a frame that another process wrote. The head is a copy, not to be changed: a list that begins
     with a number. Raises ProtocolError."""
-    magic, size = _PREFIX.unpack_from(memory) if len(memory) >= HEAD_AT else (0, 0)
-    if magic != MAGIC:
-        raise ProtocolError("no frame of a function call")
+    size = _size_of(memory)
     if size > min(len(memory) - HEAD_AT, MAX_HEAD_BYTES):
         raise ProtocolError(f"a head of {size} bytes in a frame of {len(memory)}")
     data = bytes(memory[HEAD_AT : HEAD_AT + size])
     return (_known_head if size <= MAX_KNOWN_BYTES else _head)(data), memory[aligned(HEAD_AT + size) :]
+
+
+def head_of(start: bytes) -> tuple[int, list[Any]]:
+    """Head of a frame that begins with these bytes, and where that ends. Raises ProtocolError where they are not all of
+    it."""
+    size = _size_of(start)
+    if size > min(len(start) - HEAD_AT, MAX_KNOWN_BYTES):
+        raise ProtocolError(f"a head of {size} bytes in {len(start)}")
+    return HEAD_AT + size, _known_head(start[HEAD_AT : HEAD_AT + size])
+
+
+def _size_of(memory: memoryview | bytes) -> int:
+    magic, size = _PREFIX.unpack_from(memory) if len(memory) >= HEAD_AT else (0, 0)
+    if magic != MAGIC:
+        raise ProtocolError("no frame of a function call")
+    return int(size)
 
 
 def _head(data: bytes) -> list[Any]:
@@ -210,7 +225,7 @@ def read_array(
 ) -> tuple[str, TensorSpec, memoryview]:
     """Library, spec and memory of an array; `memories`: the payload first, then what was lent. Raises ProtocolError,
     InvalidArgument for a spec that breaks the rules."""
-    if len(node) != 6:
+    if len(node) != NODE_ITEMS:
         raise ProtocolError("an array without library, spec or place")
     library, dtype, shape, strides, position, offset = node
     if library not in libraries or type(position) is not int or type(offset) is not int:

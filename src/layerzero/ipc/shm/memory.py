@@ -15,6 +15,7 @@ import weakref
 
 from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory, ProtocolError
+from layerzero.ipc.shm import huge_pages
 
 ALIGNMENT = 64  # bytes; JAX and oneDNN want that much to view memory without a copy
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -36,9 +37,9 @@ _SHARED = mmap.MAP_SHARED | 0x10 | getattr(mmap, "MAP_POPULATE", 0)  # MAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def create_memfd(name: str, nbytes: int) -> int:
+def create_memfd(name: str, nbytes: int, *, in_huge_pages: bool = False) -> int:
     """A sealed memfd with all its pages reserved, so that a full system is an error here and never a SIGBUS later, nor
-    the end of some process by the kernel's OOM killer.
+    the end of some process by the kernel's OOM killer. `in_huge_pages`: as many of them as the kernel gives at once.
 
     Raises OutOfMemory, ConfigError.
     """
@@ -46,7 +47,7 @@ def create_memfd(name: str, nbytes: int) -> int:
         free_memory.check(nbytes)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        reserve(fd, 0, nbytes)
+        reserve(fd, 0, nbytes, in_huge_pages=in_huge_pages)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -54,12 +55,16 @@ def create_memfd(name: str, nbytes: int) -> int:
     return fd
 
 
-def reserve(fd: int, offset: int, nbytes: int) -> None:
-    """Give a memfd its pages in a range; it keeps those that it has. Raises OutOfMemory, ConfigError."""
+def reserve(fd: int, offset: int, nbytes: int, *, in_huge_pages: bool = False) -> None:
+    """Give a memfd its pages in a range; it keeps what they hold. Raises OutOfMemory, ConfigError."""
     end = offset + nbytes
     try:
+        if in_huge_pages and os.fstat(fd).st_size < end:
+            os.ftruncate(fd, end)
         while True:
             step = min(end - offset, _STEP_BYTES)
+            if in_huge_pages:
+                huge_pages.give(fd, offset, step)
             os.posix_fallocate(fd, offset, step)
             offset += step
             if offset >= end:
@@ -112,15 +117,18 @@ def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False, is_i
     return mapped
 
 
-def map_guarded(fd: int, nbytes: int, *, writable: bool, is_inherited: bool = False) -> memoryview:
-    """Map a whole memfd, shared, as bytes between two stretches of GUARD_BYTES that nobody can read or write: what runs
-    past either end ends the process, and finds no other mapping. Children of this process do not have it, unless it
-    `is_inherited`. Unmapped when the last view of it goes. Raises OSError."""
-    total = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * GUARD_BYTES
+def map_guarded(
+    fd: int, nbytes: int, *, writable: bool, is_inherited: bool = False, guard_bytes: int = GUARD_BYTES
+) -> memoryview:
+    """Map a whole memfd, shared, as bytes between two stretches of `guard_bytes` that nobody can read or write: what
+    runs past either end ends the process, and finds no other mapping. Its huge pages are mapped as such. Children of
+    this process do not have it, unless it `is_inherited`. Unmapped when the last view of it goes. Raises OSError."""
+    step = huge_pages.EXTENT_BYTES if nbytes >= huge_pages.EXTENT_BYTES else mmap.PAGESIZE
+    total = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * guard_bytes + step - mmap.PAGESIZE
     base = _mmap(None, total, 0, _ANONYMOUS, -1)
     try:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _mmap(base + GUARD_BYTES, nbytes, prot, _SHARED, fd)
+        address = _mmap(-(-(base + guard_bytes) // step) * step, nbytes, prot, _SHARED, fd)
         extent = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
         if not is_inherited and _libc.madvise(*extent, mmap.MADV_DONTFORK):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -131,6 +139,12 @@ def map_guarded(fd: int, nbytes: int, *, writable: bool, is_inherited: bool = Fa
     weakref.finalize(whole, _unmap, os.getpid(), base, total).atexit = False
     view = memoryview(whole).cast("B")
     return view if writable else view.toreadonly()
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """The pages of a range of a shared mapping, which are holes of its memfd then. Raises OSError."""
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int) -> int:

@@ -106,6 +106,12 @@ OTHERS = (
         "client",
     ),
     Variable(
+        "HUGE_PAGES",
+        "1",
+        "whether shared memory comes in pages of 2 MiB where the kernel gives them; 0: of 4 KiB (docs/dispatch.md)",
+        "client",
+    ),
+    Variable(
         "GROUP_KIB",
         "2048",
         "KiB that a rank of a group gives to the others at once; it has twice as much shared memory (docs/groups.md)",

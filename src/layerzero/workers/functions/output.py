@@ -15,6 +15,7 @@ MAX_CHARS = 64 << 10  # for one answer; the log has all
 MAX_NAME, MAX_BASES = 200, 16  # of a warning's category
 MAX_LOGGED = 1024  # warnings that are known to be in the log
 OUT, ERR, LOG, WARNING = range(4)
+_root = logging.getLogger()
 
 
 class Output:
@@ -32,9 +33,8 @@ class Output:
 
     def level(self, level: int) -> None:
         """What the caller wants to hear of."""
-        root = logging.getLogger()
-        if root.level != level:
-            root.setLevel(level)
+        if _root.level != level:
+            _root.setLevel(level)
 
     def add(self, item: list[Any], chars: int) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, Openers, again_of
 from layerzero.workers.functions.breakpoints import Breakpoints
 from layerzero.workers.functions.code import MAIN, Modules
 from layerzero.workers.functions.coroutines import EventLoop
@@ -37,14 +38,12 @@ KEPT_S = 600.0
 CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all together
 MAX_TEXT = 16_000  # of a message or a traceback
 MAX_NAME = 200  # of a type
-LIBRARIES = ("numpy", "torch")
 Memories: TypeAlias = "list[memoryview | None]"
 _OURS = str(Path(__file__).parents[2]) + os.sep
-_NO_KWARGS = [values.DICT]
 _NOTHING = Frame([frames.RETURNED, None, []])
 
 
-class Arrays(Protocol):
+class Arrays(Openers, Protocol):
     """The array libraries of this environment."""
 
     def open(self, library: str, spec: TensorSpec, memory: memoryview) -> Any:
@@ -107,11 +106,22 @@ class Functions:
         frame, lent, answer = memories[0], memories[1:], outputs[0].host[: outputs[0].spec.span_bytes]
         assert frame is not None
         room = len(answer)
+        start, before = frame[:START_BYTES], b""
+        again: Again | None = None
 
         def bound() -> None:
+            nonlocal before, again
             self._breakpoints.client = client
             try:
-                made = self._serve(client, frame, lent, answer)
+                read = start.tobytes()  # nobody changes that meanwhile
+                if again is not None and read.startswith(again.head):
+                    placing.begin(answer)
+                    made = self._run_again(again)
+                else:
+                    made = self._serve(client, frame, lent, answer)
+                    if read == before:
+                        again = again_of(read, frame, lent, self._known, self._arrays)
+                    before = read
                 if made.nbytes > room:
                     made = self._notice(client, made, room)
                 made.write(answer)
@@ -161,7 +171,7 @@ class Functions:
                 case [frames.PLACE, list(call), list(specs)] if call[:1] == [frames.CALL]:
                     placing.begin(answer)
                     return self._run(client, call, [payload, *lent], specs=specs)
-                case [frames.MANY, tree, args, kwargs, int(level)] if kwargs == _NO_KWARGS:
+                case [frames.MANY, tree, args, kwargs, int(level)] if kwargs == NO_KWARGS:
                     return self._run_many(client, tree, args, level, [payload, *lent])
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
                     return self._run(client, call, [payload, *lent], stays)
@@ -177,6 +187,33 @@ class Functions:
         except (ProtocolError, InvalidArgument) as exc:
             return self._refused(exc)
         return self._refused(ProtocolError(f"no call begins with {head[0]}"))
+
+    def _run_again(self, call: Again) -> Frame:
+        """As `_serve`, of a call that was read before."""
+        code = call.code
+        self._breakpoints.label = call.label
+        self._output.level(call.level)
+        try:
+            run = self._modules.function(code)
+            given = call.arguments()
+        except InvalidArgument as exc:
+            return self._refused(exc)
+        except BaseException as exc:
+            return self._raised(exc, code.file, is_import=True)
+        try:
+            result = run(*given)
+            if result is None:
+                output = self._output.take()
+                return Frame([frames.RETURNED, None, output]) if output else _NOTHING
+            if isinstance(result, Coroutine):
+                result = self._loop.complete(result)
+        except BaseException as exc:  # as of `_run`
+            return self._raised(exc, code.file)
+        del given
+        try:
+            return self._returned(result, f"{call.label} has run")
+        except InvalidArgument as exc:
+            return self._refused(exc)
 
     def _known(self, tree: Any) -> Code:
         if self._code is None or self._code[0] != tree:
@@ -321,7 +358,7 @@ class Functions:
         except BaseException as exc:
             return self._raised(exc, code.file, is_import=True)
         try:
-            several, _ = self._arguments(client, args, _NO_KWARGS, memories)
+            several, _ = self._arguments(client, args, NO_KWARGS, memories)
         except values.NotHeld as exc:
             return Frame([frames.GONE, exc.facts["reference"], exc.message[:MAX_TEXT]])
         if any(type(given) is not tuple for given in several):
@@ -424,10 +461,10 @@ class Functions:
                 raise values.NotHeld("the object is lost", reference=node)
             return held.value
 
-        if kwargs == _NO_KWARGS and (flat := values.decode_flat(args, get)) is not None:
+        if kwargs == NO_KWARGS and (flat := values.decode_flat(args, get)) is not None:
             return flat, {}
         given = values.decode(args, get, self._modules.named, "args", find)
-        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs", find)
+        named = {} if kwargs == NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs", find)
         if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):
             raise ProtocolError("arguments are a list and a dict")
         return given, named

@@ -9,7 +9,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,18 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 class _Arrays:
     def open(self, library: str, spec: TensorSpec, memory: memoryview) -> Any:
+        return self._asked(_to_torch if library == "torch" else _to_numpy, library, spec, memory)
+
+    def opener(self, library: str, spec: TensorSpec, memory: memoryview) -> Callable[[], Any]:
+        opened: Callable[[], Any]
+        opened = self._asked(_torch_opener if library == "torch" else _numpy_opener, library, spec, memory)
+        return opened
+
+    @staticmethod
+    def _asked(of: Callable[[TensorSpec, memoryview], Any], library: str, spec: TensorSpec, memory: memoryview) -> Any:
+        """What this tells of an array. Raises InvalidArgument where there is no such library."""
         try:
-            return _to_torch(spec, memory) if library == "torch" else _to_numpy(spec, memory)
+            return of(spec, memory)
         except ImportError as exc:
             kind = "a torch tensor" if library == "torch" else "a NumPy array"
             hint = f"add {library} to its requires, or install it into the interpreter that it is from"
@@ -78,14 +89,25 @@ class _Arrays:
 def _to_numpy(spec: TensorSpec, memory: memoryview) -> Any:
     known, make, shape, dtype, strides = _layouts.get(id(spec), _UNKNOWN)
     if known is not spec:
-        import numpy
-
-        dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
-        make, shape, strides = numpy.ndarray, spec.shape, tuple(stride * spec.itemsize for stride in spec.strides)
-        if len(_layouts) >= MAX_LAYOUTS:
-            _layouts.clear()
-        _layouts[id(spec)] = spec, make, shape, dtype, strides
+        make, shape, dtype, strides = _layout_of(spec)
     return make(shape, dtype, memory, 0, strides) if len(memory) else make(shape, dtype)
+
+
+def _numpy_opener(spec: TensorSpec, memory: memoryview) -> Callable[[], Any]:
+    make, shape, dtype, strides = _layout_of(spec)
+    return partial(make, shape, dtype, memory, 0, strides) if len(memory) else partial(make, shape, dtype)
+
+
+def _layout_of(spec: TensorSpec) -> tuple[Any, ...]:
+    """NumPy's ndarray, shape, dtype, strides."""
+    import numpy
+
+    dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
+    found = numpy.ndarray, spec.shape, dtype, tuple(stride * spec.itemsize for stride in spec.strides)
+    if len(_layouts) >= MAX_LAYOUTS:
+        _layouts.clear()
+    _layouts[id(spec)] = spec, *found
+    return found
 
 
 MAX_LAYOUTS = 1024
@@ -108,17 +130,21 @@ def _ml_dtype(name: str) -> Any:
 
 
 def _to_torch(spec: TensorSpec, memory: memoryview) -> Any:
+    return _torch_opener(spec, memory)()
+
+
+def _torch_opener(spec: TensorSpec, memory: memoryview) -> Callable[[], Any]:
     import torch
 
     dtype = getattr(torch, spec.dtype, None)
     if dtype is None:
         raise InvalidArgument(f"torch {torch.__version__} of this environment has no {spec.dtype}")
     if not spec.numel:
-        return torch.empty(spec.shape, dtype=dtype)
+        return partial(torch.empty, spec.shape, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it cannot be written: docs/functions.md says so
         flat = torch.frombuffer(memory, dtype=dtype)
-    return flat.as_strided(spec.shape, spec.strides)
+    return partial(flat.as_strided, spec.shape, spec.strides)
 
 
 def _from_numpy(numpy: Any, value: Any, payload: Payload) -> list[Any]:

@@ -765,6 +765,14 @@ PLANTED = [
     for thing in list(globals().values())
     if isinstance(thing, type) and thing.__module__ == __name__ and thing.__base__ is not object
 ]
+# Of bugs that show late: the schedule that showed it last is tried first. One that no longer does costs its time alone.
+SHOWN_BY: dict[type, int] = {
+    FallsBackWhileStopping: 113,
+    TakesLeftCallsTwice: 232,
+    LeavesStreamsOfThoseWhoLeft: 449,
+    WaitsForRingsForEver: 693,
+    WatchesNoLeases: 1553,
+}
 
 
 @pytest.mark.parametrize("mutant", PLANTED, ids=lambda cls: cls.__name__)
@@ -773,7 +781,7 @@ def test_planted_bug_is_found(mutant: type) -> None:
     (part,) = mutant.__bases__
     core = mutant if part is BrokerState else functools.partial(BrokerState, parts={part: mutant})
     run = joined.run if mutant in OF_JOINED else simulation.run
-    for seed in range(FOUND_WITHIN):
+    for seed in (SHOWN_BY.get(mutant, 0), *range(FOUND_WITHIN)):
         try:
             run(seed, core)
         except Exception:  # a broken promise, or a core that trips over its own state

@@ -1,0 +1,3 @@
+module example/layerzero
+
+go 1.19

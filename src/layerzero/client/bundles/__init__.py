@@ -1,0 +1,1 @@
+"""Execution plans as files, which processes without the code that recorded them run (docs/bundles.md)."""
