@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.client.connection import node as nodes
 from layerzero.client.connection.report import Candidate
 from layerzero.cluster import ray_link
+from layerzero.cluster.calls.placement import Nodes
 from layerzero.cluster.calls.price import Way, way_of
 from layerzero.ipc.errors import BackendError, LayerZeroError, NotConnected, OutOfMemory
 from layerzero.ipc.logs import log
 
 KNOWN_S = 10.0  # so old may be what is known of which nodes there are
 WAY_S = 300.0  # and the way to one
-AWAY_S = 2.0  # so long a node is not asked after it was lost
-MAX_ASKED = 8  # nodes that are asked about a call, of more
 EXPLAIN_S = 5.0
 EMPTY_RUNS, LOADED_RUNS, LOADED_BYTES = 5, 3, 1 << 20
 
 
 @dataclass(eq=False)
 class Other:
-    """One of them. `away_until_s`: it was lost a moment ago."""
+    """One of them."""
 
     id: str
     agent: Any
     way: Way | None = None
     measured_s: float = 0.0
-    away_until_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -44,13 +42,13 @@ class Others:
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
-        self._own = str(ray.get_runtime_context().get_node_id())
+        self.nodes = Nodes(str(ray.get_runtime_context().get_node_id()))
         self._lock = threading.Lock()
         self._known: dict[str, Other] = {}
         self._until_s = 0.0
 
-    def reachable(self) -> list[Other]:
-        """At most MAX_ASKED, in an order that differs from node to node: not all ask the same ones."""
+    def rounds(self) -> Iterator[list[Other]]:
+        """Whom to ask about a call, until one serves it (placement.py)."""
         now_s = time.monotonic()
         with self._lock:
             if now_s >= self._until_s:
@@ -59,24 +57,29 @@ class Others:
                 except (self.ray.exceptions.RayError, RuntimeError) as exc:  # Ray's head is gone: what is known stays
                     log("nodes.unknown", detail=ray_link.why_lost(exc))
                 self._until_s = now_s + KNOWN_S
-            found = [one for one in self._known.values() if one.away_until_s <= now_s]
-        after = [one for one in found if one.id > self._own]
-        return [*after, *(one for one in found if one.id < self._own)][:MAX_ASKED]
+            known, rounds = self._known, list(self.nodes.rounds(now_s))
+        for asked in rounds:
+            yield [known[node] for node in asked]
+
+    def get(self, node: str) -> Other | None:
+        """None of one that has left the cluster."""
+        return self._known.get(node)
 
     def lose(self, other: Other) -> None:
         """A node did not answer: it is left out for a moment, and looked at anew after that."""
-        other.away_until_s = time.monotonic() + AWAY_S
+        self.nodes.lose(other.id, time.monotonic())
         self._until_s = 0.0
         other.way = None
 
     def _look(self) -> None:
-        alive = {one.id for one in ray_link.nodes_of(self.ray) if one.is_alive and one.id != self._own}
-        self._known = {node: one for node, one in self._known.items() if node in alive}
-        for node in sorted(alive - self._known.keys()):
+        alive = {one.id for one in ray_link.nodes_of(self.ray) if one.is_alive} - {self.nodes.own}
+        known = {node: one for node, one in self._known.items() if node in alive}
+        for node in sorted(alive - known.keys()):
             agent = ray_link.agent_of(self.ray, node)
             if agent is not None:
-                self._known[node] = Other(node, agent)
-        self._known = dict(sorted(self._known.items()))
+                known[node] = Other(node, agent)
+        self._known = known
+        self.nodes.see(self._known)
 
     def way_to(self, other: Other) -> Way:
         """Measured, or as it was. Raises NotConnected."""
@@ -102,8 +105,12 @@ class Others:
         return time.perf_counter() - start_s
 
     def explain(self, body: bytes) -> list[tuple[Other, Way, list[Candidate]]]:
-        """What the others would serve a call with: nodes that answer, with kernels that accept, best first."""
-        asked = [(one, ray_link.ask(one.agent, "explain", route=body)) for one in self.reachable()]
+        """What others would serve a call with: nodes that answer, with kernels that accept, best first."""
+        return next(filter(None, (self._explained(asked, body) for asked in self.rounds())), [])
+
+    def _explained(self, others: Sequence[Other], body: bytes) -> list[tuple[Other, Way, list[Candidate]]]:
+        """By these; none that has no kernel for it."""
+        asked = [(one, ray_link.ask(one.agent, "explain", route=body)) for one in others]
         until_s = time.monotonic() + EXPLAIN_S
         found = []
         for other, reference in asked:
@@ -115,7 +122,8 @@ class Others:
                 continue
             except LayerZeroError:
                 continue  # it does not know a backend that the caller named, for instance
-            found.append((other, way, _accepted(answer["candidates"])))
+            if accepted := _accepted(answer["candidates"]):
+                found.append((other, way, accepted))
         return found
 
     def call(

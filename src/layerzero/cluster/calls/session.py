@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from layerzero.client.session.session import Session
 from layerzero.cluster import ray_link
 from layerzero.cluster.calls.forwarded import Forwarded, may_travel, nbytes_of
 from layerzero.cluster.calls.others import Other, Others
+from layerzero.cluster.calls.placement import DEATHS, Choice, Decisions, Walk, by_price, is_poisonous
 from layerzero.cluster.calls.price import is_cheaper, priced
 from layerzero.ipc.errors import (
     BackendError,
@@ -34,19 +35,7 @@ from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.transport.plain import unpack_body
 
 COARSE_NS = 3_000_000  # calls that take less are never worth the way
-DECIDED_S = 30.0  # so long it holds where calls of a kind go
-MAX_KINDS = 4096
 ATTEMPTS, GRACE_S = 3, 30.0  # a node that says nothing for so many times a call's limit, and this, counts as lost
-DEATHS = 2  # of workers, on all nodes together: as many as make a call poisonous on one
-
-
-@dataclass(frozen=True)
-class Afar:
-    """Where calls of a kind are served until then: kernels of other nodes, the best first, and those of this one."""
-
-    until_s: float
-    choices: tuple[tuple[Other, Candidate], ...]
-    here: tuple[Candidate, ...]
 
 
 class ClusterSession(Session):
@@ -56,9 +45,8 @@ class ClusterSession(Session):
         """Raises EnvError without Ray, NotConnected where there is no cluster."""
         super().__init__(path, package, key)
         self.others = Others(ray_link.attach())
-        self._afar: dict[bytes, Afar] = {}  # by kind of call
-        self._stay_until_s: dict[bytes, float] = {}  # kinds that were looked at, and are served here
-        self._ops: frozenset[str] = frozenset()  # that have kinds in `_afar`
+        self.decisions = Decisions()
+        self._ops: frozenset[str] = frozenset()  # that have kinds which others serve
         self._kinds = threading.Lock()
         self._opened = 1  # how often
 
@@ -96,63 +84,59 @@ class ClusterSession(Session):
         """As Session's, with the kernels of other nodes and what their use costs."""
         here = super().explain_route(op, body)
         nbytes = nbytes_of(body)
-        choices = [] if nbytes is None else self._choices(body, here.candidates, nbytes)
+        choices = () if nbytes is None else self._choices(body, here.candidates, nbytes)
         ranked = sorted(
-            (*here.candidates, *(one for _, one in choices)), key=lambda one: (not one.accepted, -(one.score or 0.0))
+            (*here.candidates, *(one.candidate for one in choices)),
+            key=lambda one: (not one.accepted, -(one.score or 0.0)),
         )
         found = replace(here, candidates=tuple(ranked))
-        if choices and (here.kernel_id is None or _is_cheaper(choices[0][1], here.candidates)):
-            best = choices[0][1]
+        if choices and (here.kernel_id is None or _is_cheaper(choices[0], here.candidates)):
+            best = choices[0].candidate
             return replace(found, kernel_id=best.kernel_id, backend=best.backend, path=NODE, notes=())
         return found
 
     # --- where calls go --------------------------------------------------------------------------------
 
-    def _choices(self, body: bytes, here: tuple[Candidate, ...], nbytes: int) -> list[tuple[Other, Candidate]]:
+    def _choices(self, body: bytes, here: tuple[Candidate, ...], nbytes: int) -> tuple[Choice, ...]:
         """Kernels of other nodes, cheapest first."""
         accepted = [one for one in here if one.accepted]
         best_us, score = _best_us(here), accepted[0].score if accepted else None
-        found = [
-            (other, priced(one, other.short, way, nbytes, best_us, score))
-            for other, way, candidates in self.others.explain(body)
-            for one in candidates
-        ]
-        return sorted(found, key=lambda pair: pair[1].measured_us or 0.0)
+        return by_price(
+            [
+                Choice(other.id, priced(one, other.short, way, nbytes, best_us, score))
+                for other, way, candidates in self.others.explain(body)
+                for one in candidates
+            ]
+        )
 
     def _consider(self, request: Request) -> None:
         """After a call that took long here: are the next ones of its kind served elsewhere?"""
         call = _travelling(request)
-        if call is None or self._stay_until_s.get(call.body, 0.0) > time.monotonic():
+        if call is None or self.decisions.stays(call.body, time.monotonic()):
             return
         here = super().explain_route(request.op, call.body).candidates
         choices = self._choices(call.body, here, call.nbytes)
-        cheaper = [(other, one) for other, one in choices if _is_cheaper(one, here)]
-        self._decide(call, cheaper, here)
+        self._decide(call, [one for one in choices if _is_cheaper(one, here)], here)
 
-    def _decide(self, call: Forwarded, choices: Sequence[tuple[Other, Candidate]], here: tuple[Candidate, ...]) -> None:
-        until_s = time.monotonic() + DECIDED_S
+    def _decide(self, call: Forwarded, choices: Sequence[Choice], here: tuple[Candidate, ...]) -> None:
         with self._kinds:
-            if len(self._afar) + len(self._stay_until_s) >= MAX_KINDS:
-                self._afar.clear()
-                self._stay_until_s.clear()
+            self.decisions.decide(call.body, choices, here, time.monotonic())
             if choices:
-                self._afar[call.body] = Afar(until_s, tuple(choices), here)
                 self._ops |= {call.request.op}
-            else:
-                self._stay_until_s[call.body] = until_s
 
     def _run_afar(self, request: Request, tried: list[Attempt]) -> tuple[Any] | None:
         """The result, in a tuple, of a call whose kind is served elsewhere; None where it is to be served here."""
         call = _travelling(request)
-        afar = None if call is None else self._afar.get(call.body)
-        if call is None or afar is None:
+        if call is None:
             return None
-        found = None
-        if time.monotonic() < afar.until_s:
-            found = self._try(call, afar.choices, afar.here, tried)
+        with self._kinds:
+            afar = self.decisions.elsewhere(call.body, time.monotonic())
+        if afar is None:
+            return None
+        found = self._try(call, Walk(afar.choices, self.others.nodes, next(afar.turns)), afar.here, tried)
         if found is None:  # looked at anew, after a call here
             with self._kinds:
-                self._afar.pop(call.body, None)
+                self.decisions.forget(call.body)
         return found
 
     def _run_elsewhere(self, request: Request, error: LayerZeroError, tried: list[Attempt]) -> Any:
@@ -166,8 +150,12 @@ class ClusterSession(Session):
             tried += report.attempts
         if not isinstance(error, NoBackend) and report is None:
             tried.append(Attempt("", "", error.code, error.message))
-        choices = self._choices(call.body, (), call.nbytes)
-        found = self._try(call, choices, here, tried)
+        while True:
+            lost = _losses(tried)
+            choices = self._choices(call.body, (), call.nbytes)
+            found = self._try(call, Walk(choices, self.others.nodes), here, tried)
+            if found is not None or _losses(tried) == lost:
+                break  # else others are asked, who were not while those that are lost now served it
         if found is None:
             if report is not None:
                 self.last.record = error.report = replace(report, attempts=tuple(tried))  # type: ignore[attr-defined]
@@ -196,21 +184,18 @@ class ClusterSession(Session):
     def _try(
         self,
         call: Forwarded,
-        choices: Sequence[tuple[Other, Candidate]],
+        walk: Walk,
         here: tuple[Candidate, ...],
         tried: list[Attempt],
     ) -> tuple[Any] | None:
-        """The result, in a tuple, of the first that serves it: each node is tried once. Adds to the attempts that
-        failed."""
-        asked = set()
-        for other, one in choices:
-            if other.id not in asked:
-                asked.add(other.id)
-                found = self._forward(call, other, one, here, tried)
-                if found is not None:
-                    return found
-                if sum(one.exit_signal is not None or one.exit_code is not None for one in tried) >= DEATHS:
-                    raise self._poison(call, here, tried)
+        """The result, in a tuple, of the first that serves it. Adds to the attempts that failed."""
+        while (one := walk.next(time.monotonic())) is not None:
+            other = self.others.get(one.node)
+            found = None if other is None else self._forward(call, other, one.candidate, here, tried)
+            if found is not None:
+                return found
+            if is_poisonous(sum(one.exit_signal is not None or one.exit_code is not None for one in tried)):
+                raise self._poison(call, here, tried)
         return None
 
     def _poison(self, call: Forwarded, here: tuple[Candidate, ...], tried: Sequence[Attempt]) -> Poison:
@@ -270,13 +255,18 @@ def _on_node(node: str, attempt: dict[str, Any]) -> Attempt:
     return Attempt(**{**attempt, **names})
 
 
+def _losses(tried: Sequence[Attempt]) -> int:
+    """How many nodes were lost by a call."""
+    return sum(one.outcome == NODE_LOST for one in tried)
+
+
 def _best_us(here: Sequence[Candidate]) -> float | None:
     """Of the fastest kernel here that was measured."""
     return min((one.measured_us for one in here if one.accepted and one.measured_us is not None), default=None)
 
 
-def _is_cheaper(one: Candidate, here: Sequence[Candidate]) -> bool:
-    return is_cheaper(one.measured_us or 0.0, _best_us(here))
+def _is_cheaper(one: Choice, here: Sequence[Candidate]) -> bool:
+    return is_cheaper(one.price_us, _best_us(here))
 
 
 def _travelling(request: Request) -> Forwarded | None:
