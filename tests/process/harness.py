@@ -132,8 +132,8 @@ def arena_files() -> int:
 
 
 def other_arenas() -> int:
-    """Files of arenas that are not the pool's, as tests of units may have left: each has its own, and mmap's copy."""
-    of_pool = 2 * arena.pool.stats()["arenas"]  # first: it closes those that nobody needs
+    """Files of arenas that are not the pool's, as tests of units may have left."""
+    of_pool = arena.pool.stats()["arenas"]  # first: it closes those that nobody needs
     return arena_files() - of_pool
 
 
