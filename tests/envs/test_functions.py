@@ -229,13 +229,17 @@ def test_contradictions_are_told_by_the_resolver(tmp_path: Path, monkeypatch: py
     assert not wrong.is_built
 
 
+def no_broker(*_: Any, **__: Any) -> Any:
+    raise lz.BrokerLost("")
+
+
 def test_commands_list_build_and_forget_an_environment(tmp_path: Path) -> None:
     """From the error of a call on, without Python."""
     site = Site(tmp_path)
     try:
         with site.environment():
             plain = lz.env("plain")
-            plain.explain_failure(lz.NoBackend(""), None)  # what a call does, which declares it
+            plain.explain_failure(lz.NoBackend(""), no_broker)  # what a call does, which declares it
         assert run(site, "-m", "layerzero", "env", "build", plain.backend).returncode == 0
         rows = json.loads(run(site, "-m", "layerzero", "env", "list", "--json").stdout)["environments"]
         assert next(row for row in rows if row["name"] == plain.backend)["state"] == "built"
