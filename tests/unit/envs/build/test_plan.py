@@ -113,4 +113,6 @@ def test_host_environment_needs_no_build_and_can_be_held(tmp_path: Path) -> None
 def test_variables_of_a_manifest_may_lie_in_the_store(tmp_path: Path) -> None:
     """Caches that libraries keep belong where `lz env` looks after them."""
     env = plan(discover()[0]["zentorch"], store=tmp_path)
-    assert env.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/caches/zentorch-{env.id}/torchinductor"
+    folder = Path(env.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.is_relative_to(tmp_path / "caches" / f"zentorch-{env.id}")
+    assert folder.name == "torchinductor"
