@@ -87,6 +87,11 @@ def sum_of(group: lz.Group, count: int, on: int | None = None) -> Any:
     return group.all_reduce(x).tolist()
 
 
+def sum_up(group: lz.Group) -> float:
+    """Of as many as the calls of those that die have: NCCL makes connections with the first call of a size."""
+    return float(group.all_reduce(torch.ones(1 << 20, device=device(group))).sum())
+
+
 def die_behind_a_long_kernel(group: lz.Group) -> None:
     """Once the other rank's GPU waits for this one's, which has something else to do for longer than the test takes."""
     torch.cuda.set_device(device(group))

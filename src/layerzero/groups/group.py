@@ -462,13 +462,8 @@ class Group:
 
     def _broken(self, reason: str, what: str, ranks: Iterable[int]) -> GroupBroken:
         doing = "between calls" if self._peers is None else self._peers.doing
-        its: dict[str, Any] = {
-            "group": self._name,
-            "generation": self._generation,
-            "ranks": list(ranks),
-            "doing": doing,
-        }
-        return faults.broken(reason, what, **its)
+        its: dict[str, Any] = {"group": self._name, "generation": self._generation, "doing": doing}
+        return faults.broken(reason, what, ranks=list(ranks), **its)
 
     def _break(self, exc: BaseException) -> BaseException:
         """The group ends here: the others are told why. Gives what to raise."""
