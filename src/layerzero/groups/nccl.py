@@ -91,7 +91,7 @@ class Nccl:
 
     def void(self) -> int:
         """Of how many calls that nobody has waited for there is no result, as they ended or will end with others."""
-        is_void = self._watch is not None and self._watch.has_aborted or not self._is_done()
+        is_void = (self._watch is not None and self._watch.has_aborted) or not self._is_done()
         return self._open_count if is_void else 0
 
     def drop(self) -> None:
