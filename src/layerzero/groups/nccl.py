@@ -25,7 +25,8 @@ from layerzero.groups.choices import START_S
 from layerzero.groups.peers import Peers
 from layerzero.ipc.errors import GroupBroken
 
-SPIN_S = 0.0005  # so long is asked again and again whether the GPU is through, before a thread waits for it
+SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
+NAP_S = 0.0001  # then with so much time between
 GRACE_S = 0.5  # for calls whose ranks may all have done their part when one goes
 _log = logging.getLogger("layerzero.groups")
 
@@ -99,8 +100,8 @@ class Nccl:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-        self._path.unlink(missing_ok=True)
         self._abort()
+        self._path.unlink(missing_ok=True)
         self._open, self._open_count = None, 0
 
     def close(self) -> None:
@@ -108,24 +109,24 @@ class Nccl:
         end_s = time.monotonic() + START_S
         with contextlib.suppress(RuntimeError):
             while not self._is_done() and time.monotonic() < end_s:
-                time.sleep(SPIN_S)
+                time.sleep(NAP_S)
         self.drop()
 
     def _wait_for(self, event: Any, peers: Peers, until_s: float) -> None:
         spin_s = time.monotonic() + SPIN_S
         try:
             while not event.query():
-                peers.look()
+                peers.look(until_s)
                 if time.monotonic() > spin_s:
-                    self._in_thread(peers, event.synchronize, until_s)
+                    time.sleep(NAP_S)
         except GroupBroken:  # a rank may have gone as soon as its own part was done
             end_s = time.monotonic() + GRACE_S
             while not event.query():
                 if time.monotonic() > end_s:
                     raise
-                time.sleep(SPIN_S)
+                time.sleep(NAP_S)
         if self._watch is not None and self._watch.has_aborted:
-            peers.look()
+            peers.look(until_s)
             raise RuntimeError("a rank went while it ran")
 
     def _in_thread(self, peers: Peers, work: Callable[[], object], until_s: float) -> None:
@@ -186,7 +187,7 @@ class Nccl:
         return sys.modules["torch"].cuda.stream(stream)
 
     def _recorded(self) -> Any:
-        event = sys.modules["torch"].cuda.Event(blocking=True)
+        event = sys.modules["torch"].cuda.Event()
         event.record(self._stream())
         return event
 

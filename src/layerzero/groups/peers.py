@@ -108,10 +108,12 @@ class Peers:
             for fd in others:
                 self._poll.unregister(fd)
 
-    def look(self) -> None:
-        """Take in what has come. Raises GroupBroken where a rank is lost."""
+    def look(self, until_s: float) -> None:
+        """Take in what has come. Raises GroupBroken where a rank is lost, or the time is over."""
         self._take_in(self._poll.poll(0))
         self._demand(self.ranks)
+        if time.monotonic() > until_s:
+            raise self._error(faults.DEADLINE, f"{named(self.ranks)} did not come within timeout_s", self.ranks)
 
     def ends(self) -> list[tuple[int, int]]:
         """Descriptors, the caller's own, that tell of a rank's end, and what each is to be polled for."""

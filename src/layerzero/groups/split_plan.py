@@ -228,7 +228,6 @@ class SplitPlan:
                 continue
             stretch = next(stretches)
             known.update(zip(stretch.makes, item(*(known[number] for number in stretch.takes)), strict=True))
-        self._group.synchronize()
 
         def filled(leaf: Any) -> Any:
             if not isinstance(leaf, Use):
@@ -239,13 +238,15 @@ class SplitPlan:
 
 
 def collect(group: Group, collective: Collective, arrays: list[Any]) -> dict[int, Any]:
-    """Sums, or what ranks have in parts, whole; on a GPU nobody has waited for them. Raises as the group's calls do."""
+    """Sums, or what ranks have in parts, whole. Each is waited for: a worker that serves several ranks may have to wait
+    for one, while its GPU would wait for another that this worker has not served yet. Raises as the group's calls
+    do."""
     if collective.dim is not None:
         (value,) = arrays
-        return {collective.values[0]: joined(list(group.all_gather(value[None], wait=False)), collective.dim)}
+        return {collective.values[0]: joined(list(group.all_gather(value[None])), collective.dim)}
     if len(arrays) == 1:
         out = arrays[0] if _may_be_written(arrays[0]) else None
-        return {collective.values[0]: group.all_reduce(arrays[0], out=out, wait=False)}
+        return {collective.values[0]: group.all_reduce(arrays[0], out=out)}
     counts = [math.prod(array.shape) for array in arrays]
     first = describe(arrays[0])
     if first.device != CPU:
@@ -258,7 +259,7 @@ def collect(group: Group, collective: Collective, arrays: list[Any]) -> dict[int
     ]
     for row, array in zip(rows, arrays, strict=True):
         row[...] = array
-    group.all_reduce(whole, out=whole, wait=False)
+    group.all_reduce(whole, out=whole)
     return dict(zip(collective.values, rows, strict=True))
 
 

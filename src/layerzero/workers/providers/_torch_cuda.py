@@ -68,7 +68,9 @@ class TorchCuda:
         device = self.torch.cuda.current_device()
         found = self._streams.get((device, stream))
         if found is None:
-            found = self._streams[device, stream] = self.torch.cuda.ExternalStream(stream, device=device)
+            cuda = self.torch.cuda  # to its ExternalStream 0 is no stream, and it takes one of its own
+            found = cuda.ExternalStream(stream, device=device) if stream else cuda.default_stream(device)
+            self._streams[device, stream] = found
         context: AbstractContextManager[None] = self.torch.cuda.stream(found)
         return context
 
