@@ -14,8 +14,11 @@ if "LZ_TEST_FRAMEWORKS" not in os.environ:
 
 @pytest.fixture(autouse=True, scope="session")
 def _session() -> Iterator[None]:
+    import torch
+
     import layerzero as lz
 
+    torch.set_num_threads(1)  # threads of tiny tensors wait for each other, where others keep the cores busy
     lz.connect()
     yield
     lz.disconnect()
