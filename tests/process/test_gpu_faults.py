@@ -228,7 +228,7 @@ def test_sessions_come_and_go(connected: Site) -> None:
 def test_random_deaths_cost_no_result(new_site: Callable[..., Site]) -> None:
     """Chains of calls in several threads and streams while workers are killed: no result is wrong, no stream hangs and
     no call is lost. LZ_SOAK_S says for how long, LZ_SOAK_SEED how."""
-    seconds, seed = float(os.environ.get("LZ_SOAK_S", "6")), int(os.environ.get("LZ_SOAK_SEED", "0"))
+    seconds, seed = float(os.environ.get("LZ_SOAK_S", "3")), int(os.environ.get("LZ_SOAK_SEED", "0"))
     names = ("one", "two", "three")
     site = new_site(*names)
     site.connect()
