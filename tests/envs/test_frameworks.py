@@ -62,10 +62,10 @@ def test_framework_applications_share_a_broker(python: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # those of torch compile C++
-@pytest.mark.parametrize("file", LONG)
-def test_the_long_tests_of_framework_applications(python: Path, file: str) -> None:
+@pytest.mark.parametrize("files", [LONG[:3], LONG[3:]], ids=["of others", "of ops"])
+def test_the_long_tests_of_framework_applications(python: Path, files: tuple[str, ...]) -> None:
     """What tests/conftest.py has left out above."""
-    run_on_a_broker(python, f"tests/frameworks/{file}", "-m", "long")
+    run_on_a_broker(python, *[f"tests/frameworks/{file}" for file in files], "-m", "long")
 
 
 def run_on_a_broker(python: Path, *arguments: str) -> None:
