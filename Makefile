@@ -37,8 +37,8 @@ PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )
 test: envs  ## all that shows behaviour and needs no GPU: some 16 minutes on two cores
 	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) LZ_EXAMPLES=$(or $(LZ_EXAMPLES),25) $(PYTEST) -m 'not long'
 
-test-all: envs  ## the rest, too: thousands of schedules, planted bugs, fuzzing, chaos
-	LZ_EXAMPLES=$(or $(LZ_EXAMPLES),60) $(PYTEST)
+test-all: envs  ## the rest, too: more schedules and examples, planted bugs, fuzzing, chaos
+	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),1250) LZ_EXAMPLES=$(or $(LZ_EXAMPLES),40) $(PYTEST)
 
 fuzz: $(STAMP)  ## fuzz all targets for ten minutes each; TARGET= and SECONDS= for less
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(or $(SECONDS),600) --keep .fuzz
