@@ -48,13 +48,18 @@ def test_the_block_is_what_its_parts_make(backend: str, way: dict[str, Any]) -> 
     assert reference.error(parts, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_data_that_leads_outside_is_refused(backend: str) -> None:
+@pytest.mark.parametrize("backend", [*BACKENDS, "onnxruntime"])
+def test_offsets_that_are_none_are_refused(backend: str) -> None:
     x, weight = np.ones((4, 8), np.float32), np.ones((2, 5, 8), np.float32)
     for ends in ([3, 2], [-1, 4], [2, 5]):
         says = rf"offsets is \[{ends[0]}, {ends[1]}\]; allowed: from 0 to 4, the number of rows, and never down"
         with pytest.raises(lz.InvalidArgument, match=says):
             lz.grouped_linear(x, weight, np.array(ends, np.int32), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_that_leads_outside_is_refused(backend: str) -> None:
+    x = np.ones((4, 8), np.float32)
     ids = np.array([[0], [1], [2], [-9]])
     with pytest.raises(lz.InvalidArgument, match="expert id 2 is not below 2, the number of experts; pass ids below"):
         lz.moe_permute(x, ids, num_experts=2, backend=backend)

@@ -15,6 +15,7 @@ from layerzero.workers.providers import (
     _onnx_activations,
     _onnx_attention,
     _onnx_elementwise,
+    _onnx_experts,
     _onnx_graph,
     _onnx_norms,
     _onnx_packed,
@@ -110,6 +111,7 @@ def load() -> Loaded:
     packed = _onnx_packed.PackedWeights(numpy, onnx, library.session_of_constants, bind_graph)
     binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(GRAPHS, bind_graph)}
     binds["scaled_linear.int4"] = packed.bind
+    binds["grouped_linear"] = _onnx_experts.binder(numpy, onnx, library.session)
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
