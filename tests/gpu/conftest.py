@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,15 @@ from layerzero.ipc.errors import CudaError
 
 os.environ.setdefault("LZ_TEST_FORKS", "0")  # a process that others fork from has no GPU
 _never = threading.Event()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gradients() -> Iterator[None]:
+    """As they were: what loads a provider in this process switches them off."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_grad_enabled(True)
 
 
 @pytest.fixture(scope="session")

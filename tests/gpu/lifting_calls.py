@@ -95,7 +95,7 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         key, cache = of(64, 8, 128), of(256, 16, 8, 128)
         for index in ("int64", "int32"):
             slots = of(64, dtype=index)
-            yield "64 tokens", (key, key, cache, cache, slots), (cache, cache), {}, _WELL
+            yield "64 tokens", (key, key, cache, cache, slots, None, None), (cache, cache), {}, _WELL
     elif op in ("gather_kv", "copy_kv_blocks"):
         cache, places = of(256, 16, 8, 128), of(64, dtype="int64")
         if op == "gather_kv":

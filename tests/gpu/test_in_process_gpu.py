@@ -133,6 +133,18 @@ def test_order_on_a_side_stream_and_nobody_waits(site: Site) -> None:
     assert torch.equal(z, F.silu(two) * 2)
 
 
+def test_order_on_the_default_stream(site: Site) -> None:
+    """After what is enqueued before it, and before what is enqueued after it."""
+    x = torch.zeros(48, 1024, device="cuda")
+    here(lambda: lz.silu(x))
+    torch.cuda._sleep(SLEEP_CYCLES)
+    x.fill_(2.0)
+    y = lz.silu(x)
+    z = y + 1
+    assert report().path == "in_process"
+    close(z, F.silu(torch.full_like(x, 2.0)) + 1)
+
+
 def test_threads_on_streams_of_their_own(site: Site) -> None:
     x, w = randn(256, 1024, dtype=torch.float16), randn(1024, 1024, dtype=torch.float16)
     here(lambda: lz.matmul(x, w))

@@ -92,7 +92,7 @@ def test_a_graph_of_the_second_gpu_holds_lifted_calls(new_site: Callable[..., Si
     lift(lambda: lz.silu(x))
     with torch.cuda.device(1):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # torch's own may be of the first one
             y = lz.silu(x)
         os.kill(site.backend("one")["pid"], signal.SIGKILL)
         for value in range(3):

@@ -201,7 +201,7 @@ def test_illegal_address_ends_the_process_though_nobody_calls(spawn: Spawn, conn
     client.join(worker)
     point = client.begin()
     worker.run(1, client, point, client.refs(0, 1), "illegal")
-    assert worker.process.wait(5.0) == 70
+    assert worker.process.wait(PATIENCE_S) == 70
     assert "the worker ends: cu" in worker.log.read_text()
     assert not client.order.page.is_done(point)
     client.order.page.fail(point, 42)

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.process.test_express import X, bad, forked, settle, settled_client, s
 
 import layerzero as lz
 from layerzero.client.connection.arena import pool
+from layerzero.client.connection.express import Lane
 from layerzero.ipc.shm import lane
 
 MANY = 40  # more than enough, fewer than there are places
@@ -259,6 +261,30 @@ def test_an_interrupted_call_leaves_the_lane_to_the_others(connected: Site) -> N
     more, behind = submitted(3)
     os.kill(pid, signal.SIGCONT)
     assert all(report.path == "express" for report in check(inputs[1:] + more, futures[1:] + behind))
+
+
+def test_a_call_that_is_interrupted_as_it_is_put_leaves_the_lane(
+    connected: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller never had a receipt for it."""
+    x = lz.share(X)
+    pid, inputs, futures = paused(MANY)
+    gc.collect()
+    slots, put = pool.stats()["slots"], Lane.put
+
+    def interrupted(self: Lane, *given: Any) -> None:
+        assert put(self, *given) is not None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lane, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lz.silu(x, timeout_s=PATIENCE_S)  # with one, not by _repeats.c
+    monkeypatch.undo()
+    del x
+    gc.collect()
+    assert pool.stats()["slots"] == slots - 1
+    os.kill(pid, signal.SIGCONT)
+    check(inputs[1:], futures[1:])
 
 
 def test_a_result_that_is_asked_for_too_early_can_be_asked_for_again(connected: Site) -> None:

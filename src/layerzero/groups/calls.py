@@ -70,7 +70,7 @@ BY_NAME = {op.name: op for op in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO
 @dataclass(frozen=True)
 class Call:
     """One of this rank's; `given` and `result` are None where it cannot be made. `detail`: the reduction's op, or the
-    root."""
+    root. `is_waited`: on a GPU, for its end."""
 
     op: Op
     rank: int
@@ -79,6 +79,7 @@ class Call:
     result: Result
     detail: Any
     until_s: float
+    is_waited: bool = True
 
 
 # --- agreeing

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection.report import Copy
 from layerzero.groups.faults import named
 from layerzero.ipc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from layerzero.groups.calls import Op
 
 SHARED_MEMORY, GLOO, NCCL = "shared_memory", "gloo", "nccl"
 BACKENDS = (SHARED_MEMORY, GLOO)  # of the CPU's memory; nccl is of a GPU's
@@ -113,6 +116,18 @@ class Choices:
             return Choice(op, nbytes, within, limit, {**other, GLOO: cannot or times})
         return Choice(op, nbytes, GLOO, times, {within: times})
 
+    def pick_at(self, op: Op, nbytes: int, dtype: str, device: int, size: int, forced: str | None, nccl: Any) -> Choice:
+        """Of memory of a device; `nccl` is this rank's, if it runs. Raises InvalidArgument where a backend is asked for
+        what it does not have, or gets memory that it does not reach."""
+        demand_place(forced, device, "x")
+        cannot = op.cannot_gloo(dtype) if device == CPU else op.cannot_nccl(dtype)
+        if cannot and (device != CPU or forced == GLOO):
+            raise InvalidArgument(f"{cannot}; {'leave backend= out' if device == CPU else 'convert it'}")
+        if device != CPU:
+            demand_its_gpu(nccl, device)
+            return on_gpu(op.name, nbytes, device)
+        return self.pick(op.name, nbytes, op.share(nbytes, size), size, forced, cannot)
+
     def to_wire(self) -> list[list[Any]]:
         return [[op, of, one.shared_memory_us, one.gloo_us] for (op, of), one in self.measured.items()]
 
@@ -136,6 +151,12 @@ def demand_place(forced: str | None, device: int, what: str) -> None:
         raise InvalidArgument(
             f"{what} is on GPU {device}: {forced} works on the CPU's memory; leave backend= out, or pass {what}.cpu()"
         )
+
+
+def demand_its_gpu(nccl: Any, device: int) -> None:
+    """Raises InvalidArgument where the rank's NCCL runs on another GPU."""
+    if nccl is not None and nccl.device != device:
+        raise InvalidArgument(f"x is on GPU {device}: this rank's nccl runs on GPU {nccl.device}; move x there")
 
 
 def on_gpu(op: str, nbytes: int, device: int) -> Choice:

@@ -111,6 +111,13 @@ class Gloo:
 
         return self._do(peers, call, until_s)
 
+    def wait(self, peers: Peers, until_s: float) -> None:
+        """Its calls have ended when they return."""
+
+    def void(self) -> int:
+        """As of NCCL, whose calls may not have."""
+        return 0
+
     def drop(self) -> Any:
         """Let the process end, at the latest when the call ends that it is in; nobody waits for it. Gives its proxy."""
         self._path.unlink(missing_ok=True)

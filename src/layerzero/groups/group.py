@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import threading
 import time
 import weakref
@@ -18,7 +17,7 @@ import numpy as np
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
-from layerzero.groups import calls, choices, faults, meeting, points, staging, starting
+from layerzero.groups import calls, choices, faults, meeting, points, staging, starting, tuning
 from layerzero.groups.arrays import Given, Result
 from layerzero.groups.calls import Call, Op
 from layerzero.groups.choices import Choice, Choices, GroupReport, Measured
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
-TUNED_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-_TRIES = 5
 _VALUE = b"CV"
 
 
@@ -137,38 +134,75 @@ class Group:
     # --- calls of all ranks
 
     def all_reduce(
-        self, x: T, op: str = "sum", *, out: Any = None, timeout_s: float | None = None, backend: str | None = None
+        self,
+        x: T,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        timeout_s: float | None = None,
+        backend: str | None = None,
+        wait: bool = True,
     ) -> T:
         """The sum over all ranks, of the shape of `x`; the same bits on all of them.
 
         op: sum, mean, prod, min or max. Additions go in the order of the ranks, (x0 + x1) + x2; of 16-bit floats in
-        float32, rounded once. out: where to put it, which may be `x`; else new shared memory.
+        float32, rounded once. out: where to put it, which may be `x`; else new shared memory. wait: on a GPU, for
+        the end of the call; without, it returns when the call is on the stream, and `synchronize` says how it ended.
         """
-        return self._call(calls.ALL_REDUCE, x, out, timeout_s, backend, detail=op)  # type: ignore[no-any-return]
+        return self._call(calls.ALL_REDUCE, x, out, timeout_s, backend, wait, detail=op)  # type: ignore[no-any-return]
 
-    def all_gather(self, x: T, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None) -> T:
+    def all_gather(
+        self, x: T, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None, wait: bool = True
+    ) -> T:
         """What all ranks gave, in their order, along the first dimension."""
-        return self._call(calls.ALL_GATHER, x, out, timeout_s, backend)  # type: ignore[no-any-return]
+        return self._call(calls.ALL_GATHER, x, out, timeout_s, backend, wait)  # type: ignore[no-any-return]
 
     def reduce_scatter(
-        self, x: T, op: str = "sum", *, out: Any = None, timeout_s: float | None = None, backend: str | None = None
+        self,
+        x: T,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        timeout_s: float | None = None,
+        backend: str | None = None,
+        wait: bool = True,
     ) -> T:
         """Of the sum over all ranks, this rank's part along the first dimension. Additions as in `all_reduce`."""
-        return self._call(calls.REDUCE_SCATTER, x, out, timeout_s, backend, detail=op)  # type: ignore[no-any-return]
+        return self._call(calls.REDUCE_SCATTER, x, out, timeout_s, backend, wait, detail=op)  # type: ignore[no-any-return]
 
-    def all_to_all(self, x: T, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None) -> T:
+    def all_to_all(
+        self, x: T, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None, wait: bool = True
+    ) -> T:
         """`x` has a part for each rank along the first dimension; gives what each rank has for this one."""
-        return self._call(calls.ALL_TO_ALL, x, out, timeout_s, backend)  # type: ignore[no-any-return]
+        return self._call(calls.ALL_TO_ALL, x, out, timeout_s, backend, wait)  # type: ignore[no-any-return]
 
     def broadcast(
-        self, x: T, root: int = 0, *, out: Any = None, timeout_s: float | None = None, backend: str | None = None
+        self,
+        x: T,
+        root: int = 0,
+        *,
+        out: Any = None,
+        timeout_s: float | None = None,
+        backend: str | None = None,
+        wait: bool = True,
     ) -> T:
         """What rank `root` has. On others `x` says dtype and shape; out: may be `x`."""
-        return self._call(calls.BROADCAST, x, out, timeout_s, backend, detail=root)  # type: ignore[no-any-return]
+        return self._call(calls.BROADCAST, x, out, timeout_s, backend, wait, detail=root)  # type: ignore[no-any-return]
 
     def barrier(self, *, timeout_s: float | None = None, backend: str | None = None) -> None:
         """Returns when all ranks are in it."""
-        self._call(calls.BARRIER, np.empty(0, np.uint8), None, timeout_s, backend)
+        self._call(calls.BARRIER, np.empty(0, np.uint8), None, timeout_s, backend, True)
+
+    def synchronize(self, *, timeout_s: float | None = None) -> None:
+        """Returns when the GPU has done this rank's calls with wait=False. Raises GroupBroken where it never will:
+        what they gave is void."""
+        with self._lock:
+            peers, _ = self._demand_whole()
+            try:
+                for library in self._libraries.values():
+                    library.wait(peers, self._until(timeout_s))
+            except BaseException as exc:
+                raise self._break(exc) from (None if isinstance(exc, LayerZeroError) else exc)
 
     # --- from one rank to another
 
@@ -200,34 +234,17 @@ class Group:
         return self._pick(calls.BY_NAME[op], given.nbytes, given.dtype, backend, given.device)
 
     def tune(
-        self, sizes: Sequence[int] = TUNED_BYTES, ops: Sequence[str] = ("all_reduce",), timeout_s: float | None = None
+        self, sizes: Sequence[int] = tuning.BYTES, ops: Sequence[str] = ("all_reduce",), timeout_s: float | None = None
     ) -> dict[tuple[str, int], Measured]:
         """Measure both backends, of float32 and these numbers of bytes; starts gloo, a process of some 300 MB for each
         rank. A call of all ranks. What is faster on rank 0 is taken from then on by all, for sizes of the same power
         of four. Raises EnvError where gloo cannot be started on a rank, and as calls do."""
-        wrong = [op for op in ops if op not in choices.MEASURED_OPS]
-        if wrong:
-            raise InvalidArgument(f"ops has {wrong[0]!r:.40}; allowed: {', '.join(choices.MEASURED_OPS)}")
         with self._lock:
-            found: dict[tuple[str, int], Measured] = {}
-            for op in ops:
-                for nbytes in sizes:
-                    values = np.zeros((self._size, max(nbytes // 4 // self._size, 1)), np.float32)
-                    times = [self._median(op, values, timeout_s, name) for name in choices.BACKENDS]
-                    found[op, nbytes] = Measured(*times)
-            until_s = self._until(timeout_s)
-            told = self._exchange_values([[*key, *vars(one).values()] for key, one in found.items()], until_s)
+            found = tuning.measured(self, sizes, ops, timeout_s)
+            told = self._exchange_values([[*key, *vars(one).values()] for key, one in found.items()], self._until(None))
             rows = {(str(op), int(nbytes)): Measured(float(own), float(gloo)) for op, nbytes, own, gloo in told[0]}
             self._choices.measured |= {(op, choices.size_class(n)): one for (op, n), one in rows.items()}
             return rows
-
-    def _median(self, op: str, values: Any, timeout_s: float | None, backend: str) -> float:
-        times = []
-        for _ in range(_TRIES + 1):
-            start_ns = time.perf_counter_ns()
-            getattr(self, op)(values, timeout_s=timeout_s, backend=backend)
-            times.append((time.perf_counter_ns() - start_ns) / 1e3)
-        return statistics.median(times[1:])
 
     # --- its life
 
@@ -313,7 +330,7 @@ class Group:
     # --- a call
 
     def _call(
-        self, op: Op, x: Any, out: Any, timeout_s: float | None, backend: str | None, detail: str | int = ""
+        self, op: Op, x: Any, out: Any, timeout_s: float | None, backend: str | None, wait: bool, detail: str | int = ""
     ) -> Any:
         with self._lock:
             peers, shared = self._demand_whole()
@@ -328,7 +345,7 @@ class Group:
                 if error is None:
                     what = [op.name, detail, given.dtype, list(given.shape), choice.path]
                 head = calls.head(self._generation, self._calls, what)
-                call = Call(op, self._rank, self._size, given, result, detail, until_s)
+                call = Call(op, self._rank, self._size, given, result, detail, until_s, wait)
                 if error is None and choice.path == choices.SHARED:
                     copies, error = calls.open_in_shared_memory(call, head, shared, peers)
                 else:
@@ -364,17 +381,8 @@ class Group:
             return None, None, None, exc
 
     def _pick(self, op: Op, nbytes: int, dtype: str, backend: str | None, device: int = CPU) -> Choice:
-        """Raises InvalidArgument where a backend is asked for what it does not have, or gets memory that it does not
-        reach."""
-        forced = backend or self._backend
-        choices.demand_place(forced, device, "x")
-        cannot = op.cannot_gloo(dtype) if device == CPU else op.cannot_nccl(dtype)
-        if cannot and (device != CPU or forced == choices.GLOO):
-            raise InvalidArgument(f"{cannot}; {'leave backend= out' if device == CPU else 'convert it'}")
-        if device != CPU:
-            starting.demand_its_gpu(self._libraries.get(choices.NCCL), device)
-            return choices.on_gpu(op.name, nbytes, device)
-        return self._choices.pick(op.name, nbytes, op.share(nbytes, self._size), self._size, forced, cannot)
+        forced, nccl = backend or self._backend, self._libraries.get(choices.NCCL)
+        return self._choices.pick_at(op, nbytes, dtype, device, self._size, forced, nccl)
 
     def _note(self, peers: Peers, choice: Choice, copies: tuple[Copy, ...], start_ns: int, waited_ns: int) -> None:
         """What the report is made of."""
@@ -442,8 +450,7 @@ class Group:
     def _demand_whole(self) -> tuple[Peers, SharedMemory]:
         self._demand_own()
         if self._error is not None:
-            error = type(self._error)(self._error.message, **self._error.facts)
-            raise error
+            raise type(self._error)(self._error.message, **self._error.facts)
         assert self._peers is not None
         assert self._shared is not None
         return self._peers, self._shared
@@ -455,13 +462,8 @@ class Group:
 
     def _broken(self, reason: str, what: str, ranks: Iterable[int]) -> GroupBroken:
         doing = "between calls" if self._peers is None else self._peers.doing
-        its: dict[str, Any] = {
-            "group": self._name,
-            "generation": self._generation,
-            "ranks": list(ranks),
-            "doing": doing,
-        }
-        return faults.broken(reason, what, **its)
+        its: dict[str, Any] = {"group": self._name, "generation": self._generation, "doing": doing}
+        return faults.broken(reason, what, ranks=list(ranks), **its)
 
     def _break(self, exc: BaseException) -> BaseException:
         """The group ends here: the others are told why. Gives what to raise."""
@@ -471,10 +473,11 @@ class Group:
         else:
             is_stopped = not isinstance(exc, Exception)
             reason = faults.INTERRUPTED if is_stopped else faults.FAILED
-            text = f"rank {self._rank} was interrupted" if is_stopped else f"rank {self._rank} met {exc!r:.300}"
-            error = self._broken(reason, text, [self._rank])
+            text = "was interrupted" if is_stopped else f"met {exc!r:.300}"
+            error = self._broken(reason, f"rank {self._rank} {text}", [self._rank])
         if self._peers is not None:
-            self._calls -= self._peers.doing.startswith("call ")  # the one that it was in
+            void = sum(library.void() for library in self._libraries.values())
+            self._calls -= void + self._peers.doing.startswith("call ")  # the one that it was in
             self._peers.tell(error)
             self._error = error
         self._drop()

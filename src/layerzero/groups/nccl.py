@@ -1,17 +1,20 @@
 """Calls of all ranks on GPUs, by NCCL: the process's own torch has the tensors, and makes the calls.
 
-A call returns when the GPU has done it: a kernel of NCCL waits for the other ranks, and whoever dies is seen by this
-process alone, which aborts it then.
+A call is enqueued on the caller's stream. One that is waited for returns when the GPU has done it. A kernel of NCCL
+waits for the other ranks, and does not see that one is gone: whoever waits for it sees that, and aborts it; of calls
+that nobody waits for a thread does, which sleeps until a rank goes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,12 @@ from layerzero.client.connection.report import Copy
 from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
 from layerzero.groups.peers import Peers
+from layerzero.ipc.errors import GroupBroken
+
+SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
+NAP_S = 0.0001  # then with so much time between
+GRACE_S = 0.5  # for calls whose ranks may all have done their part when one goes
+_log = logging.getLogger("layerzero.groups")
 
 
 class Nccl:
@@ -29,6 +38,10 @@ class Nccl:
         self._path = runtime / "groups" / f"{group}.{generation}.nccl"
         self._rank, self.device = rank, device
         self._group: Any = None
+        self._is_connected = False
+        self._open: Any = None  # an event behind the calls that were not waited for
+        self._open_count = 0
+        self._watch: _Watch | None = None
 
     def why_not(self) -> str:
         """Why it cannot be started here; empty where it can."""
@@ -51,43 +64,110 @@ class Nccl:
 
     def run(self, peers: Peers, call: calls.Call) -> tuple[Copy, ...]:
         """Raises GroupBroken."""
+        try:
+            if self._is_connected:
+                self._enqueue(call)
+            else:  # it waits for all other ranks within
+                self._in_thread(peers, lambda: self._enqueue(call), call.until_s)
+            self._is_connected = True
+            event = self._recorded()
+            if call.is_waited:
+                self._wait_for(event, peers, call.until_s)
+                self._open, self._open_count = None, 0  # what was enqueued before is done, too
+            else:
+                self._open, self._open_count = event, self._open_count + 1
+                self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort)
+        except RuntimeError as exc:  # torch's, and NCCL's
+            raise self._failed(peers, exc) from exc
+        return self._copies(call)
+
+    def wait(self, peers: Peers, until_s: float) -> None:
+        """Until the GPU has done all calls. Raises GroupBroken."""
+        try:
+            if self._open is not None:
+                self._wait_for(self._open, peers, until_s)
+        except RuntimeError as exc:
+            raise self._failed(peers, exc) from exc
+        self._open, self._open_count = None, 0
+
+    def void(self) -> int:
+        """Of how many calls that nobody has waited for there is no result, as they ended or will end with others."""
+        is_void = (self._watch is not None and self._watch.has_aborted) or not self._is_done()
+        return self._open_count if is_void else 0
+
+    def drop(self) -> None:
+        """End it: kernels that wait for other ranks, too."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        self._abort()
+        self._path.unlink(missing_ok=True)
+        self._open, self._open_count = None, 0
+
+    def close(self) -> None:
+        """As `drop`, once the GPU has done what nobody has waited for."""
+        end_s = time.monotonic() + START_S
+        with contextlib.suppress(RuntimeError):
+            while not self._is_done() and time.monotonic() < end_s:
+                time.sleep(NAP_S)
+        self.drop()
+
+    def _wait_for(self, event: Any, peers: Peers, until_s: float) -> None:
+        spin_s = time.monotonic() + SPIN_S
+        try:
+            while not event.query():
+                peers.look(until_s)
+                if time.monotonic() > spin_s:
+                    time.sleep(NAP_S)
+        except GroupBroken:  # a rank may have gone as soon as its own part was done
+            end_s = time.monotonic() + GRACE_S
+            while not event.query():
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(NAP_S)
+        if self._watch is not None and self._watch.has_aborted:
+            peers.look(until_s)
+            raise RuntimeError("a rank went while it ran")
+
+    def _in_thread(self, peers: Peers, work: Callable[[], object], until_s: float) -> None:
+        """It may wait for other ranks in C++, while this thread sees whether they are there. Raises GroupBroken, and
+        what the work raises."""
         ended: list[BaseException | None] = []
         stream = self._stream()
         reader, writer = os.pipe2(os.O_CLOEXEC)
 
-        def work() -> None:
+        def run() -> None:
             try:
                 with self._on(stream):
-                    self._call(call)
+                    work()
                 ended.append(None)
             except BaseException as exc:
                 ended.append(exc)
             finally:
                 os.close(writer)
 
-        threading.Thread(target=work, name="nccl", daemon=True).start()
+        threading.Thread(target=run, name="nccl", daemon=True).start()
         try:
-            peers.wait_for([reader], max(call.until_s, time.monotonic()))
+            peers.wait_for([reader], max(until_s, time.monotonic()))
         finally:
             os.close(reader)
         if ended[0] is not None:
-            what: dict[str, Any] = {"group": peers.name, "generation": peers.generation, "doing": peers.doing}
-            told = str(ended[0]).partition("\n")[0]
-            raise faults.broken(
-                faults.FAILED, f"nccl of rank {self._rank} failed: {told}", ranks=[self._rank], **what
-            ) from ended[0]
-        return self._copies(call)
+            raise ended[0]
 
-    def drop(self) -> None:
-        """End it: kernels that wait for other ranks, too."""
-        self._path.unlink(missing_ok=True)
+    def _failed(self, peers: Peers, exc: RuntimeError) -> GroupBroken:
+        what: dict[str, Any] = {"group": peers.name, "generation": peers.generation, "doing": peers.doing}
+        told = str(exc).partition("\n")[0]
+        return faults.broken(faults.FAILED, f"nccl of rank {self._rank} failed: {told}", ranks=[self._rank], **what)
+
+    def _is_done(self) -> bool:
+        event = self._open
+        return event is None or bool(event.query())
+
+    def _abort(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()
-
-    def close(self) -> None:
-        self.drop()
 
     # --- torch's
 
@@ -103,14 +183,16 @@ class Nccl:
     def _stream(self) -> Any:
         return sys.modules["torch"].cuda.current_stream(self.device)
 
-    @contextlib.contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
-        """What is enqueued within is done afterwards."""
-        with sys.modules["torch"].cuda.stream(stream):
-            yield
-            stream.synchronize()
+    def _on(self, stream: Any) -> Any:
+        return sys.modules["torch"].cuda.stream(stream)
 
-    def _call(self, call: calls.Call) -> None:
+    def _recorded(self) -> Any:
+        event = sys.modules["torch"].cuda.Event()
+        event.record(self._stream())
+        return event
+
+    def _enqueue(self, call: calls.Call) -> None:
+        """On the current stream of this thread."""
         from torch.distributed import distributed_c10d as kinds
 
         x, out, torch = call.given.keep.detach(), call.result.value.detach(), sys.modules["torch"]
@@ -146,6 +228,43 @@ class Nccl:
     def _copies(call: calls.Call) -> tuple[Copy, ...]:
         is_copied = call.op in (calls.ALL_REDUCE, calls.BROADCAST) and call.result.value is not call.given.keep
         return (Copy("x", call.given.nbytes, "client", "nccl works in place"),) if is_copied else ()
+
+
+class _Watch:
+    """Aborts NCCL's calls that nobody waits for once a rank has gone, if they do not end by themselves: a thread that
+    sleeps until then."""
+
+    def __init__(self, ends: Iterable[tuple[int, int]], is_done: Callable[[], bool], abort: Callable[[], None]) -> None:
+        """`ends`: descriptors that tell of a rank's end, with what they are polled for; they are this one's own."""
+        self.has_aborted = False
+        self._is_done, self._abort = is_done, abort
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._ends = list(ends)
+        self._thread = threading.Thread(target=self._run, name="nccl-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.eventfd_write(self._bell, 1)
+        self._thread.join()
+        for fd in (self._bell, *(fd for fd, _ in self._ends)):
+            os.close(fd)
+
+    def _run(self) -> None:
+        gone, bell = select.poll(), select.poll()
+        for poll in (gone, bell):
+            poll.register(self._bell, select.POLLIN)
+        for fd, events in self._ends:
+            gone.register(fd, events)
+        if any(fd == self._bell for fd, _ in gone.poll()):
+            return
+        end_s = time.monotonic() + GRACE_S
+        while not self._is_done() and time.monotonic() < end_s:
+            if bell.poll(1):
+                return
+        if not self._is_done():
+            self.has_aborted = True
+            self._abort()
+            _log.error("a rank went during calls that nobody has waited for: what they gave is void")
 
 
 def _op(kinds: Any, name: str) -> Any:

@@ -108,6 +108,18 @@ class Peers:
             for fd in others:
                 self._poll.unregister(fd)
 
+    def look(self, until_s: float) -> None:
+        """Take in what has come. Raises GroupBroken where a rank is lost, or the time is over."""
+        self._take_in(self._poll.poll(0))
+        self._demand(self.ranks)
+        if time.monotonic() > until_s:
+            raise self._error(faults.DEADLINE, f"{named(self.ranks)} did not come within timeout_s", self.ranks)
+
+    def ends(self) -> list[tuple[int, int]]:
+        """Descriptors, the caller's own, that tell of a rank's end, and what each is to be polled for."""
+        ends = [(os.dup(fd), select.POLLIN) for fd in self._pidfds]
+        return ends + [(os.dup(sock.fileno()), 0) for sock in self._sockets.values()]
+
     def hear_fault(self, within_s: float) -> LayerZeroError | None:
         """What another rank says of why it gave the call up, if it says so soon."""
         until_s = time.monotonic() + within_s
@@ -148,6 +160,10 @@ class Peers:
         if not events and left_s <= 0:
             late = list(missing)
             raise self._error(faults.DEADLINE, f"{named(late)} did not come within timeout_s", late)
+        self._take_in(events)
+        return {fd for fd, _ in events}
+
+    def _take_in(self, events: Iterable[tuple[int, int]]) -> None:
         for fd, _ in events:
             rank = self._rank_of.get(fd)
             if rank is not None:
@@ -156,7 +172,6 @@ class Peers:
                 rank = self._pidfds[fd]
                 self._drain(rank)
                 self._lose(rank, faults.RANK_DIED)
-        return {fd for fd, _ in events}
 
     def _receive(self, rank: int) -> bool:
         """One message; False where there is none."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from layerzero.client.arrays.recognition import describe
+from layerzero.client.arrays.recognition import CPU, describe
 from layerzero.client.connection import overlay
 from layerzero.client.connection.report import html_of_text
 from layerzero.client.facade import default_session, running
@@ -238,17 +238,21 @@ class SplitPlan:
 
 
 def collect(group: Group, collective: Collective, arrays: list[Any]) -> dict[int, Any]:
-    """Sums, or what ranks have in parts, whole. Raises as the group's calls do."""
+    """Sums, or what ranks have in parts, whole. Each is waited for: a worker that serves several ranks may have to wait
+    for one, while its GPU would wait for another that this worker has not served yet. Raises as the group's calls
+    do."""
     if collective.dim is not None:
         (value,) = arrays
         return {collective.values[0]: joined(list(group.all_gather(value[None])), collective.dim)}
     if len(arrays) == 1:
-        return {
-            collective.values[0]: group.all_reduce(arrays[0], out=arrays[0] if _may_be_written(arrays[0]) else None)
-        }
+        out = arrays[0] if _may_be_written(arrays[0]) else None
+        return {collective.values[0]: group.all_reduce(arrays[0], out=out)}
     counts = [math.prod(array.shape) for array in arrays]
     first = describe(arrays[0])
-    whole = empty((sum(counts),), arrays[0].dtype if first.kind == "torch" else first.spec.dtype)
+    if first.device != CPU:
+        whole = arrays[0].new_empty(sum(counts))
+    else:
+        whole = empty((sum(counts),), arrays[0].dtype if first.kind == "torch" else first.spec.dtype)
     ends = np.cumsum(counts).tolist()
     rows = [
         whole[end - count : end].reshape(array.shape) for end, count, array in zip(ends, counts, arrays, strict=True)
@@ -294,10 +298,10 @@ def split_plan(function: Callable[..., Any], group: Group, **options: Any) -> Sp
     have a rule for that.
 
     All ranks call it with equal arguments, in the same order, and get the whole result. The first two calls run the
-    function whole, and record it as lz.plan does; then each rank keeps its part of the weights in shared memory, and
-    what lies between two calls of the group is a plan of its own. A weight that takes a whole array is split by column,
-    one that takes an array in parts by row; a sum over all ranks follows that, and sums that could be one are. Weights
-    are taken to be fixed: call `reset` on all ranks after changes.
+    function whole, and record it as lz.plan does; then each rank keeps its part of the weights in shared memory, or on
+    its GPU, and what lies between two calls of the group is a plan of its own. A weight that takes a whole array is
+    split by column, one that takes an array in parts by row; a sum over all ranks follows that, and sums that could be
+    one are. Weights are taken to be fixed: call `reset` on all ranks after changes.
 
     options: keep_choice, passes and diagnostics of lz.plan.
     Raises InvalidArgument, and at the second call where the function cannot be split: with the step, and why.

@@ -104,8 +104,8 @@ def nbytes_of(value: Value) -> int:
 
 
 def _demand_splittable(recording: Recording) -> None:
-    if recording.device not in (None, CPU):
-        raise InvalidArgument("give it arrays of the CPU: plans are split over ranks there alone")
+    if recording.device not in (None, CPU) and recording.kind != "torch":
+        raise InvalidArgument(f"give it torch tensors: of a GPU, no plans of {recording.kind} arrays are split")
     for step in recording.steps:
         if step.writes:
             raise InvalidArgument(

@@ -72,9 +72,3 @@ def refused(name: str, group: str, told: Mapping[int, Any]) -> LayerZeroError | 
     except InvalidArgument as exc:
         return exc
     return None
-
-
-def demand_its_gpu(nccl: Any, device: int) -> None:
-    """Raises InvalidArgument where the rank's NCCL runs on another GPU."""
-    if nccl is not None and nccl.device != device:
-        raise InvalidArgument(f"x is on GPU {device}: this rank's nccl runs on GPU {nccl.device}; move x there")

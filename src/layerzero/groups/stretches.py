@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.facade.memory import share
 from layerzero.client.facade.running import perform
 from layerzero.client.plans.recording import Recording, Use
@@ -16,7 +17,7 @@ from layerzero.groups.splitting import LocalStep, Stretch
 
 
 class Weights:
-    """This rank's parts of a function's own arrays, in shared memory, and the others as they are."""
+    """This rank's parts of a function's own arrays, in shared memory or on its GPU, and the others as they are."""
 
     def __init__(self, recording: Recording, rank: int, size: int) -> None:
         self._recording, self._rank, self._size = recording, rank, size
@@ -34,7 +35,8 @@ class Weights:
         if key not in self._parts:
             array = self.whole(number)
             array = array.detach() if hasattr(array, "detach") else array
-            self._parts[key] = share(joined([self.cut(one, dim) for one in _blocks(array, dim, blocks)], dim))
+            part = joined([self.cut(one, dim) for one in _blocks(array, dim, blocks)], dim)
+            self._parts[key] = part if self._recording.device not in (None, CPU) else share(part)
         return self._parts[key]
 
     def cut(self, array: Any, dim: int) -> Any:

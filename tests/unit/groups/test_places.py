@@ -96,7 +96,7 @@ def test_who_cannot_start_a_library_is_told_to_all_before_anybody_waits() -> Non
 
 
 def test_a_rank_stays_on_its_gpu() -> None:
-    starting.demand_its_gpu(None, 1)
-    starting.demand_its_gpu(SimpleNamespace(device=1), 1)
+    choices.demand_its_gpu(None, 1)
+    choices.demand_its_gpu(SimpleNamespace(device=1), 1)
     with pytest.raises(InvalidArgument, match="x is on GPU 1: this rank's nccl runs on GPU 0; move x there"):
-        starting.demand_its_gpu(SimpleNamespace(device=0), 1)
+        choices.demand_its_gpu(SimpleNamespace(device=0), 1)

@@ -88,6 +88,9 @@ class Line(Protocol):
         """Whether the worker has not got this call, nor will get it: then it has ended as declined, and what keeps its
         memory is let go of."""
 
+    def withdraw_held(self, hold: Any, /) -> None:
+        """As `withdraw`, of the calls whose memory `hold` keeps."""
+
     def see_ends(self) -> None:
         """Calls that have ended, and whose results nobody takes, are counted now."""
 
@@ -142,8 +145,12 @@ class Lane:
     def run(self, lease: Lease, refs: bytes, timeout_s: float, hold: Any) -> Ran | Lost | LayerZeroError | None:
         """Run a call whose memory `hold` keeps. None: it was not run here, and the broker takes it; an error: it failed
         here. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
-        receipt = self.put(lease, refs + lease.values, timeout_s, hold)
-        return None if receipt is None else self.resume(receipt, lease, timeout_s)
+        try:
+            receipt = self.put(lease, refs + lease.values, timeout_s, hold)
+            return None if receipt is None else self.resume(receipt, lease, timeout_s)
+        except BaseException:  # an interrupt may come before there is a receipt here
+            self._withdraw_held(hold)
+            raise
 
     def run_chain(
         self, lease: Lease, body: bytes, timeout_s: float, hold: Any, expected_ns: int
@@ -154,6 +161,9 @@ class Lane:
         try:
             receipt = self.begin_chain(holder, lease, body, timeout_s, hold)
             return None if receipt is None else self.end_chain(receipt, lease, timeout_s, expected_ns)
+        except BaseException:
+            self._withdraw_held(hold)
+            raise
         finally:
             self.let_go(holder)
 
@@ -214,6 +224,10 @@ class Lane:
         """Whether the worker has not got the call, nor will get it."""
         assert self.line is not None
         return self.line.withdraw(receipt)
+
+    def _withdraw_held(self, hold: Any) -> None:
+        if self.line is not None:
+            self.line.withdraw_held(hold)
 
     def gives_time(self, receipt: Receipt, timeout_s: float) -> bool:
         """Whether a call whose time on the lane is up, and that was behind others, has time of its own from now on: the
@@ -343,6 +357,11 @@ class _Line:
                 self._open = _Receipt(self._page, receipt.call, receipt.due_ns, None)
         lane.ring(self._doorbell)
         return True
+
+    def withdraw_held(self, hold: Any, /) -> None:
+        held = self._open
+        if held is not None and held.hold is hold:
+            self.withdraw(held)
 
     def wait(self, receipt: Any, left_s: float, _: int) -> None:
         due_s, answer = time.monotonic() + left_s, self._answer.fileno()

@@ -184,6 +184,20 @@ static PyObject *Line_withdraw(Line *self, PyObject *given) {
     return PyBool_FromLong(whose == TAKEN_BACK);
 }
 
+/* For who has no receipt: what an interrupt has taken from him. */
+static PyObject *Line_withdraw_held(Line *self, PyObject *hold) {
+    for (int n = 0; n < DEPTH; n++) {
+        PyObject *one = (PyObject *)self->open[n];
+        if (!one || self->open[n]->its.hold != hold) continue;
+        Py_INCREF(one);
+        PyObject *was_withdrawn = Line_withdraw(self, one);
+        Py_DECREF(one);
+        if (!was_withdrawn) return NULL;
+        Py_DECREF(was_withdrawn);
+    }
+    Py_RETURN_NONE;
+}
+
 /* Read the ends that are there: calls whose results nobody takes are counted. */
 static PyObject *Line_see_ends(Line *self, PyObject *unused) {
     (void)unused;
@@ -215,6 +229,7 @@ static PyObject *Line_close(Line *self, PyObject *unused) {
 static PyMethodDef line_methods[] = {
     {"put", (PyCFunction)Line_put, METH_VARARGS, "put(plan, body, hold, timeout_ns): a receipt, or None"},
     {"withdraw", (PyCFunction)Line_withdraw, METH_O, "withdraw(receipt): whether the worker has not got it, nor will"},
+    {"withdraw_held", (PyCFunction)Line_withdraw_held, METH_O, "withdraw_held(hold): the calls whose memory it keeps"},
     {"see_ends", (PyCFunction)Line_see_ends, METH_NOARGS, "see_ends(): of calls whose results nobody takes"},
     {"close", (PyCFunction)Line_close, METH_NOARGS, "close(): receipts of calls that are open"},
     {NULL, NULL, 0, NULL},

@@ -68,7 +68,9 @@ class TorchCuda:
         device = self.torch.cuda.current_device()
         found = self._streams.get((device, stream))
         if found is None:
-            found = self._streams[device, stream] = self.torch.cuda.ExternalStream(stream, device=device)
+            cuda = self.torch.cuda  # to its ExternalStream 0 is no stream, and it takes one of its own
+            found = cuda.ExternalStream(stream, device=device) if stream else cuda.default_stream(device)
+            self._streams[device, stream] = found
         context: AbstractContextManager[None] = self.torch.cuda.stream(found)
         return context
 
@@ -102,7 +104,10 @@ class TorchCuda:
             is_bottom_right = is_causal and call.attrs["causal_alignment"] == "bottom_right"
             # Rows that see no key are left out: torch's kernel, which xFormers calls too, is wrong in others with them.
             hidden = max(queries - keys, 0) if is_bottom_right else 0
-            inputs = [self.aligned(tensor, max(q.shape[3], wide)) for tensor in (q[:, :, hidden:], k, v)]
+            # So are keys that no row sees: xFormers lets a lone query of grouped heads see them all.
+            seen = queries if is_causal and not is_bottom_right else keys
+            tensors = (q[:, :, hidden:], k[:, :, :seen], v[:, :, :seen])
+            inputs = [self.aligned(tensor, max(q.shape[3], wide)) for tensor in tensors]
 
             def run(out: Any) -> None:
                 result = forward(*(give().transpose(1, 2) for give in inputs), is_causal, scale)

@@ -180,16 +180,17 @@ class Quantized:
         return found
 
     def _matrix(self, a: Any, b: Any) -> Any:
-        """Of two matrices of int8. A GPU's product takes more than 16 rows, and multiples of 8 of all else."""
+        """Of two matrices of int8. cuBLAS takes rows of the first and columns of the second that lie in a row each, at
+        multiples of 16 bytes, and more than 16 rows."""
         torch, (rows, extent), columns = self.torch, a.shape, b.shape[1]
         if not extent:
             return torch.zeros(rows, columns, dtype=torch.int32, device=a.device)
         if not self.is_gpu:
             return torch._int_mm(a, b)
-        pad, more, wider = torch.nn.functional.pad, -extent % 8, -columns % 8
-        a = pad(a, (0, more, 0, max(17 - rows, 0))) if more or rows < 17 else a
-        b = pad(b, (0, wider, 0, more)) if more or wider else b
-        return torch._int_mm(a.contiguous(), b)[:rows, :columns]
+        inner = extent + -extent % 16
+        a = _laid(a, max(rows, 32), inner)
+        b = _laid(b.t(), columns + -columns % 16, inner).t()
+        return torch._int_mm(a, b)[:rows, :columns]
 
     def _signed(self, x: Any, zero: Any) -> tuple[Any, Any]:
         """The same numbers as int8 and a zero point."""
@@ -262,3 +263,13 @@ class Quantized:
     def _each_row(self, scale: Any, rows: int) -> Any:
         """A scale for each row of a weight, of which so many share one."""
         return scale.repeat_interleave(rows // scale.shape[0], 0) if scale.shape[0] not in (1, rows) else scale
+
+
+def _laid(x: Any, rows: int, columns: int) -> Any:
+    """A matrix of bytes with zeros up to that size, whose rows have no gaps and start at multiples of 16."""
+    is_laid = x.stride(1) == 1 and not (x.stride(0) | x.data_ptr()) % 16
+    if is_laid and x.shape == (rows, columns):
+        return x
+    laid = x.new_zeros(rows, columns)
+    laid[: x.shape[0], : x.shape[1]] = x
+    return laid

@@ -41,8 +41,14 @@ def load() -> Loaded:
 
     def varlen(q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call) -> Any:
         rule = blocks[call.attrs["causal_alignment"]] if call.attrs["is_causal"] else fmha.attn_bias.BlockDiagonalMask
-        counts = ([high - low for low, high in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
-        bias, scale = rule.from_seqlens(*counts, device=q.device), call.attrs["scale"]
+        counts_q, counts_k = ([high - low for low, high in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
+        if rule is blocks["top_left"] and any(map(int.__lt__, counts_q, counts_k)):
+            # Keys that no query sees are left out: it lets a lone query of grouped heads see them all.
+            seen = list(map(min, counts_q, counts_k))
+            rows = [row for low, count in zip(ends_k, seen, strict=False) for row in range(low, low + count)]
+            places = torch.tensor(rows, device=q.device)
+            k, v, counts_k = k[places], v[places], seen
+        bias, scale = rule.from_seqlens(counts_q, counts_k, device=q.device), call.attrs["scale"]
         packed = grouped(*(tensor.unsqueeze(0) for tensor in (q, k, v)))
         return ops.memory_efficient_attention_forward(*packed, attn_bias=bias, scale=scale).reshape(q.shape)
 
