@@ -1,4 +1,4 @@
-"""Weights of 4 bits that workers keep ready, and products by groups, on the CPU: onnxruntime and MLX beside torch.
+"""Weights of 4 bits that workers keep ready, and mixtures of experts, on the CPU: onnxruntime and MLX beside torch.
 Writes results/low_precision.md.
 
     python bench/low_precision.py [--quick]
@@ -19,6 +19,7 @@ import layerzero as lz
 
 TOKENS, FEATURES, GROUP = (1, 16, 128), 2048, 128
 ROUTED, EXPERTS, EXPERT_FEATURES = (16, 512), 8, 1024
+MIXED = (1, 128)
 
 
 def weight_of_4_bits() -> tuple[Any, ...]:
@@ -35,6 +36,14 @@ def experts(tokens: int) -> tuple[Any, ...]:
     return arrays(tokens, EXPERT_FEATURES), arrays(EXPERTS, EXPERT_FEATURES, EXPERT_FEATURES), lz.share(ends)
 
 
+def mixture(tokens: int) -> tuple[Any, ...]:
+    """Eight of 64 small experts for each token."""
+    rng, width = np.random.default_rng(0), 512
+    ids = np.argsort(rng.random((tokens, 64)), 1)[:, :8]
+    weights = arrays(64, 512, width), arrays(64, width, 256)
+    return arrays(tokens, width), *weights, lz.share(ids), lz.share(rng.random((tokens, 8), np.float32))
+
+
 def rows(rounds: int) -> Iterator[list[str]]:
     packed, plain = weight_of_4_bits(), arrays(FEATURES, FEATURES)
     for tokens in TOKENS:
@@ -46,6 +55,8 @@ def rows(rounds: int) -> Iterator[list[str]]:
     for tokens in ROUTED:
         name = f"grouped_linear, {tokens} x {EXPERT_FEATURES:,} by {EXPERTS} weights"
         yield row(rounds, name, "onnxruntime", "grouped_linear", experts(tokens))
+    for tokens in MIXED:
+        yield row(rounds, f"moe_mlp, {tokens} x 512, 8 of 64 experts", "onnxruntime", "moe_mlp", mixture(tokens))
 
 
 def main() -> None:
@@ -55,7 +66,7 @@ def main() -> None:
         versions = backend_versions()
     finish(
         "low_precision",
-        "Weights of 4 bits and products by groups, on the CPU",
+        "Weights of 4 bits and mixtures of experts, on the CPU",
         versions,
         ["call", "by", "its", "torch's", "torch's / its", "chosen after tuning"],
         found,

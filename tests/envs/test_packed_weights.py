@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests import reference
+from tests.envs.harness import Harness
 
 import layerzero as lz
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(600)]
 BACKENDS = ["torch", "mlx", "onnxruntime"]
@@ -162,3 +164,26 @@ def test_a_scale_beyond_what_products_of_its_numbers_have(greatest: float, backe
         expected = (9.0 - zero) * scale.astype(np.float64).sum(1) * 32 * 2.0**-9
         found = lz.packed_linear(x, packed, backend=backend)
         np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5)
+
+
+def test_a_weight_that_has_no_place_is_multiplied_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where workers keep nothing, and of more weights than one keeps, onnxruntime makes the numbers at each call."""
+    monkeypatch.setenv("LAYERZERO_WORKER_WEIGHTS_MIB", "0")
+    x, weight = rng.standard_normal((2, 64), np.float32), rng.integers(0, 256, (5, 32), np.uint8)
+    scale, zeros = rng.random((5, 2), np.float32), rng.integers(0, 16, (5, 2), np.int32)
+    given = [x, weight, scale, None, None, None, zeros]
+    specs = [None if one is None else TensorSpec.contiguous(one.dtype.name, one.shape) for one in given]
+    attrs, kernel = {"dtype": "", "weight_format": "int4"}, "onnxruntime.scaled_linear.int4"
+    codes = np.stack((weight & 15, weight >> 4), -1).reshape(5, 2, 32).astype(np.float64)
+    numbers = ((codes - zeros[..., None]) * scale[..., None]).reshape(5, 64)
+    harness = Harness("onnxruntime")
+    try:
+        blobs = [b"" if one is None else one.tobytes() for one in given]
+        out = [TensorSpec.contiguous("float32", (2, 5))]
+        reply, (made, again) = harness.run(kernel, "scaled_linear", specs, out, attrs, [blobs, blobs])
+        assert not reply.get("error")
+    finally:
+        harness.close()
+    assert made == again
+    found = np.frombuffer(made, np.float32).reshape(2, 5)
+    assert reference.error(found, x.astype(np.float64) @ numbers.T) <= 1e-5

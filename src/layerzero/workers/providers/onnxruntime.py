@@ -111,7 +111,7 @@ def load() -> Loaded:
     packed = _onnx_packed.PackedWeights(numpy, onnx, library.session_of_constants, bind_graph)
     binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(GRAPHS, bind_graph)}
     binds["scaled_linear.int4"] = packed.bind
-    binds["grouped_linear"] = _onnx_experts.binder(numpy, onnx, library.session)
+    binds |= _onnx_experts.binds(numpy, onnx, library.session)
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
@@ -286,14 +286,7 @@ class _Runtime:
         assert x is not None
         assert gate_up is not None
         assert down is not None
-        rows, helper = math.prod(x.shape[:-1]), self.onnx.helper
-        nodes = [
-            helper.make_node("Gemm", ["x", "w"], ["product"], transB=1),
-            helper.make_node("Split", ["product"], ["gate", "up"], axis=-1),
-            *_onnx_activations.after(helper, call.attrs["activation"], "gate", "opened"),
-            helper.make_node("Mul", ["opened", "up"], ["hidden"]),
-            helper.make_node("Gemm", ["hidden", "b"], ["y"], transB=1),
-        ]
+        rows, nodes = math.prod(x.shape[:-1]), _onnx_activations.gated_mlp(self.onnx.helper, call.attrs["activation"])
         return nodes, ((rows, x.shape[-1]), gate_up.shape, down.shape, (rows, down.shape[0]))
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
