@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection.report import Copy
 from layerzero.groups.faults import named
 from layerzero.ipc.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from layerzero.groups.calls import Op
 
 SHARED_MEMORY, GLOO, NCCL = "shared_memory", "gloo", "nccl"
 BACKENDS = (SHARED_MEMORY, GLOO)  # of the CPU's memory; nccl is of a GPU's
@@ -22,6 +19,16 @@ GLOO_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float3
 NCCL_DTYPES = GLOO_DTYPES
 START_S = 60.0  # so long may a library take until it has all connections
 MEASURED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+class OpLike(Protocol):
+    """Of calls.Op, what a choice looks at."""
+
+    @property
+    def name(self) -> str: ...
+    def share(self, nbytes: int, size: int) -> int: ...
+    def cannot_gloo(self, dtype: str) -> str: ...
+    def cannot_nccl(self, dtype: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,9 @@ class Choices:
             return Choice(op, nbytes, within, limit, {**other, GLOO: cannot or times})
         return Choice(op, nbytes, GLOO, times, {within: times})
 
-    def pick_at(self, op: Op, nbytes: int, dtype: str, device: int, size: int, forced: str | None, nccl: Any) -> Choice:
+    def pick_at(
+        self, op: OpLike, nbytes: int, dtype: str, device: int, size: int, forced: str | None, nccl: Any
+    ) -> Choice:
         """Of memory of a device; `nccl` is this rank's, if it runs. Raises InvalidArgument where a backend is asked for
         what it does not have, or gets memory that it does not reach."""
         demand_place(forced, device, "x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,15 +13,12 @@ from layerzero.groups import choices
 from layerzero.groups.choices import Measured
 from layerzero.ipc.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from layerzero.groups.group import Group
-
 BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 _TRIES = 5
 
 
 def measured(
-    group: Group, sizes: Sequence[int], ops: Sequence[str], timeout_s: float | None
+    group: Any, sizes: Sequence[int], ops: Sequence[str], timeout_s: float | None
 ) -> dict[tuple[str, int], Measured]:
     """By all ranks, of float32; by op and number of bytes. Raises InvalidArgument, EnvError, and as calls do."""
     wrong = [op for op in ops if op not in choices.MEASURED_OPS]
@@ -36,7 +33,7 @@ def measured(
     return found
 
 
-def _median_us(group: Group, op: str, values: Any, timeout_s: float | None, backend: str) -> float:
+def _median_us(group: Any, op: str, values: Any, timeout_s: float | None, backend: str) -> float:
     times = []
     for _ in range(_TRIES + 1):
         start_ns = time.perf_counter_ns()

@@ -46,7 +46,7 @@ class Enqueued:
         self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, copies: Sequence[Copy], start_ns: int
     ) -> None:
         self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
-        self.start_ns = start_ns
+        self.start_ns, self.stays_out = start_ns, route.stays_out
 
     def answer_again(self, header: Header, body: bytes) -> None:
         """The worker died, or left the call to the broker: what counts is how the call ended elsewhere."""
@@ -70,7 +70,7 @@ class OnRing(Enqueued):
         start_ns: int,
     ) -> None:
         self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
-        self.lane, self.lease, self.start_ns = lane, lease, start_ns
+        self.lane, self.lease, self.start_ns, self.stays_out = lane, lease, start_ns, route.stays_out
 
     def count(self, counters: Counters) -> None:
         """It is on its ring, and its caller goes on."""
@@ -219,7 +219,7 @@ class Outcomes:
         )
         report = report_of(record)
         assert report is not None
-        out, why = enqueued.route.stays_out, enqueued.route.not_lifted
+        out, why = enqueued.stays_out, enqueued.route.not_lifted
         said = (*((out,) if out else ()), *((f"not lifted: {why}",) if why else ()))
         return replace(report, notes=(*report.notes, *said)) if said else report
 
