@@ -166,24 +166,30 @@ def test_a_scale_beyond_what_products_of_its_numbers_have(greatest: float, backe
         np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5)
 
 
-def test_a_weight_that_has_no_place_is_multiplied_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where workers keep nothing, and of more weights than one keeps, onnxruntime makes the numbers at each call."""
-    monkeypatch.setenv("LAYERZERO_WORKER_WEIGHTS_MIB", "0")
-    x, weight = rng.standard_normal((2, 64), np.float32), rng.integers(0, 256, (5, 32), np.uint8)
-    scale, zeros = rng.random((5, 2), np.float32), rng.integers(0, 16, (5, 2), np.int32)
-    given = [x, weight, scale, None, None, None, zeros]
+@pytest.mark.parametrize(("kernel", "most_mib"), [("torch.scaled_linear", 30), ("onnxruntime.scaled_linear.int4", 8)])
+def test_a_weight_that_has_no_place_is_multiplied_by_as_well(
+    kernel: str, most_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two the first is kept; what the other stands for is made at each call, some rows after the others."""
+    monkeypatch.setenv("LAYERZERO_WORKER_WEIGHTS_MIB", str(most_mib))
+    n, k, groups = 1100, 4096, 32
+    x, scale = rng.standard_normal((2, k), np.float32), rng.random((n, groups), np.float32) / 8
+    zeros, bias = rng.integers(0, 16, (n, groups), np.int32), rng.standard_normal(n, np.float32)
+    weights = [rng.integers(0, 256, (n, k // 2), np.uint8) for _ in range(2)]
+    given = [x, weights[0], scale, None, bias, None, zeros]
     specs = [None if one is None else TensorSpec.contiguous(one.dtype.name, one.shape) for one in given]
-    attrs, kernel = {"dtype": "", "weight_format": "int4"}, "onnxruntime.scaled_linear.int4"
-    codes = np.stack((weight & 15, weight >> 4), -1).reshape(5, 2, 32).astype(np.float64)
-    numbers = ((codes - zeros[..., None]) * scale[..., None]).reshape(5, 64)
-    harness = Harness("onnxruntime")
+    blobs = [b"" if one is None else one.tobytes() for one in given]
+    sets = [[blobs[0], weight.tobytes(), *blobs[2:]] for weight in (*weights, *weights)]
+    attrs, out = {"dtype": "", "weight_format": "int4"}, [TensorSpec.contiguous("float32", (2, n))]
+    harness = Harness(kernel.partition(".")[0])
     try:
-        blobs = [b"" if one is None else one.tobytes() for one in given]
-        out = [TensorSpec.contiguous("float32", (2, 5))]
-        reply, (made, again) = harness.run(kernel, "scaled_linear", specs, out, attrs, [blobs, blobs])
-        assert not reply.get("error")
+        reply, made = harness.run(kernel, "scaled_linear", specs, out, attrs, sets)
     finally:
         harness.close()
-    assert made == again
-    found = np.frombuffer(made, np.float32).reshape(2, 5)
-    assert reference.error(found, x.astype(np.float64) @ numbers.T) <= 1e-5
+    assert not reply.get("error")
+    assert made[:2] == made[2:]
+    for weight, found in zip(weights, made, strict=False):
+        codes = np.stack((weight & 15, weight >> 4), -1).reshape(n, groups, -1).astype(np.float32)
+        numbers = ((codes - zeros[..., None]) * scale[..., None]).reshape(n, k).astype(np.float64)
+        expected = x.astype(np.float64) @ numbers.T + bias
+        assert reference.error(np.frombuffer(found, np.float32).reshape(2, n), expected) <= 1e-5
