@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests import reference
+from tests.envs.harness import Harness
 
 import layerzero as lz
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(600)]
 BACKENDS = ["torch", "mlx", "onnxruntime"]
@@ -58,7 +60,7 @@ def test_a_layer_is_what_it_was_packed_from(layout: str, backend: str) -> None:
         x, bias = rng.standard_normal((2, 3, k)).astype(np.float32), rng.standard_normal(n).astype(np.float32)
         found = lz.packed_linear(x, packed, bias, backend=backend)
         assert reference.error(found, x.astype(np.float64) @ numbers.T + bias) <= 1e-5
-        half = lz.packed_linear(x.astype(np.float16), packed, backend="torch")
+        half = lz.packed_linear(x.astype(np.float16), packed, backend=backend)
         assert half.dtype == np.float16
         assert reference.error(half, x.astype(np.float16).astype(np.float64) @ numbers.T) <= 2e-3
 
@@ -123,3 +125,65 @@ def test_what_does_not_belong_together_is_refused(layout: str, change: dict[int,
         stored[0] = np.zeros((64, 2), np.int32)
     with pytest.raises(lz.InvalidArgument, match=says):
         lz.pack_weight(*stored, layout=layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("points", [(8, 8), (0, 15), (15, 15), (0, 16), (-300, 300), (-(2**31), 2**31 - 1)])
+def test_groups_rows_and_zero_points_at_their_edges(points: tuple[int, int], backend: str) -> None:
+    """Libraries have kernels for groups of some sizes, for few rows and for many, and for zero points of 4 bits."""
+    for m, groups, size, n in (
+        (1, 1, 16, 3),
+        (17, 3, 16, 5),
+        (2, 5, 32, 1),
+        (3, 3, 48, 4),
+        (33, 2, 160, 6),
+        (1, 4, 6, 2),
+    ):
+        weight = rng.integers(0, 256, (n, groups * size // 2)).astype(np.uint8)
+        scale = np.exp(rng.standard_normal((n, groups)) - 3).astype(np.float32) * rng.choice([-1, 1], (n, 1))
+        zeros = rng.integers(points[0], points[1] + 1, (n, groups)).astype(np.int32)
+        zeros[0, 0], zeros[-1, -1] = points
+        packed = lz.pack_weight(weight, scale.astype(np.float32), zeros, layout="int4")
+        codes = np.stack((weight & 15, weight >> 4), -1).reshape(n, groups, size).astype(np.float64)
+        numbers = ((codes - zeros[..., None]) * scale[..., None].astype(np.float64)).reshape(n, -1)
+        x = rng.standard_normal((m, groups * size)).astype(np.float32)
+        found = lz.packed_linear(x, packed, backend=backend)
+        assert reference.error(found, x.astype(np.float64) @ numbers.T) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("greatest", [np.inf, 3e37])
+def test_a_scale_beyond_what_products_of_its_numbers_have(greatest: float, backend: str) -> None:
+    """Kernels may take a scaled zero point from a scaled number: of infinite ones that is none."""
+    scale = np.ones((16, 2), np.float32)
+    scale[3, 0] = greatest
+    weight = np.full((16, 32), 0x99, np.uint8)  # 9, of which 8 is the zero point
+    for zero in (8, 11, 18):
+        packed = lz.pack_weight(weight, scale, np.full((16, 2), zero, np.int32), layout="int4")
+        x = np.full((2, 64), 2.0**-9, np.float32)
+        expected = (9.0 - zero) * scale.astype(np.float64).sum(1) * 32 * 2.0**-9
+        found = lz.packed_linear(x, packed, backend=backend)
+        np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5)
+
+
+def test_a_weight_that_has_no_place_is_multiplied_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where workers keep nothing, and of more weights than one keeps, onnxruntime makes the numbers at each call."""
+    monkeypatch.setenv("LAYERZERO_WORKER_WEIGHTS_MIB", "0")
+    x, weight = rng.standard_normal((2, 64), np.float32), rng.integers(0, 256, (5, 32), np.uint8)
+    scale, zeros = rng.random((5, 2), np.float32), rng.integers(0, 16, (5, 2), np.int32)
+    given = [x, weight, scale, None, None, None, zeros]
+    specs = [None if one is None else TensorSpec.contiguous(one.dtype.name, one.shape) for one in given]
+    attrs, kernel = {"dtype": "", "weight_format": "int4"}, "onnxruntime.scaled_linear.int4"
+    codes = np.stack((weight & 15, weight >> 4), -1).reshape(5, 2, 32).astype(np.float64)
+    numbers = ((codes - zeros[..., None]) * scale[..., None]).reshape(5, 64)
+    harness = Harness("onnxruntime")
+    try:
+        blobs = [b"" if one is None else one.tobytes() for one in given]
+        out = [TensorSpec.contiguous("float32", (2, 5))]
+        reply, (made, again) = harness.run(kernel, "scaled_linear", specs, out, attrs, [blobs, blobs])
+        assert not reply.get("error")
+    finally:
+        harness.close()
+    assert made == again
+    found = np.frombuffer(made, np.float32).reshape(2, 5)
+    assert reference.error(found, x.astype(np.float64) @ numbers.T) <= 1e-5
