@@ -30,7 +30,7 @@ import layerzero as lz
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
 LIMIT, AIM = 1.05, 1.7
 HIDDEN, INNER, HEADS = 4096, 14336, 32
-SETTLE_S = 60.0
+SETTLE_S = 30.0
 Way = Callable[[], Any]
 
 
