@@ -46,26 +46,24 @@ def calls(rows: int, width: int) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
 def rows(rounds: int) -> Iterator[list[str]]:
     for height, width in SIZES:
         for backend, op, given in calls(height, width):
-            call, out = getattr(lz, op), arrays(height, width)
-            times: dict[str, list[float]] = {backend: [], "torch": []}
-            for number in range(rounds + LEAD):
-                for one, found in times.items():
-                    began_ns = time.perf_counter_ns()
-                    call(*given, out=out, backend=one)
-                    if number >= LEAD:
-                        found.append((time.perf_counter_ns() - began_ns) / 1e3)
-            lz.tune(op, *given, budget_s=0.5)
-            ours_us, torchs_us = map(statistics.median, times.values())
-            ratio = statistics.median(map(operator.truediv, times["torch"], times[backend]))
-            chosen = lz.explain(op, *given).kernel_id
-            yield [
-                f"{op}, {height:,} x {width:,}",
-                backend,
-                f"{ours_us:,.0f} us",
-                f"{torchs_us:,.0f} us",
-                f"{ratio:.2f}",
-                chosen,
-            ]
+            yield row(rounds, f"{op}, {height:,} x {width:,}", backend, op, given)
+
+
+def row(rounds: int, name: str, backend: str, op: str, given: tuple[Any, ...], **more: Any) -> list[str]:
+    """Of a call whose result has the shape of its first argument."""
+    call, out = getattr(lz, op), arrays(*given[0].shape)
+    times: dict[str, list[float]] = {backend: [], "torch": []}
+    for number in range(rounds + LEAD):
+        for one, found in times.items():
+            began_ns = time.perf_counter_ns()
+            call(*given, out=out, backend=one, **more)
+            if number >= LEAD:
+                found.append((time.perf_counter_ns() - began_ns) / 1e3)
+    lz.tune(op, *given, budget_s=0.5, **more)
+    ours_us, torchs_us = map(statistics.median, times.values())
+    ratio = statistics.median(map(operator.truediv, times["torch"], times[backend]))
+    chosen = lz.explain(op, *given, **more).kernel_id
+    return [name, backend, f"{ours_us:,.0f} us", f"{torchs_us:,.0f} us", f"{ratio:.2f}", chosen]
 
 
 def main() -> None:

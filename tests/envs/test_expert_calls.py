@@ -48,19 +48,36 @@ def test_the_block_is_what_its_parts_make(backend: str, way: dict[str, Any]) -> 
     assert reference.error(parts, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_data_that_leads_outside_is_refused(backend: str) -> None:
+@pytest.mark.parametrize("backend", [*BACKENDS, "onnxruntime"])
+def test_offsets_and_ids_that_lead_outside_are_refused(backend: str) -> None:
     x, weight = np.ones((4, 8), np.float32), np.ones((2, 5, 8), np.float32)
     for ends in ([3, 2], [-1, 4], [2, 5]):
         says = rf"offsets is \[{ends[0]}, {ends[1]}\]; allowed: from 0 to 4, the number of rows, and never down"
         with pytest.raises(lz.InvalidArgument, match=says):
             lz.grouped_linear(x, weight, np.array(ends, np.int32), backend=backend)
+    ids, down, shares = np.array([[0], [1], [2], [-9]]), np.ones((2, 8, 2), np.float32), np.ones((4, 1), np.float32)
+    with pytest.raises(lz.InvalidArgument, match="expert id 2 is not below 2"):
+        lz.moe_mlp(x, np.ones((2, 4, 8), np.float32), down, ids, shares, backend=backend)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "onnxruntime"])
+def test_tokens_of_experts_that_are_elsewhere_get_nothing(backend: str) -> None:
+    """Some of them, all of a token's, and all; a token may have one expert twice."""
+    rng = np.random.default_rng(8)
+    x, gate_up, down = (rng.standard_normal(s).astype(np.float32) / 4 for s in ((6, 8), (3, 10, 8), (3, 7, 5)))
+    weights = rng.random((6, 2), np.float32)
+    for ids in ([[0, 2], [-1, 1], [-1, -1], [2, 2], [1, -7], [0, 1]], [[-1, -1]] * 6, [[2, -1]] * 6):
+        found = lz.moe_mlp(x, gate_up, down, np.array(ids), weights, "gelu", backend=backend)
+        expected = reference.TENSOR_OPS["moe_mlp"](x, gate_up, down, np.array(ids), weights, activation="gelu")
+        assert reference.error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_and_orders_that_lead_outside_are_refused(backend: str) -> None:
+    x = np.ones((4, 8), np.float32)
     ids = np.array([[0], [1], [2], [-9]])
     with pytest.raises(lz.InvalidArgument, match="expert id 2 is not below 2, the number of experts; pass ids below"):
         lz.moe_permute(x, ids, num_experts=2, backend=backend)
-    down, shares = np.ones((2, 8, 2), np.float32), np.ones((4, 1), np.float32)
-    with pytest.raises(lz.InvalidArgument, match="expert id 2 is not below 2"):
-        lz.moe_mlp(x, np.ones((2, 4, 8), np.float32), down, ids, shares, backend=backend)
     for order in ([0, 1, 2, 2], [0, 1, 2, 4], [-1, 0, 1, 2]):
         with pytest.raises(lz.InvalidArgument, match="order lacks a number; allowed: each from 0 to 3 once; pass what"):
             lz.moe_combine(x, np.array(order), np.ones((2, 2), np.float32), backend=backend)

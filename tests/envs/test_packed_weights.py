@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests import reference
+from tests.envs.harness import Harness
 
 import layerzero as lz
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 pytestmark = [pytest.mark.usefixtures("installation"), pytest.mark.timeout(600)]
 BACKENDS = ["torch", "mlx", "onnxruntime"]
@@ -58,7 +60,7 @@ def test_a_layer_is_what_it_was_packed_from(layout: str, backend: str) -> None:
         x, bias = rng.standard_normal((2, 3, k)).astype(np.float32), rng.standard_normal(n).astype(np.float32)
         found = lz.packed_linear(x, packed, bias, backend=backend)
         assert reference.error(found, x.astype(np.float64) @ numbers.T + bias) <= 1e-5
-        half = lz.packed_linear(x.astype(np.float16), packed, backend="torch")
+        half = lz.packed_linear(x.astype(np.float16), packed, backend=backend)
         assert half.dtype == np.float16
         assert reference.error(half, x.astype(np.float16).astype(np.float64) @ numbers.T) <= 2e-3
 
@@ -123,3 +125,71 @@ def test_what_does_not_belong_together_is_refused(layout: str, change: dict[int,
         stored[0] = np.zeros((64, 2), np.int32)
     with pytest.raises(lz.InvalidArgument, match=says):
         lz.pack_weight(*stored, layout=layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("points", [(8, 8), (0, 15), (15, 15), (0, 16), (-300, 300), (-(2**31), 2**31 - 1)])
+def test_groups_rows_and_zero_points_at_their_edges(points: tuple[int, int], backend: str) -> None:
+    """Libraries have kernels for groups of some sizes, for few rows and for many, and for zero points of 4 bits."""
+    for m, groups, size, n in (
+        (1, 1, 16, 3),
+        (17, 3, 16, 5),
+        (2, 5, 32, 1),
+        (3, 3, 48, 4),
+        (33, 2, 160, 6),
+        (1, 4, 6, 2),
+    ):
+        weight = rng.integers(0, 256, (n, groups * size // 2)).astype(np.uint8)
+        scale = np.exp(rng.standard_normal((n, groups)) - 3).astype(np.float32) * rng.choice([-1, 1], (n, 1))
+        zeros = rng.integers(points[0], points[1] + 1, (n, groups)).astype(np.int32)
+        zeros[0, 0], zeros[-1, -1] = points
+        packed = lz.pack_weight(weight, scale.astype(np.float32), zeros, layout="int4")
+        codes = np.stack((weight & 15, weight >> 4), -1).reshape(n, groups, size).astype(np.float64)
+        numbers = ((codes - zeros[..., None]) * scale[..., None].astype(np.float64)).reshape(n, -1)
+        x = rng.standard_normal((m, groups * size)).astype(np.float32)
+        found = lz.packed_linear(x, packed, backend=backend)
+        assert reference.error(found, x.astype(np.float64) @ numbers.T) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("greatest", [np.inf, 3e37])
+def test_a_scale_beyond_what_products_of_its_numbers_have(greatest: float, backend: str) -> None:
+    """Kernels may take a scaled zero point from a scaled number: of infinite ones that is none."""
+    scale = np.ones((16, 2), np.float32)
+    scale[3, 0] = greatest
+    weight = np.full((16, 32), 0x99, np.uint8)  # 9, of which 8 is the zero point
+    for zero in (8, 11, 18):
+        packed = lz.pack_weight(weight, scale, np.full((16, 2), zero, np.int32), layout="int4")
+        x = np.full((2, 64), 2.0**-9, np.float32)
+        expected = (9.0 - zero) * scale.astype(np.float64).sum(1) * 32 * 2.0**-9
+        found = lz.packed_linear(x, packed, backend=backend)
+        np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kernel", "most_mib"), [("torch.scaled_linear", 30), ("onnxruntime.scaled_linear.int4", 8)])
+def test_a_weight_that_has_no_place_is_multiplied_by_as_well(
+    kernel: str, most_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two the first is kept; what the other stands for is made at each call, some rows after the others."""
+    monkeypatch.setenv("LAYERZERO_WORKER_WEIGHTS_MIB", str(most_mib))
+    n, k, groups = 1100, 4096, 32
+    x, scale = rng.standard_normal((2, k), np.float32), rng.random((n, groups), np.float32) / 8
+    zeros, bias = rng.integers(0, 16, (n, groups), np.int32), rng.standard_normal(n, np.float32)
+    weights = [rng.integers(0, 256, (n, k // 2), np.uint8) for _ in range(2)]
+    given = [x, weights[0], scale, None, bias, None, zeros]
+    specs = [None if one is None else TensorSpec.contiguous(one.dtype.name, one.shape) for one in given]
+    blobs = [b"" if one is None else one.tobytes() for one in given]
+    sets = [[blobs[0], weight.tobytes(), *blobs[2:]] for weight in (*weights, *weights)]
+    attrs, out = {"dtype": "", "weight_format": "int4"}, [TensorSpec.contiguous("float32", (2, n))]
+    harness = Harness(kernel.partition(".")[0])
+    try:
+        reply, made = harness.run(kernel, "scaled_linear", specs, out, attrs, sets)
+    finally:
+        harness.close()
+    assert not reply.get("error")
+    assert made[:2] == made[2:]
+    for weight, found in zip(weights, made, strict=False):
+        codes = np.stack((weight & 15, weight >> 4), -1).reshape(n, groups, -1).astype(np.float32)
+        numbers = ((codes - zeros[..., None]) * scale[..., None]).reshape(n, k).astype(np.float64)
+        expected = x.astype(np.float64) @ numbers.T + bias
+        assert reference.error(np.frombuffer(found, np.float32).reshape(2, n), expected) <= 1e-5

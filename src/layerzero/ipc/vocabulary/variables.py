@@ -149,6 +149,12 @@ OTHERS = (
     Variable("ENGINE_SHARE", "1", "0 to 1: the share of calls that is taken over in vLLM and SGLang", "client"),
     Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),
     Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
+    Variable(
+        "WORKER_WEIGHTS_MIB",
+        "1024",
+        "MiB of weights of few bits that a worker for CPUs keeps ready (docs/ops.md, scaled_linear); 0: none",
+        "workers",
+    ),
     Variable("WORKER_CONFINED", "1", "0: a worker may trace and signal other processes of its user", "workers"),
     Variable("CUPTI", "", "path of libcupti, by which workers see machine code; else it is looked for", "workers"),
     Variable("FUNCTIONS", "", "the backend of an environment of functions; its manifest sets it", "workers"),

@@ -154,6 +154,12 @@ def _weight_alone() -> Iterator[Problem]:
                 has_zeros=has_zeros, families=("float",), is_quantized=False,
             )  # fmt: skip
 
+    for m, k, n, groups in ((3, 48, 5, 3), (33, 96, 16, 3)):  # zero points as libraries pack them, two in a byte
+        both = numbers(m, k), _stored(numbers, n, k, "int4")
+        inputs = (*both, _steps((n, groups), -4), None, None, None, Values((n, groups), _nibbles(n * groups)))
+        kinds = ("", "uint8", "float32", "float32", "float32", "int32", "int32")
+        title, attrs = f"float by int4, [{m}, {k}] to {n}, zeros from 0 to 15", {"dtype": "", "weight_format": "int4"}
+        yield Problem("scaled_linear", title, attrs, inputs, kinds, ("float",))
     for n, is_fine in ((6, True), (16, True), (6, False)):  # groups of powers of 2, which libraries have kernels for
         for has_zeros in (False, True):
             both = numbers(3, 128), _stored(numbers, n, 128, "int4")
@@ -161,6 +167,11 @@ def _weight_alone() -> Iterator[Problem]:
                 "float by int4", both, (3, 128, n), 4, kind="int4", dtype="", is_fine=is_fine, has_zeros=has_zeros,
                 families=("float",), is_quantized=False,
             )  # fmt: skip
+
+
+def _nibbles(count: int) -> list[float]:
+    """Numbers of 4 bits, the least and the greatest first."""
+    return [0, 15, *(i * 7 % 16 for i in range(count - 2))]
 
 
 def _linear(

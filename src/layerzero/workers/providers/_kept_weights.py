@@ -5,31 +5,52 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-MOST_BYTES = 1 << 30
+from layerzero.ipc.errors import ConfigError
+
+VARIABLE = "LAYERZERO_WORKER_WEIGHTS_MIB"
+MOST_BYTES = 1 << 30  # without it
 _MOST = 4096  # weights
+_PATIENCE = 4  # so many calls for each that is kept, and none for one of them: it goes where another needs its place
 _SAMPLES, _SAMPLE = 8, 32  # places in the numbers that a weight is found by, and bytes at each
 
 Place = tuple[int, int]
 """Address and bytes of an array without gaps."""
 
 
-class _Kept(NamedTuple):
+def read_most_bytes(environ: Mapping[str, str]) -> int:
+    """What one worker may keep of weights. Raises ConfigError for what is no number of MiB."""
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return MOST_BYTES
+    if not text.isdecimal():
+        raise ConfigError(f"{VARIABLE}={text!r:.40}; allowed: a whole number of MiB, 0 to keep no weights")
+    return int(text) << 20
+
+
+@dataclass(slots=True)
+class _Kept:
     copies: list[ctypes.Array[ctypes.c_char]]
     made: Any
     nbytes: int
+    used: int  # the call that it was given to last
 
 
 class KeptWeights:
     """What `make` has made of arrays, for as long as a call gives the same bytes: they are compared at each, whole,
     with the copies that it was made of, so that nothing is given out for numbers that somebody has changed. An address
-    says nothing of them, and a hash takes several times as long. Those unused for longest go first. For any thread."""
+    says nothing of them, and a hash takes several times as long. Where there is no place for all, those that are kept
+    stay while calls still come for them: a model that is too large finds a part of its weights at each pass, where the
+    last ones in place of the first would be none that it finds. For any thread."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES, most: int = _MOST) -> None:
         self.most_bytes = most_bytes
         self.nbytes = 0
+        self._most = most
+        self._calls = 0
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._lock = threading.Lock()
         self._compare = ctypes.CDLL(None).memcmp
@@ -38,22 +59,28 @@ class KeptWeights:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, kind: Hashable, places: Sequence[Place], make: Callable[[Sequence[Any]], tuple[Any, int]]) -> Any:
-        """What is kept for these bytes, else what `make` gives of copies of them, with how many bytes it has; `kind`
-        says all else that it depends on. Copies are buffers, and `make` may keep them."""
+    def get(
+        self, kind: Hashable, places: Sequence[Place], nbytes: int, make: Callable[[Sequence[Any]], Any]
+    ) -> Any | None:
+        """What is kept for these bytes, else what `make` gives of copies of them, which has `nbytes`; None where it
+        cannot be kept. `kind` says all else that it depends on. Copies are buffers, and `make` may keep them."""
         with self._lock:
-            return self._get((kind, _sample(*places[0])), places, make)
-
-    def _get(self, key: Hashable, places: Sequence[Place], make: Callable[[Sequence[Any]], tuple[Any, int]]) -> Any:
-        found = self._kept.get(key)
-        if found is not None and self._is_of(found, places):
-            self._kept.move_to_end(key)
-            return found.made
-        copies = [_copy(*place) for place in places]  # the caller can write to its own in the meantime
-        made, nbytes = make(copies)
-        self._drop(key)
-        self._keep(key, _Kept(copies, made, nbytes + sum(map(len, copies))))
-        return made
+            self._calls += 1
+            key = (kind, _sample(*places[0]))
+            found = self._kept.get(key)
+            if found is not None:
+                if self._is_of(found, places):
+                    found.used = self._calls
+                    self._kept.move_to_end(key)
+                    return found.made
+                self._drop(key)
+            nbytes += sum(size for _, size in places)
+            if not self._has_place(nbytes):
+                return None
+            copies = [_copy(*place) for place in places]  # the caller can write to its own in the meantime
+            self._kept[key] = kept = _Kept(copies, make(copies), nbytes, self._calls)
+            self.nbytes += nbytes
+            return kept.made
 
     def _is_of(self, kept: _Kept, places: Sequence[Place]) -> bool:
         return not any(
@@ -61,17 +88,18 @@ class KeptWeights:
             for (address, size), copy in zip(places, kept.copies, strict=True)
         )
 
-    def _keep(self, key: Hashable, kept: _Kept) -> None:
-        if kept.nbytes > self.most_bytes:
-            return
-        while self._kept and (len(self._kept) >= _MOST or self.nbytes + kept.nbytes > self.most_bytes):
-            self._drop(next(iter(self._kept)))
-        self._kept[key] = kept
-        self.nbytes += kept.nbytes
+    def _has_place(self, nbytes: int) -> bool:
+        if nbytes > self.most_bytes:
+            return False
+        while self._kept and (len(self._kept) >= self._most or self.nbytes + nbytes > self.most_bytes):
+            key, oldest = next(iter(self._kept.items()))
+            if self._calls - oldest.used < _PATIENCE * len(self._kept):
+                return False
+            self._drop(key)
+        return True
 
     def _drop(self, key: Hashable) -> None:
-        gone = self._kept.pop(key, None)
-        self.nbytes -= 0 if gone is None else gone.nbytes
+        self.nbytes -= self._kept.pop(key).nbytes
 
 
 def _sample(address: int, size: int) -> bytes:

@@ -12,6 +12,7 @@ from layerzero.workers.provider import Call
 
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 _EXACT = 256  # so many products of 8 bits add up to less than 2 ** 24, which float32 has exact in any order
+_LARGEST = 3e38  # below what float32 has
 _GROUPS = (128, 64, 32)  # numbers that may share a scale in MLX's own product
 # Halfway between the numbers of fp4; ties go to the even code.
 _HALVES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -167,9 +168,8 @@ class _Quantized:
                     wide = self._numbers(x, kinds[0], x_scale, x_zero)
                 kind = INT4 if is_int4 else kinds[1]
                 size = self._group(kind, wide.shape[-1], steps.shape[1])
-                if size:
-                    found = self._of_groups(wide, weight, kind, steps, points, size)
-                else:
+                found = self._of_groups(wide, weight, kind, steps, points, size) if size else None
+                if found is None:
                     found = mx.matmul(wide, self._numbers(weight, kind, steps, points).T)
             return (found if bias is None else found + bias).astype(dtype)
 
@@ -182,14 +182,17 @@ class _Quantized:
         return next((size for size in _GROUPS if extent // groups % size == 0), 0)
 
     def _of_groups(self, x: Any, weight: Any, kind: str, steps: Any, points: Any, size: int) -> Any:
-        """By MLX's own product, which takes unsigned numbers as words of 32 bits and adds a bias to each group."""
+        """By MLX's own product, which takes unsigned numbers as words of 32 bits and adds a bias to each group; None
+        where a scaled number or a bias is infinite: of both the sum is none."""
         mx = self.mx
         if kind == "int8":
             weight = weight.view(mx.uint8) ^ 128
             points = 128 if points is None else points + 128
         bias = mx.zeros_like(steps) if points is None else -(points * steps)
+        bits = 4 if kind == INT4 else 8
+        if not max(mx.max(mx.abs(steps)).item() * (1 << bits), mx.max(mx.abs(bias)).item()) < _LARGEST:
+            return None
         each = x.shape[-1] // steps.shape[1] // size
         steps, bias = (mx.repeat(one, each, axis=1) if each > 1 else one for one in (steps, bias))
         words = mx.contiguous(weight).view(mx.uint32)
-        bits = 4 if kind == INT4 else 8
         return mx.quantized_matmul(x, words, steps, bias, transpose=True, group_size=size, bits=bits)

@@ -29,6 +29,17 @@ def after(helper: Any, activation: str, given: str, made: str = "y") -> list[Any
     return _activation(helper, op, approximate or "none", given, made)
 
 
+def gated_mlp(helper: Any, activation: str) -> list[Any]:
+    """From `x`, by the weights `w` of gate and up and `b` of down, to `y`."""
+    return [
+        helper.make_node("Gemm", ["x", "w"], ["product"], transB=1),
+        helper.make_node("Split", ["product"], ["gate", "up"], axis=-1),
+        *after(helper, activation, "gate", "opened"),
+        helper.make_node("Mul", ["opened", "up"], ["hidden"]),
+        helper.make_node("Gemm", ["hidden", "b"], ["y"], transB=1),
+    ]
+
+
 def _activation(helper: Any, op: str, approximate: str, given: str, made: str) -> list[Any]:
     node = helper.make_node
     if op in _ONE:

@@ -14,6 +14,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._onnx_graph import CONTRIB, Graph, Shape
 
+POINTS, SHIFTS = "points", "shifts"  # constants of packed_linear
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 
 
@@ -91,43 +92,76 @@ def scaled_linear(onnx: Any, numpy: Any, call: Call) -> Graph:
 
 
 def int4_linear(onnx: Any, numpy: Any, call: Call) -> Graph:
-    """x, as float32, by a weight of 4 bits: the runtime's own node where its blocks are those that it has, else its
-    numbers first. Zero points go to it as floats, which need not be packed."""
+    """x, as float32, by the numbers that a weight of 4 bits stands for, which are made first."""
     given, nodes = _given(call), _Nodes(onnx, numpy)
     (n, half), (rows, groups) = given["weight"].shape, given["weight_scale"].shape
-    size, zero = 2 * half // groups, "weight_zero_point" if "weight_zero_point" in given else ""
-    shapes, wide = {name: spec.shape for name, spec in given.items()}, "x"
-    if "x_scale" in given:
-        lead, parts = given["x"].shape[:-1], given["x_scale"].shape[-1]
-        shapes["x"] = (*lead, parts, 2 * half // parts)
-        wide = nodes.cast("x", "float32")
-        for name, kind in (("x_zero_point", "Sub"), ("x_scale", "Mul")):
-            if name in given:
-                shapes[name] = (*shapes[name], 1)
-                wide = nodes.add(kind, wide, nodes.cast(name, "float32"))
-        wide = nodes.add("Reshape", wide, nodes.constant([*lead, 2 * half], "int64"))
-    if rows == n and size >= 16 and not size & (size - 1):
-        steps: Shape = (n * groups,)
-        shapes["weight"] = (n, groups, size // 2)
-        inputs = [wide, "weight", "weight_scale", *([nodes.cast(zero, "float32")] if zero else [])]
-        sizes: dict[str, Any] = {"K": 2 * half, "N": n, "bits": 4, "block_size": size}
-        found = nodes.add("MatMulNBits", *inputs, domain=CONTRIB, **sizes)
+    shapes = {name: spec.shape for name, spec in given.items()}
+    wide = _floats(nodes, given, shapes)
+    shapes["weight"] = (rows, n // rows, half)
+    last, four = nodes.constant([-1], "int64"), nodes.constant(4, "uint8")
+    low = nodes.add("BitwiseAnd", "weight", nodes.constant(15, "uint8"))
+    high = nodes.add("BitShift", "weight", four, direction="RIGHT")
+    pairs = nodes.add("Concat", *(nodes.add("Unsqueeze", one, last) for one in (low, high)), axis=-1)
+    blocks = nodes.constant([rows, n // rows, groups, 2 * half // groups], "int64")
+    numbers = nodes.cast(nodes.add("Reshape", pairs, blocks), "float32")
+    points = nodes.constant(8, "float32")
+    for name in ("weight_scale", "weight_zero_point"):
+        if name in given:
+            shapes[name] = (rows, 1, groups, 1)
+    if "weight_zero_point" in given:
+        points = nodes.cast("weight_zero_point", "float32")
+    numbers = nodes.add("Mul", nodes.add("Sub", numbers, points), "weight_scale")
+    numbers = nodes.add("Reshape", numbers, nodes.constant([n, 2 * half], "int64"))
+    found = nodes.add("MatMul", wide, nodes.add("Transpose", numbers, perm=[1, 0]))
+    return _finished(nodes, call, found, shapes)
+
+
+def packed_linear(onnx: Any, numpy: Any, call: Call, block: int, points: str) -> Graph:
+    """As int4_linear, by the runtime's own node, of blocks of a size that it has kernels for; by the constants
+    `numbers`, `steps` and what `points` names: packed zero points, or what is added for each block because they are
+    none of 4 bits. Of inputs in place of constants the node makes floats at each call, as slowly as int4_linear."""
+    given, nodes = _given(call), _Nodes(onnx, numpy)
+    n, half = given["weight"].shape
+    shapes = {name: spec.shape for name, spec in given.items() if not name.startswith("weight")}
+    wide = _floats(nodes, given, shapes)
+    inputs = [wide, "numbers", "steps", *([points] if points == POINTS else [])]
+    # Level 1: x and all sums are float32. At level 4 x is rounded to 8 bits, which is off by some 1e-2.
+    sizes: dict[str, Any] = {"K": 2 * half, "N": n, "bits": 4, "block_size": block, "accuracy_level": 1}
+    found = nodes.add("MatMulNBits", *inputs, domain=CONTRIB, **sizes)
+    if points == SHIFTS:
+        parts = nodes.constant([*[0] * (len(shapes["x"]) - (2 if "x_scale" in given else 1)), -1, block], "int64")
+        sums = nodes.add("ReduceSum", nodes.add("Reshape", wide, parts), nodes.constant([-1], "int64"), keepdims=0)
+        found = nodes.add("Add", found, nodes.add("MatMul", sums, SHIFTS))
+    return _finished(nodes, call, found, shapes)
+
+
+def _floats(nodes: _Nodes, given: dict[str, TensorSpec], shapes: dict[str, Shape]) -> str:
+    """x in float32; rows of it, of any number of them, where it has no scales."""
+    x = given["x"]
+    if "x_scale" not in given:
+        shapes["x"] = (x.numel // x.shape[-1], x.shape[-1])
+        return "x" if x.dtype == "float32" else nodes.cast("x", "float32")
+    lead, parts = x.shape[:-1], given["x_scale"].shape[-1]
+    shapes["x"] = (*lead, parts, x.shape[-1] // parts)
+    wide = nodes.cast("x", "float32")
+    for name, kind in (("x_zero_point", "Sub"), ("x_scale", "Mul")):
+        if name in given:
+            shapes[name] = (*shapes[name], 1)
+            wide = nodes.add(kind, wide, nodes.cast(name, "float32"))
+    return nodes.add("Reshape", wide, nodes.constant([*[0] * len(lead), x.shape[-1]], "int64"))
+
+
+def _finished(nodes: _Nodes, call: Call, found: str, shapes: dict[str, Shape]) -> Graph:
+    """With the bias, in the dtype of the result."""
+    result = call.outputs[0]
+    kind, *more = ("Add", "bias") if "bias" in shapes else ("Identity",)
+    if result.dtype == "float32":
+        nodes.add(kind, found, *more, result="out")
     else:
-        steps = (rows, 1, groups, 1)
-        shapes["weight"] = (rows, n // rows, half)
-        last, four = nodes.constant([-1], "int64"), nodes.constant(4, "uint8")
-        low = nodes.add("BitwiseAnd", "weight", nodes.constant(15, "uint8"))
-        high = nodes.add("BitShift", "weight", four, direction="RIGHT")
-        pairs = nodes.add("Concat", *(nodes.add("Unsqueeze", one, last) for one in (low, high)), axis=-1)
-        blocks = nodes.constant([rows, n // rows, groups, size], "int64")
-        numbers = nodes.cast(nodes.add("Reshape", pairs, blocks), "float32")
-        points = nodes.cast(zero, "float32") if zero else nodes.constant(8, "float32")
-        numbers = nodes.add("Mul", nodes.add("Sub", numbers, points), "weight_scale")
-        numbers = nodes.add("Reshape", numbers, nodes.constant([n, 2 * half], "int64"))
-        found = nodes.add("MatMul", wide, nodes.add("Transpose", numbers, perm=[1, 0]))
-    shapes |= dict.fromkeys(("weight_scale", zero) if zero else ("weight_scale",), steps)
-    nodes.add(*(("Add", found, "bias") if "bias" in given else ("Identity", found)), result="out")
-    return Graph(nodes.made, shapes, {"out": call.outputs[0].shape})
+        nodes.cast(nodes.add(kind, found, *more), result.dtype, "out")
+    return Graph(
+        nodes.made, shapes, {"out": result.shape if "x_scale" in shapes else (*shapes["x"][:-1], result.shape[-1])}
+    )
 
 
 def quantize(onnx: Any, numpy: Any, call: Call) -> Graph:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.vocabulary.ops import BLOCKS
 from layerzero.ipc.vocabulary.quantized_shapes import BYTES, INT4, PACKED, SCALED_DTYPES
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._kept_weights import KeptWeights
+from layerzero.workers.providers._kept_weights import KeptWeights, read_most_bytes
 from layerzero.workers.providers._torch_ops import Builder, Run
 
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 # Halfway between the numbers of fp4: ties go to the even code, so that every other one belongs to what is above it.
 _HALVES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+_ROWS = 1 << 22  # so many numbers of a weight that is not kept are in floats at once: 16 MiB, which stay
 
 
 class Quantized:
@@ -23,7 +28,8 @@ class Quantized:
     def __init__(self, torch: Any, is_gpu: bool) -> None:
         self.torch = torch
         self.is_gpu = is_gpu
-        self.kept = KeptWeights()
+        self.kept = KeptWeights(read_most_bytes(os.environ))
+        self.own = threading.local()  # of each thread: floats for rows of a weight
 
     def builders(self) -> Mapping[str, Builder]:
         return {
@@ -66,7 +72,7 @@ class Quantized:
 
     def _numbers(self, x: Any, dtype: str, scale: Any, zero: Any) -> Any:
         """What quantized numbers stand for, in float32."""
-        wide = self._fp4(x) if dtype == PACKED else self._int4(x) if dtype == INT4 else x.float()
+        wide = self._fp4(x) if dtype == PACKED else (self._int4(x) if dtype == INT4 else x).float()
         groups = (scale.shape[-1], wide.shape[-1] // scale.shape[-1])
         parts = wide.unflatten(-1, groups)
         if zero is not None:
@@ -83,7 +89,7 @@ class Quantized:
         return torch.where(codes > 7, -wide, wide)
 
     def _int4(self, x: Any) -> Any:
-        return self.torch.stack((x & 15, x >> 4), -1).flatten(-2).float()
+        return self.torch.stack((x & 15, x >> 4), -1).flatten(-2)
 
     def dynamic_quantize(self, views: Sequence[Any], call: Call) -> Run:
         torch, (x,) = self.torch, views
@@ -218,41 +224,73 @@ class Quantized:
                 found += bias
             out.copy_(found.view(out.shape))
 
-        numbers = self._weight(views, INT4 if is_int4 else kinds[1])
+        kind = INT4 if is_int4 else kinds[1]
+        kept, linear = self._kept_weight(views, kind), torch.nn.functional.linear
 
         def in_floats(out: Any) -> None:
             wide = x.float() if kinds[0] in SCALED_DTYPES else self._numbers(x, kinds[0], x_scale, x_zero)
-            out.copy_(torch.nn.functional.linear(wide, numbers(), bias))
+            numbers = kept()
+            if numbers is not None:
+                out.copy_(linear(wide, numbers, bias))
+                return
+            for rows, part in self._rows(weight, scale, weight_zero, kind):
+                out[..., rows].copy_(linear(wide, part, None if bias is None else bias[rows]))
 
         is_whole = set(kinds) <= set(BYTES) and not is_int4
         return in_integers if is_whole and is_by_rows else in_floats
 
-    def _weight(self, views: Sequence[Any], dtype: str) -> Callable[[], Any]:
+    def _kept_weight(self, views: Sequence[Any], dtype: str) -> Callable[[], Any]:
         """A function that gives what a weight stands for, in float32: on the CPU, of arrays without gaps, made once for
-        all calls that come with the same bytes."""
+        all calls that come with the same bytes; None where it is not kept."""
         torch, arrays = self.torch, (views[1], views[2], views[6])
-
-        def numbers(weight: Any, scale: Any, zero: Any) -> Any:
-            steps, points = (None if one is None else self._each_row(one, weight.shape[0]) for one in (scale, zero))
-            if dtype == INT4 and points is None:
-                points = torch.full_like(steps, 8)
-            return self._numbers(weight, dtype, steps, points)
-
         given = [array for array in arrays if array is not None]
         if self.is_gpu or not all(array.is_contiguous() and array.numel() for array in given):
-            return lambda: numbers(*arrays)
+            return lambda: None
         places = [(array.data_ptr(), array.numel() * array.itemsize) for array in given]
         kind = (dtype, *(tuple(array.shape) for array in given))
+        shape = (len(views[1]), views[1].shape[1] * (2 if dtype in (INT4, PACKED) else 1))
 
-        def make(copies: Sequence[Any]) -> tuple[Any, int]:
+        def make(copies: Sequence[Any]) -> Any:
             own = [
                 torch.frombuffer(copy, dtype=torch.uint8).view(array.dtype).view(array.shape)
                 for copy, array in zip(copies, given, strict=True)
             ]
-            made = numbers(*own, *[None] * (3 - len(own)))
-            return made, made.numel() * made.itemsize
+            made = torch.empty(shape)
+            for _ in self._rows(own[0], own[1], own[2] if len(own) > 2 else None, dtype, made):
+                pass
+            return made
 
-        return lambda: self.kept.get(kind, places, make)
+        return lambda: self.kept.get(kind, places, 4 * math.prod(shape), make)
+
+    def _rows(self, weight: Any, scale: Any, zero: Any, dtype: str, made: Any = None) -> Iterator[tuple[slice, Any]]:
+        """Some rows of a weight after the others, and what they stand for, in float32; on a GPU all at once. Without
+        `made`, where they go, each takes the place of the last: memory of this size that is given back for other calls
+        to take is in pieces soon, and glibc's heap grows by as much for each weight."""
+        torch, steps = self.torch, self._each_row(scale, weight.shape[0])
+        points = None if zero is None else self._each_row(zero, weight.shape[0])
+        if dtype == INT4 and points is None:
+            points = torch.full_like(steps, 8)
+        width = weight.shape[1] * (2 if dtype in (INT4, PACKED) else 1)
+        count = max(_ROWS // max(width, 1), 1)
+        if self.is_gpu:
+            yield slice(None), self._numbers(weight, dtype, steps, points)
+            return
+        if made is None:
+            made = getattr(self.own, "floats", None)
+            if made is None or made.numel() < count * width:
+                made = self.own.floats = torch.empty(max(count * width, _ROWS))
+            made = made[: count * width].view(count, width)
+        for start in range(0, len(weight), count):
+            rows = slice(start, min(start + count, len(weight)))
+            codes = weight[rows]
+            wide = self._fp4(codes) if dtype == PACKED else self._int4(codes) if dtype == INT4 else codes
+            part = made[rows] if len(made) >= len(weight) else made[: rows.stop - start]
+            part.copy_(wide)
+            parts = part.view(len(part), steps.shape[1], width // steps.shape[1])
+            if points is not None:
+                parts.sub_((points[rows] if len(points) > 1 else points).unsqueeze(-1))
+            parts.mul_((steps[rows] if len(steps) > 1 else steps).unsqueeze(-1))
+            yield rows, part
 
     def _each_row(self, scale: Any, rows: int) -> Any:
         """A scale for each row of a weight, of which so many share one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +15,17 @@ from layerzero.workers.providers import (
     _onnx_activations,
     _onnx_attention,
     _onnx_elementwise,
+    _onnx_experts,
     _onnx_graph,
     _onnx_norms,
+    _onnx_packed,
     _onnx_quantized,
     _onnx_rotary,
     _onnx_vision,
 )
 
+# A weight that is a constant has a session of its own, with as many threads at most: more do not read it faster.
+MOST_THREADS = 8
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
 MAX_SESSIONS = 32
@@ -103,7 +108,10 @@ def load() -> Loaded:
         return library.bind_graph(call, build(onnx, numpy, call), inputs, outputs)
 
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
+    packed = _onnx_packed.PackedWeights(numpy, onnx, library.session_of_constants, bind_graph)
     binds = {**dict.fromkeys(builders, bind), "linear.activation": bind, **dict.fromkeys(GRAPHS, bind_graph)}
+    binds["scaled_linear.int4"] = packed.bind
+    binds |= _onnx_experts.binds(numpy, onnx, library.session)
     return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
@@ -186,22 +194,52 @@ class _Runtime:
         return self._session(nodes, infos[:-1], infos[-1:])
 
     def _session(self, nodes: _Nodes, inputs: list[Any], outputs: list[Any], opset: int = OPSET) -> Any:
-        helper = self.onnx.helper
-        graph = helper.make_graph(nodes, "kernel", inputs, outputs)
-        imports = [helper.make_opsetid("", opset), helper.make_opsetid(_onnx_graph.CONTRIB, 1)]
-        model = helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
-        text: bytes = model.SerializeToString(deterministic=True)
+        text = self._text(nodes, inputs, outputs, opset)
         if text in self.sessions:
             self.sessions.move_to_end(text)
             return self.sessions[text]
-        options = self.runtime.SessionOptions()
-        # Spinning threads of idle sessions would take the cores from other workers.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = self.runtime.InferenceSession(text, options, providers=["CPUExecutionProvider"])
+        session = self.runtime.InferenceSession(text, self._options(), providers=["CPUExecutionProvider"])
         self.sessions[text] = session
         if len(self.sessions) > MAX_SESSIONS:
             self.sessions.popitem(last=False)
         return session
+
+    def _text(self, nodes: _Nodes, inputs: list[Any], outputs: list[Any], opset: int, constants: Any = ()) -> bytes:
+        helper = self.onnx.helper
+        graph = helper.make_graph(nodes, "kernel", inputs, outputs, constants)
+        imports = [helper.make_opsetid("", opset), helper.make_opsetid(_onnx_graph.CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
+        text: bytes = model.SerializeToString(deterministic=True)
+        return text
+
+    def _options(self) -> Any:
+        options = self.runtime.SessionOptions()
+        # Spinning threads of idle sessions would take the cores from other workers.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return options
+
+    def session_of_constants(self, graph: _onnx_graph.Graph, dtypes: dict[str, str], constants: dict[str, Any]) -> Any:
+        """A session for these nodes on tensors of these ranks, with constants, whose memory must stay: its own."""
+        onnx, options = self.onnx, self._options()
+        options.enable_cpu_mem_arena = False  # one for each weight would hold what its largest call took
+        options.enable_mem_pattern = False
+        if len(os.sched_getaffinity(0)) > MOST_THREADS:
+            options.intra_op_num_threads = MOST_THREADS
+        tensors = []
+        for name, value in constants.items():
+            element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+            tensor = onnx.TensorProto(name=name, data_type=element, dims=value.shape)
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value=name)
+            tensors.append(tensor)
+        given = [self.runtime.OrtValue.ortvalue_from_numpy(value) for value in constants.values()]
+        options.add_external_initializers(list(constants), given)
+        ins, outs = (
+            [self._info(name, dtypes[name], shape) for name, shape in some.items()]
+            for some in (graph.inputs, graph.outputs)
+        )
+        text = self._text(graph.nodes, ins, outs, _onnx_graph.OPSET, tensors)
+        return self.runtime.InferenceSession(text, options, providers=["CPUExecutionProvider"])
 
     def layer_norm(self, call: Call) -> tuple[_Nodes, _Shapes]:
         x, given = call.inputs[0], [spec for spec in call.inputs if spec is not None]
@@ -248,14 +286,7 @@ class _Runtime:
         assert x is not None
         assert gate_up is not None
         assert down is not None
-        rows, helper = math.prod(x.shape[:-1]), self.onnx.helper
-        nodes = [
-            helper.make_node("Gemm", ["x", "w"], ["product"], transB=1),
-            helper.make_node("Split", ["product"], ["gate", "up"], axis=-1),
-            *_onnx_activations.after(helper, call.attrs["activation"], "gate", "opened"),
-            helper.make_node("Mul", ["opened", "up"], ["hidden"]),
-            helper.make_node("Gemm", ["hidden", "b"], ["y"], transB=1),
-        ]
+        rows, nodes = math.prod(x.shape[:-1]), _onnx_activations.gated_mlp(self.onnx.helper, call.attrs["activation"])
         return nodes, ((rows, x.shape[-1]), gate_up.shape, down.shape, (rows, down.shape[0]))
 
     def softmax(self, call: Call) -> tuple[_Nodes, _Shapes]:
