@@ -1,5 +1,5 @@
 """Products by groups and mixtures of experts: of each group that has rows one run of a session on the caller's
-weights. Used by onnxruntime.py. The runtime's own nodes for this, MoE and QMoE, have no kernel for CPUs (1.18.1)."""
+weights. Used by onnxruntime.py. The runtime's own node for this, MoE, has no kernel for CPUs (1.18.1)."""
 
 from __future__ import annotations
 
