@@ -381,10 +381,15 @@ def _build_locked(work: _Work, force: bool) -> int:
         work.say("waiting for another process that builds or uses it")
 
     must_replace = force or env.is_built  # built and yet here: it has drifted
-    taken = store.locked_now(env.lock_target) if must_replace else store.locked(env.lock_target, on_wait=on_wait)
     try:
-        with taken as lock_fd:
-            if force or not env.is_built or drift(env):
+        with ExitStack() as taken:
+            if must_replace:
+                lock_fd: int | None = taken.enter_context(store.locked_now(env.lock_target))
+            else:
+                lock_fd = taken.enter_context(
+                    store.locked_unless(env.lock_target, lambda: env.is_built, on_wait=on_wait)
+                )
+            if lock_fd is not None and (force or not env.is_built or drift(env)):
                 _build(work, lock_fd)
     except store.InUse as exc:
         raise _error(env, "is in use; stop the broker that uses it first (lz down)") from exc

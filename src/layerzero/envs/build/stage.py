@@ -12,7 +12,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from layerzero.envs.build.store import built_aside, locked
+from layerzero.envs.build.store import built_aside, locked_unless
 from layerzero.envs.manifest import package_folder
 
 _PACKAGES = ("ipc", "workers")
@@ -72,8 +72,8 @@ def stage(store: Path) -> Path:
     """Make sure that the copy exists. Cost: some milliseconds the first time, else one stat."""
     target = staged_path(store)
     if not target.is_dir():
-        with locked(target):
-            if not target.is_dir():
+        with locked_unless(target, target.is_dir) as lock_fd:
+            if lock_fd is not None and not target.is_dir():
                 with built_aside(target) as folder:
                     _copy(folder / "layerzero")
     return target

@@ -11,10 +11,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _ASIDE = ".building-"
+_BETWEEN_S = 0.01  # looks at what somebody uses although it is not there
 
 
 def lock_path(target: Path) -> Path:
@@ -52,6 +54,29 @@ def locked(target: Path, *, on_wait: Callable[[], None] | None = None) -> Iterat
         os.close(fd)
 
 
+@contextlib.contextmanager
+def locked_unless(
+    target: Path, is_there: Callable[[], bool], *, on_wait: Callable[[], None] | None = None
+) -> Iterator[int | None]:
+    """Hold the exclusive lock of `target`, or None once it is there: who has made it may use it for as long as it
+    lives, and with it the lock that is waited for."""
+    waits, fd = on_wait or (lambda: None), None
+    try:
+        while fd is None and not is_there():
+            try:
+                fd = open_lock(target, on_wait=_give_up(target))
+            except InUse:
+                waits()
+                waits = lambda: None  # noqa: E731
+                os.close(open_lock(target, shared=True))  # its maker is through
+                if not is_there():
+                    time.sleep(_BETWEEN_S)
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
 class InUse(Exception):
     """Another process holds the lock."""
 
@@ -59,12 +84,15 @@ class InUse(Exception):
 @contextlib.contextmanager
 def locked_now(target: Path) -> Iterator[int]:
     """Hold the exclusive lock of `target`, or raise InUse at once."""
+    with locked(target, on_wait=_give_up(target)) as fd:
+        yield fd
 
+
+def _give_up(target: Path) -> Callable[[], None]:
     def give_up() -> None:
         raise InUse(target.name)
 
-    with locked(target, on_wait=give_up) as fd:
-        yield fd
+    return give_up
 
 
 @contextlib.contextmanager

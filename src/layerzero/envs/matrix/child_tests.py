@@ -112,8 +112,8 @@ class Environments:
         self.folder.mkdir(parents=True, exist_ok=True)
         while not self._hold(target):
             # Whoever uses it holds its lock until the session ends: only a builder may want it for itself alone.
-            with store.locked(target) as lock_fd:
-                if not (target / kept.BUILT).is_file():
+            with store.locked_unless(target, (target / kept.BUILT).is_file) as lock_fd:
+                if lock_fd is not None and not (target / kept.BUILT).is_file():
                     kept.collect_tests(self.folder)
                     self._install(word, target, python, resolved, Runner(self.folder, lock_fd))
         return target

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.envs.build.store import InUse, built_aside, discard, locked, locked_now, open_lock, tree_size
+from layerzero.envs.build.store import (
+    InUse,
+    built_aside,
+    discard,
+    locked,
+    locked_now,
+    locked_unless,
+    open_lock,
+    tree_size,
+)
 
 
 def test_folder_appears_whole(tmp_path: Path) -> None:
@@ -73,3 +82,35 @@ def test_freed_bytes_do_not_count_files_that_stay_elsewhere(tmp_path: Path) -> N
     (folder / "linked").hardlink_to(tmp_path / "cache")
     (folder / "own").write_bytes(b"x" * 10)
     assert (tree_size(folder), tree_size(folder, freed=True)) == (110, 10)
+
+
+def test_nobody_waits_for_the_users_of_what_he_wants_to_be_there(tmp_path: Path) -> None:
+    """Its maker, or a worker, has it for as long as it lives: two backends that start at once share the staged code."""
+    target = tmp_path / "stage"
+    user = open_lock(target, shared=True)
+    waited: list[str] = []
+
+    def on_wait() -> None:
+        waited.append("once")
+        target.mkdir()
+
+    with locked_unless(target, target.is_dir, on_wait=on_wait) as fd:
+        assert fd is None
+    with locked_unless(target, target.is_dir) as fd:
+        assert fd is None
+    os.close(user)
+    target.rmdir()
+    with locked_unless(target, target.is_dir) as fd:
+        assert fd is not None
+        with pytest.raises(InUse), locked_now(target):
+            pass
+    with locked_now(target):
+        pass
+    assert waited == ["once"]
+
+
+def test_who_waits_for_a_maker_that_gives_up_makes_it(tmp_path: Path) -> None:
+    target = tmp_path / "stage"
+    maker = open_lock(target)
+    with locked_unless(target, target.is_dir, on_wait=lambda: os.close(maker)) as fd:
+        assert fd is not None
