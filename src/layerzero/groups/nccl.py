@@ -27,7 +27,7 @@ from layerzero.ipc.errors import GroupBroken
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
-GRACE_S = 0.5  # for calls whose ranks may all have done their part when one goes
+GRACE_S = 0.2  # for calls whose ranks may all have done their part when one goes
 _log = logging.getLogger("layerzero.groups")
 
 
