@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import backend_versions
+from common import backend_versions, own_broker
 
 import layerzero as lz
 from layerzero.ipc.cuda import driver
@@ -24,6 +28,28 @@ class Row(NamedTuple):
     ours: str
     floor: str
     ratio: str
+
+
+@contextlib.contextmanager
+def connected(*, with_toys: bool) -> Iterator[None]:
+    """To a broker of this bench alone, which processes that it starts find, too; with the tests' backend of torch for
+    those that were built."""
+    if not with_toys:
+        with own_broker():
+            yield
+        return
+    from tests.gpu.gpu_site import gpu_site
+
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
+        site = gpu_site(Path(folder), "one", isolation="lifted")
+        site.start()
+        os.environ["LAYERZERO_RUNTIME_DIR"] = str(site.folder)
+        site.connect()
+        try:
+            yield
+        finally:
+            lz.disconnect()
+            site.stop()
 
 
 def versions() -> dict[str, Mapping[str, str]]:

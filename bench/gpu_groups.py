@@ -10,9 +10,7 @@ round; a figure is the median of the rounds, on rank 0. bfloat16.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, at_most, finish, own_broker, parser
-from gpu_common import F, torch, versions
+from common import RESULTS, at_most, finish, parser
+from gpu_common import F, connected, torch, versions
 
 import layerzero as lz
 
@@ -32,26 +30,6 @@ LIMIT, AIM = 1.05, 1.7
 HIDDEN, INNER, HEADS = 4096, 14336, 32
 SETTLE_S = 30.0
 Way = Callable[[], Any]
-
-
-@contextlib.contextmanager
-def broker(*, with_toys: bool) -> Iterator[None]:
-    if not with_toys:
-        with own_broker():
-            yield
-        return
-    from tests.gpu.gpu_site import gpu_site
-
-    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
-        site = gpu_site(Path(folder), "one", isolation="lifted")
-        site.start()
-        os.environ["LAYERZERO_RUNTIME_DIR"] = str(site.folder)
-        lz.connect()
-        try:
-            yield
-        finally:
-            lz.disconnect()
-            site.stop()
 
 
 def layer(parts: int, rank: int, ops: Any, attention: Any) -> Callable[[Any, Callable[[Any], Any]], Any]:
@@ -235,7 +213,7 @@ def main() -> None:
     if args.rank:
         work(int(args.rank[0]), Path(args.rank[1]), is_quick=args.quick)
         return
-    with broker(with_toys=args.toys), tempfile.TemporaryDirectory() as folder:
+    with connected(with_toys=args.toys), tempfile.TemporaryDirectory() as folder:
         more = ["--quick"] if args.quick else []
         command = [sys.executable, __file__, *more, "--rank"]
         ranks = [subprocess.Popen([*command, str(rank), folder]) for rank in range(2)]

@@ -10,17 +10,15 @@ figure is the median of the rounds: of the host's time until the call returns, o
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import RESULTS, at_most, finish, own_broker, parser
-from gpu_common import F, pipelined, torch, versions
+from common import RESULTS, at_most, finish, parser
+from gpu_common import F, connected, pipelined, torch, versions
 
 import layerzero as lz
 
@@ -178,25 +176,6 @@ def measure(case: Case, rounds: int) -> Iterator[tuple[str, ...]]:
         ]
         aimed = at_most(ratios[2], 1.15) if name.startswith("plan") else f"{ratios[2]:.2f}"
         yield case.name, name, f"{host:.1f}", f"{wall:.1f}", f"{ratios[0]:.2f}", f"{ratios[1]:.2f}", aimed
-
-
-@contextlib.contextmanager
-def connected(*, with_toys: bool) -> Iterator[None]:
-    if not with_toys:
-        with own_broker():
-            yield
-        return
-    from tests.gpu.gpu_site import gpu_site
-
-    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
-        site = gpu_site(Path(folder), "one", isolation="lifted")
-        site.start()
-        site.connect()
-        try:
-            yield
-        finally:
-            lz.disconnect()
-            site.stop()
 
 
 def main() -> None:

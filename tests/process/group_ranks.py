@@ -269,6 +269,7 @@ DOES: dict[str, Callable[..., Any]] = {
     "fork": _fork,
     "forget": lambda name="tp": bool(_groups.pop(name)) and gc.collect() < 0,
     "on": _on,
+    "synchronize": lambda name="tp": _groups[name].synchronize(),
     "close": lambda name="tp": _groups.pop(name).close(),
     "explain": lambda nbytes, name="tp", **options: str(_groups[name].explain(nbytes, **options)),
     "tune": lambda sizes, name="tp": sorted(_groups[name].tune(sizes)),

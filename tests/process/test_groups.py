@@ -81,6 +81,16 @@ def test_every_call_gives_numpys_result_and_all_ranks_the_same_bits(formed: Any,
     assert len(set(digests)) == 1
 
 
+def test_a_call_that_need_not_be_waited_for_has_ended_on_the_cpu(formed: Any) -> None:
+    """So that a program for GPUs runs here, too; by messages and in shared memory."""
+    ranks = formed(2)
+    for shape in ([4], BIG):
+        for method in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+            waited, other = (all_of(ranks, "call", method, shape, wait=wait) for wait in (True, False))
+            assert waited == other
+        assert all_of(ranks, "synchronize") == [None, None]
+
+
 def test_ranks_that_disagree_are_all_told_who_gave_what_and_go_on(formed: Any) -> None:
     """Another dtype, shape, op or way; and what one of them cannot call with at all."""
     ranks = formed()

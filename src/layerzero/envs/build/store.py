@@ -60,14 +60,15 @@ def locked_unless(
 ) -> Iterator[int | None]:
     """Hold the exclusive lock of `target`, or None once it is there: who has made it may use it for as long as it
     lives, and with it the lock that is waited for."""
-    waits, fd = on_wait or (lambda: None), None
+    fd = None
     try:
         while fd is None and not is_there():
             try:
                 fd = open_lock(target, on_wait=_give_up(target))
             except InUse:
-                waits()
-                waits = lambda: None  # noqa: E731
+                if on_wait is not None:
+                    on_wait()
+                    on_wait = None
                 os.close(open_lock(target, shared=True))  # its maker is through
                 if not is_there():
                     time.sleep(_BETWEEN_S)

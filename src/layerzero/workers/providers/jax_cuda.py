@@ -17,6 +17,7 @@ from layerzero.workers.provider import Block, Bound, Call, DeviceMemory, Loaded
 from layerzero.workers.providers import _dlpack
 
 ALIGNMENT_BYTES = 256  # of buffers that XLA makes itself; compiled code counts on some of it
+LEGACY_STREAM = 1  # the default stream to DLPack, which allows no 0
 
 
 def load() -> Loaded:
@@ -94,7 +95,7 @@ class _Caller:
         """Copy a result into the caller's memory once it is there, in the order of the caller's stream."""
         while self.copying and self.driver.is_event_done(self.copying[0][0]):
             self.driver.destroy_event(self.copying.popleft()[0])
-        capsule = result.__dlpack__(stream=self.stream)  # the stream waits for the result
+        capsule = result.__dlpack__(stream=self.stream or LEGACY_STREAM)  # which waits for the result
         source, event = _dlpack.address(capsule), self.driver.create_event()
         self.driver.copy_on_device(out.device.pointer, source, out.spec.span_bytes, self.stream)
         self.driver.record_event(event, self.stream)
