@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import CudaError
+from layerzero.ipc.lifting.gpu_digest import GpuDigest
 from layerzero.ipc.lifting.proof import Verdict, prove_bytes
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
@@ -27,9 +28,10 @@ def main(argv: list[str]) -> int:
         for _ in _read(int(fd)):
             _say(Verdict(LiftReason.PROOF_IMPOSSIBLE, str(exc)))
         return 0
+    digests = GpuDigest(context.driver)
     for data in _read(int(fd)):
         try:
-            _say(prove_bytes(context, data))
+            _say(prove_bytes(context, data, digests))
         except CudaError as exc:
             _say(Verdict(LiftReason.PROOF_FAULTED, exc.message))
             return STICKY_EXIT

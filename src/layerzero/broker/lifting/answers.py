@@ -13,6 +13,7 @@ from layerzero.ipc.lifting.results import has_samples
 from layerzero.ipc.lifting.specimen import MAX_BYTES, SEEDS, Specimen
 from layerzero.ipc.shm import memory
 
+NO_KERNEL, NO_PAGE = "no kernel serves it at present", "the GPU was not offered to its client yet"
 BUSY = frozenset({LiftReason.WORKER_FAILED, LiftReason.PROOF_LATE, LiftReason.TOO_LARGE})  # of the machine, perhaps
 # What another try may end in another way: it is not kept.
 PASSING = frozenset(
@@ -63,6 +64,11 @@ def bytes_of(fd: int) -> bytes:
 def refused(reason: LiftReason, detail: str) -> dict[str, Any]:
     """What a client is told whose calls stay in their worker."""
     return {"state": "refused", "reason": reason.value, "detail": detail}
+
+
+def later(why: str) -> dict[str, Any]:
+    """What a client is told that is to ask again after some calls."""
+    return {"state": "later", "why": why}
 
 
 def is_digest(text: str) -> bool:

@@ -20,14 +20,15 @@ from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
-from layerzero.broker.lifting import here
-from layerzero.broker.lifting.answers import BUSY, PASSING, bytes_of, is_digest, reason_of, refused, specimen_of
+from layerzero.broker.lifting import answers, here
+from layerzero.broker.lifting.answers import bytes_of, is_digest, later, reason_of, refused, specimen_of
 from layerzero.broker.lifting.grown import grown, numbers_of
 from layerzero.broker.lifting.imported import ImportedCalls
 from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.shown import Shown
 from layerzero.broker.lifting.spared import Spared
+from layerzero.broker.lifting.staying import not_now, refused_by_policy
 from layerzero.broker.lifting.store import SUSPICION, Entry, LiftStore
 from layerzero.broker.lifting.switches import Switches
 from layerzero.broker.processes.imported import ImportedBackend
@@ -100,7 +101,7 @@ class Lifts:
             return self._answer_here(client, route, best, alignments)
         refusal = self._refusal(spec, best)
         if best is None or refusal is not None:
-            return refusal or {"state": "later"}
+            return refusal or later(answers.NO_KERNEL)
         known = self._find(spec, best, alignments)
         if known.entry is None and known.number not in self._asked:
             self._start_for(known, route, best, alignments)
@@ -117,10 +118,10 @@ class Lifts:
         numbers, grows, with_forms = numbers_of(params), params.get("grows"), params.get("forms") is True
         base = route.signature.spec
         best = self._best(base, route.signature.context, alignments)
-        answers: list[dict[str, Any]] = []
+        found: list[dict[str, Any]] = []
         own = None if best is None else self._find(base, best, alignments)
         if best is None or own is None or own.entry is None or not own.entry.form:
-            return {"calls": answers}
+            return {"calls": found}
         if not self._shown.has(own.family):  # it is from the store
             self._shown.add(own.family, LiftedCall.unpack(own.entry.form))
         family = (client.number, route.number, tuple(alignments), repr(grows))
@@ -130,7 +131,7 @@ class Lifts:
             ranked_in = (engine.epoch, engine.policy.hash, tuple(sorted(self._state.unavailable)))
             seen_in, known = self._ahead.get((family, n), (None, None))
             if known is not None and seen_in == ranked_in and (known.entry is not None or known.number in self._asked):
-                answers.append(self._answer(client, known, known.spec, with_form=with_forms))
+                found.append(self._answer(client, known, known.spec, with_form=with_forms))
                 continue
             try:
                 spec = grown(base, grows, n)
@@ -140,7 +141,7 @@ class Lifts:
             its = self._best(spec, context, alignments)
             refusal = self._refusal(spec, its)
             if its is None or refusal is not None:
-                answers.append(refusal or {"state": "later"})
+                found.append(refusal or later(answers.NO_KERNEL))
                 continue
             known = self._find(spec, its, alignments)
             if known.entry is None and known.number not in self._asked and its.kernel_id == best.kernel_id:
@@ -152,8 +153,8 @@ class Lifts:
             if len(self._ahead) >= MAX_KNOWN:
                 self._ahead.clear()
             self._ahead[family, n] = ranked_in, known
-            answers.append(self._answer(client, known, spec, with_form=with_forms))
-        return {"calls": answers}
+            found.append(self._answer(client, known, spec, with_form=with_forms))
+        return {"calls": found}
 
     def _answer(self, client: Client, known: Known, spec: CallSpec, *, with_form: bool = False) -> dict[str, Any]:
         if self.store.is_suspect(known.key):
@@ -161,12 +162,14 @@ class Lifts:
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
-            return {"state": "later"}
+            return later(
+                f"{known.kernel_id} has served too few of these calls in a row, or {known.backend} is not ready"
+            )
         if not known.entry.form:
             return {"state": "refused", "reason": known.entry.reason, "detail": known.entry.detail}
         held = self._pages.get(client.number, known.spec.device)
         if held is None:
-            return {"state": "later"}
+            return later(answers.NO_PAGE)
         known.granted, known.codes = spec, known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
@@ -179,7 +182,7 @@ class Lifts:
         spec = route.signature.spec
         refusal, held = self._refusal(spec, best, here.VALUES), self._pages.get(client.number, spec.device)
         if refusal is not None or held is None:
-            return {**(refusal or {"state": "later"}), "here": True, "backend": best.backend}
+            return {**(refusal or later(answers.NO_PAGE)), "here": True, "backend": best.backend}
         known = self._find(spec, best, alignments)
         if self.store.is_suspect(known.key):
             return {**refused(LiftReason.FAULTED, SUSPICION), "here": True, "backend": best.backend}
@@ -213,23 +216,15 @@ class Lifts:
         if not spec.device:
             return refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
         if best is None or best.backend not in self._identities:
-            return {"state": "later"}
+            return later(answers.NO_KERNEL)
         if self._state.workers[best.backend].is_joined:
             return refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
-        isolation = policy.isolation(best.backend, best.kernel_id)
-        named = policy.isolation_key(best.backend, best.kernel_id)
-        if isolation not in allowed:
-            text = f"policy: backend_isolation is {isolation} for {best.backend if named == '*' else named}"
-            return refused(LiftReason.NOT_ALLOWED, text)
-        is_outside = best.backend in self._outsiders and not best.is_lifted_only  # an import is its operator's leave
-        if is_outside and named == "*":
-            text = f"{best.backend} comes from outside; its code runs here only if backend_isolation names it"
-            return refused(LiftReason.NOT_ALLOWED, text)
+        is_outsider = best.backend in self._outsiders
+        if refusal := refused_by_policy(policy, best, allowed, is_outsider=is_outsider):
+            return refusal
         if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):
             return refused(LiftReason.FAULTED, fault)
-        is_doubtful = best.transforms or best.is_on_trial or best.is_last_resort
-        is_later = is_doubtful or policy.shadow_rate or engine.policy.tune_budget
-        return {"state": "later"} if is_later else None
+        return not_now(policy, best, is_tuned=engine.policy.tune_budget > 0)
 
     def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> Known:
         what = self._what(spec, best.kernel_id, best.backend)
@@ -426,13 +421,13 @@ class Lifts:
         source = "" if known.imported is None else known.imported.file
         about = (known.kernel_id, known.backend, known.what)
         known.entry = Entry(*about, reason=reason.value, detail=detail, imported=source)
-        if reason not in PASSING:
+        if reason not in answers.PASSING:
             self.store.add(known.key, known.entry, None)
         if known.imported is not None:
             self._imports.note_refused(known.imported, known.entry)
-        elif reason not in PASSING:
+        elif reason not in answers.PASSING:
             self._note_staying(known, reason.value)
-        elif reason in BUSY and known.retries < MAX_RETRIES:
+        elif reason in answers.BUSY and known.retries < MAX_RETRIES:
             known.retry_at_s = time.monotonic() + RETRY_S * 2**known.retries
             known.retries += 1
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])

@@ -119,6 +119,7 @@ class Route:
     near: Route | None = None  # whose lease its calls have, as neighbours
     is_told: bool = False  # the broker knows it
     not_lifted: str = ""  # on a GPU: why the broker does not let this process launch its kernel
+    awaits: str = ""  # and what it waits for before it says so, or does
 
 
 @dataclass(slots=True)

@@ -134,6 +134,11 @@ class GraphSteps:
         return over
 
 
+def _why(route: Any) -> str:
+    waits = f"not known yet whether it may be lifted: {route.awaits}" if route.awaits else ""
+    return str(route.not_lifted or waits)
+
+
 def _served(record: Any) -> Served:
     kernel_id, path, _ = kernel_of(record)
     if path in HERE:
@@ -141,5 +146,5 @@ def _served(record: Any) -> Served:
     if isinstance(record, Captured):
         kernel_id = next((d.kernel_id for d in record.route.decisions.values()), "")
     with contextlib.suppress(AttributeError):
-        return Served(SLOT_PATH, kernel_id, "", str(record.route.not_lifted))
+        return Served(SLOT_PATH, kernel_id, "", _why(record.route))
     return Served(SLOT_PATH, kernel_id)

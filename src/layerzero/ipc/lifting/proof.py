@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from layerzero.ipc.cuda.driver import Context, Driver, read_back
 from layerzero.ipc.errors import CudaError
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
+from layerzero.ipc.lifting.gpu_digest import GpuDigest
 from layerzero.ipc.lifting.launch import LoadedCall
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.results import Result, is_like
@@ -70,8 +71,9 @@ class _Set:
     scratch: Sequence[_Piece]
 
 
-def prove(context: Context, specimen: Specimen) -> Verdict:
-    """Try a lifted call on this GPU. Raises CudaError where the driver or the GPU stops it."""
+def prove(context: Context, specimen: Specimen, digests: GpuDigest | None = None) -> Verdict:
+    """Try a lifted call on this GPU. `digests`: of this context, where there was a trial before. Raises CudaError where
+    the driver or the GPU stops it."""
     lifted = specimen.lifted
     if not specimen.trials:
         return Verdict(LiftReason.PROOF_IMPOSSIBLE, "the worker has not run it")
@@ -113,7 +115,7 @@ def prove(context: Context, specimen: Specimen) -> Verdict:
                 return _Set(stream, inputs, outputs, [piece(nbytes, ALIGNMENTS[-1]) for nbytes in lifted.scratch])
 
             sets = [a_set(one), a_set(other)]
-            return _Proof(driver, specimen, call, sets).run()
+            return _Proof(driver, specimen, call, sets, digests or GpuDigest(driver)).run()
 
 
 @contextmanager
@@ -136,8 +138,10 @@ class _Proof:
         specimen: Specimen,
         call: LoadedCall,
         sets: Sequence[_Set],
+        digests: GpuDigest,
     ) -> None:
         self._driver, self._specimen, self._call, self._sets = driver, specimen, call, sets
+        self._digests, self._filled = digests, dict[int, str]()  # by address: of large inputs as they were filled
         self._lifted: Lifted = specimen.lifted
         self._aliased = set(self._lifted.aliases().values())
         self._patterns: list[bytes] = []  # of the inputs, for the present seed
@@ -158,7 +162,10 @@ class _Proof:
     def _fill_inputs(self) -> None:
         for n, piece in self._inputs_of(self._sets):
             if piece.nbytes:
-                write(self._driver, piece.address, piece.nbytes, self._patterns[n], self._sets[0].stream)
+                stream = self._sets[0].stream
+                write(self._driver, piece.address, piece.nbytes, self._patterns[n], stream)
+                if n not in self._aliased and self._digests.is_for(piece.nbytes):
+                    self._filled[piece.address] = self._digests.of(piece.address, piece.nbytes, stream)
 
     def _inputs_of(self, sets: Sequence[_Set]) -> Iterator[tuple[int, _Piece]]:
         """Each piece once, and which input it is."""
@@ -184,7 +191,7 @@ class _Proof:
             driver.synchronize_stream(one.stream)
         for one in sets:
             for n, piece in enumerate(one.outputs):
-                if not is_like(driver, piece.address, self._lifted.outputs[n], seed, wanted[n], stream):
+                if not is_like(driver, piece.address, self._lifted.outputs[n], seed, wanted[n], stream, self._digests):
                     name = OPS[self._lifted.op].outputs[n]
                     how = "on two streams at once" if len(sets) > 1 else "alone"
                     return Verdict(LiftReason.PROOF_DIFFERS, f"{name} is not what the library gave, {how}")
@@ -197,15 +204,18 @@ class _Proof:
         return Verdict()
 
     def _is_as_filled(self, piece: _Piece, data: bytes) -> bool:
-        return holds(self._driver, piece.address, piece.nbytes, data, self._sets[0].stream)
+        stream, filled = self._sets[0].stream, self._filled.get(piece.address)
+        if filled is not None:
+            return self._digests.of(piece.address, piece.nbytes, stream) == filled
+        return holds(self._driver, piece.address, piece.nbytes, data, stream)
 
 
-def prove_bytes(context: Context, data: bytes) -> Verdict:
+def prove_bytes(context: Context, data: bytes, digests: GpuDigest | None = None) -> Verdict:
     """As `prove`, of a packed specimen; what the driver refuses is a verdict, too. Raises ProtocolError, and CudaError
     when this process has lost its GPU."""
     specimen = Specimen.unpack(data)
     try:
-        return prove(context, specimen)
+        return prove(context, specimen, digests)
     except CudaError as exc:
         if exc.is_sticky:
             raise  # this process can try nothing more

@@ -1,5 +1,5 @@
-"""What a call gave on trial inputs, as another process compares it with its own: a digest of all bytes, or a sample of
-the numbers, of a kernel whose additions take an order of chance."""
+"""What a call gave on trial inputs, as another process compares it with its own: a digest of all bytes, which the GPU
+makes of large ones (gpu_digest.py), or a sample of the numbers, of a kernel whose additions take an order of chance."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 from layerzero.ipc.cuda.driver import Driver, read_back
+from layerzero.ipc.lifting.gpu_digest import PREFIX, GpuDigest
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Result = str | bytes  # a digest, or a sample
@@ -24,8 +25,10 @@ _STEP_BYTES = 64 << 20  # read back at a time
 _NEAR = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": 2.0**-14, "float64": 2.0**-40}
 
 
-def read_digest(driver: Driver, address: int, nbytes: int, stream: int) -> str:
-    """Of bytes on the GPU, once the stream has come to them."""
+def read_digest(driver: Driver, address: int, nbytes: int, stream: int, digests: GpuDigest | None = None) -> str:
+    """Of bytes on the GPU, once the stream has come to them. With `digests` large ones are not read back."""
+    if digests is not None and digests.is_for(nbytes):
+        return digests.of(address, nbytes, stream)
     found = hashlib.blake2b(digest_size=20)
     for at in range(0, nbytes, _STEP_BYTES):
         found.update(read_back(driver, address + at, min(_STEP_BYTES, nbytes - at), stream))
@@ -48,9 +51,14 @@ def read_sample(driver: Driver, address: int, spec: TensorSpec, seed: int, strea
     return bytes(found)
 
 
-def is_like(driver: Driver, address: int, spec: TensorSpec, seed: int, wanted: Result, stream: int) -> bool:
-    """Whether an output on the GPU is what it was in another process."""
+def is_like(
+    driver: Driver, address: int, spec: TensorSpec, seed: int, wanted: Result, stream: int, digests: GpuDigest
+) -> bool:
+    """Whether an output on the GPU is what it was in another process. Raises CudaError where the other process let its
+    GPU make the digest, and this one's driver does not take that kernel."""
     if isinstance(wanted, str):
+        if wanted.startswith(PREFIX):
+            return digests.of(address, spec.span_bytes, stream) == wanted
         return read_digest(driver, address, spec.span_bytes, stream) == wanted
     return is_near(spec, wanted, read_sample(driver, address, spec, seed, stream))
 

@@ -83,9 +83,8 @@ class Gpus:
         self._links: dict[tuple[int, str], Link | NoTransport] = {}
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
         self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
-        self._given_back: dict[
-            tuple[int, int], Iterable[Plan]
-        ] = {}  # arenas that graph slots name; plans that may, too
+        # Arenas that graph slots name; plans that may, too.
+        self._given_back: dict[tuple[int, int], Iterable[Plan]] = {}
         self._binder = Binder(on_stream, self.context, self._arenas, hear)
         self._free: dict[str, list[int]] = {}  # GPU -> streams without a timeline
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
@@ -209,6 +208,8 @@ class Gpus:
 
     def enqueue(self, plan: Plan, task: Task, link: Link, point: TimelinePoint) -> Enqueued:
         """`run`, for a client whose context is current."""
+        if not plan.has_run:
+            self.graph_slots.rest(self.watch)
         if link.is_behind(point):
             if not plan.has_run:
                 # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
@@ -265,6 +266,7 @@ class Gpus:
             raise refusal(plan, plan.why_eager or "its descriptor does not say that it may be captured")
         if not link.order.has_memops:
             raise refusal(plan, "streams cannot wait for words of memory here")
+        self.graph_slots.rest(self.watch)
         if not plan.has_run:
             self._rehearse(plan)
         # Of its own: it runs in another stream than calls on the same memory.

@@ -18,6 +18,7 @@ from layerzero.workers.gpu.plan import Plan, Task, names
 
 AWAKE_S = 1.0  # after the last ring
 MAX_TAKINGS = 1 << 31
+REST_S = 5.0  # so long what blocks the loop is put off until no stream waits for a client
 NAP_S, DOZE_MS = 50e-6, 1  # between two looks until then, and later
 
 
@@ -129,6 +130,22 @@ class GraphCalls:
         if came:
             self._served_s = time.monotonic()
         return came
+
+    def rest(self, watch: Callable[[], None]) -> bool:
+        """Serve graph slots alone until no stream waits for a client; says whether it came to that within REST_S.
+
+        To be called before what may block this thread until all streams are through (a library that loads or takes
+        memory, a kernel that is lifted): a stream that waits for a client may wait for a replay of that client's graph,
+        which waits for this thread. `watch` is Gpus.watch.
+        """
+        end_s = time.monotonic() + REST_S
+        while self._boards and not self._busy.keys() <= {board.link.graph_slot_stream for board in self._boards}:
+            if time.monotonic() > end_s:
+                return False
+            self.serve()
+            watch()
+            time.sleep(NAP_S)
+        return True
 
     @property
     def is_awake(self) -> bool:

@@ -22,6 +22,7 @@ from layerzero.ipc.transport.wire import Header, unpack_call
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, MAPPED, WRITTEN
 from layerzero.workers.gpu.errors import is_out_of_memory
 from layerzero.workers.gpu.executor import Gpus
+from layerzero.workers.gpu.graph_calls import REST_S
 from layerzero.workers.gpu.lifting.lifter import Lifter, Request
 from layerzero.workers.gpu.lifting.refusal import CannotLift
 from layerzero.workers.gpu.plan import Enqueued, Plan
@@ -117,6 +118,9 @@ class GpuServing:
         """What becomes of a kernel that is to be lifted, and descriptors that go with it, which the caller closes.
         Raises ProtocolError."""
         number = message.number
+        if not self.gpus.graph_slots.rest(self.gpus.watch):
+            late = f"streams waited for clients for {REST_S:g} s, and it serves calls in their CUDA graphs meanwhile"
+            return messages.Lifted(number=number, reason=LiftReason.WORKER_FAILED.value, detail=late), ()
         try:
             data = self.lift(message, kernels)
             fd = create_memfd("lifted", len(data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID, error
@@ -13,7 +14,8 @@ from tests.unit.workers.gpu.test_executor import NBYTES, Ended, Rig
 from layerzero.ipc.errors import CudaGraphUnsafe, ProtocolError
 from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, RUNG, TAKEN, TimelinePoint
 from layerzero.ipc.transport.wire import Ref, pack_refs
-from layerzero.workers.gpu import graph_cache
+from layerzero.workers.gpu import graph_cache, graph_calls
+from layerzero.workers.gpu.plan import Plan
 
 PLAN = 1
 
@@ -386,3 +388,38 @@ def test_launch_that_fails_ends_the_process(bench: Bench, number: int) -> None:
     ):
         bench.serve()
     assert (bench.page.graph_slot(3), bench.page.is_graph_slot_done(3)) == (TAKEN, False)
+
+
+def test_kernel_that_is_new_comes_after_streams_that_wait_for_a_client(bench: Bench, monkeypatch: Any) -> None:
+    """To load one a library may wait for all streams. One of ours that waits for a client may wait for a replay of
+    that client's graph, which this thread serves: without the rest it would be served after 30 s, by another worker."""
+    bench.bind(0)
+    bench.rig.run(1)
+    bench.driver.held.update(bench.rig.streams())
+    launch = bench.driver.launch_graph
+
+    def replay(graph: int, stream: int) -> None:
+        launch(graph, stream)
+        bench.driver.held.clear()  # the client's stream has come to the call that it made after the replay
+
+    monkeypatch.setattr(bench.driver, "launch_graph", replay)
+    bench.page.set_graph_slot(0, RUNG)
+    old, bench.rig.plan = bench.rig.plan, Plan(bench.rig.plan.call, bench.rig.bind, UUID, is_graph_safe=False)
+    bench.rig.kernel = bench.driver.synchronize
+    bench.rig.run(2, target=8192)
+    assert bench.rig.take(8192) == b"x" * NBYTES
+    assert bench.page.is_graph_slot_done(0)
+    bench.gpus.drop(old)
+
+
+def test_rest_ends_where_a_client_does_not_come(bench: Bench, monkeypatch: Any) -> None:
+    monkeypatch.setattr(graph_calls, "REST_S", 0.01)
+    bench.rig.run(1)
+    bench.driver.held.update(bench.rig.streams())
+    assert bench.gpus.graph_slots.rest(bench.gpus.watch), "nobody waits for this thread"
+    bench.driver.held.clear()
+    bench.bind(0)
+    bench.driver.held.update(bench.rig.streams())
+    assert not bench.gpus.graph_slots.rest(bench.gpus.watch)
+    bench.driver.held.clear()
+    assert bench.gpus.graph_slots.rest(bench.gpus.watch)

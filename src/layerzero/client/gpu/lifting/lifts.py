@@ -50,7 +50,6 @@ from layerzero.ipc.vocabulary.ops import OPS
 MAX_KNOWN = 4096
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
-NO_LEAVE = "no leave yet: its environment is being probed, it has failed of late, or calls are sampled"
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
 
 
@@ -302,15 +301,16 @@ class Lifts:
         if state == "pending":
             return asked.pause()
         if state == "later":
+            asked.route.awaits = why = str(answer.get("why", ""))[:500]
             if answer.get("here"):
-                asked.route.stays_out = f"{answer['backend']} does not run in this process: {NO_LEAVE}"
+                asked.stay_out(answer["backend"], f"no leave yet: {why}")
             self._remember(asked, asked.later_calls)
             asked.later_calls = min(2 * asked.later_calls, MAX_LATER_CALLS)
         elif state == "refused":
-            why = f"{answer['reason']}: {answer['detail']}"
-            self._refuse(asked, "" if answer.get("here") else why, asked_in)
-            if answer.get("here"):
-                asked.route.stays_out = f"{answer['backend']} does not run in this process: {why}"
+            why, is_here = f"{answer['reason']}: {answer['detail']}", answer.get("here")
+            self._refuse(asked, "" if is_here else why, asked_in)
+            if is_here:
+                asked.stay_out(answer["backend"], why)
         elif state == "here":
             return self._take_here(asked, answer, asked_in)
         elif state == "ready":

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 FIRST_LATER_CALLS = 4
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.004, 0.064
+TRIED = "its worker is asked for it, or it is being tried"
 
 
 class Caller(NamedTuple):
@@ -165,8 +166,13 @@ class Asked:
 
     def pause(self) -> float:
         """In how many seconds to ask again: a like call's neighbour is lifted in a few ms, a proof takes seconds."""
+        self.route.awaits = TRIED
         now_s, self.pause_s = self.pause_s, min(2 * self.pause_s, MAX_PAUSE_S)
         return now_s
+
+    def stay_out(self, backend: str, why: str) -> None:
+        """Its reports say why its provider does not run it in this process."""
+        self.route.stays_out = f"{backend} does not run in this process: {why}"
 
 
 @dataclass(eq=False, slots=True)

@@ -11,6 +11,7 @@ from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.nodes import Allocation, KernelNode, Node
 from layerzero.ipc.errors import CudaError
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted, Step
+from layerzero.ipc.lifting.gpu_digest import GpuDigest
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.results import Result, is_near, read_digest, read_sample
 from layerzero.ipc.lifting.specimen import Specimen
@@ -85,6 +86,10 @@ class Lifter:
         """`on_stream` and `versions`: of Loaded. `modules` were watched since before `load()`."""
         self.on_stream, self.modules, self.versions = on_stream, modules, versions
         self._streams: dict[str, int] = {}  # by GPU
+        self._digests: dict[str, GpuDigest] = {}  # likewise
+
+    def digests(self, context: Context) -> GpuDigest:
+        return self._digests.setdefault(context.gpu, GpuDigest(context.driver))
 
     def lift(self, request: Request, context: Context, when_idle: Callable[[Callable[[], None]], None]) -> Specimen:
         """Raises CannotLift, CudaError, and what the library raises. `when_idle(free)` calls `free` once no stream
@@ -268,4 +273,5 @@ class _Lifting:
     def _read(self, block: Block, seed: int) -> _Output:
         driver, address, spec, stream = self._driver, block.device.pointer, block.spec, self._stream
         sample = b"" if self._request.is_repeatable else read_sample(driver, address, spec, seed, stream)
-        return _Output(read_digest(driver, address, spec.span_bytes, stream), sample)
+        digests = self._lifter.digests(self._context)
+        return _Output(read_digest(driver, address, spec.span_bytes, stream, digests), sample)
