@@ -35,7 +35,11 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 N, RUNS, WORKERS = 4, 12, ("alpha", "beta", "gamma")
 FATES = ("ran", "declined", "raised", "died", "died_before", "broker_lost", "at_once", "no_lease")
-KERNELS: dict[str, Callable[..., Any]] = {"silu": lambda a: a / (1 + np.abs(a)), "matmul": lambda a, b: a @ b / N}
+KERNELS: dict[str, Callable[..., Any]] = {
+    "silu": lambda a: a / (1 + np.abs(a)),
+    "matmul": lambda a, b: a @ b / N,
+    "add": np.add,  # which a pass makes of own code
+}
 
 
 class SimulatedSession:
@@ -81,7 +85,8 @@ class SimulatedSession:
     # --- routes, lanes
 
     def find(self, link: object, request: Request, specs: Any, out: None, policy: object) -> Any:
-        return SimpleNamespace(here=None, op=request.op, specs=list(specs), backend=request.backend, plan=None)
+        backend = request.backend or WORKERS[0]
+        return SimpleNamespace(here=None, op=request.op, specs=list(specs), backend=backend, plan=None)
 
     def of(self, route: Any) -> tuple[Worker, Lease] | None:
         if self.is_troubled and self.rng.random() < 0.02:
@@ -207,10 +212,14 @@ class Worker:
 
 
 def _program(rng: random.Random) -> Callable[..., Any]:
-    steps = []
+    steps, owned = [], [False, False]  # owned: not memory of the caller's
     for number in range(rng.randint(3, 24)):
-        kind = rng.choices(["silu", "matmul", "own", "turn"], [5, 4, 1, 1])[0]
-        steps.append((kind, rng.randrange(number + 2), rng.randrange(number + 2), rng.choice(WORKERS)))
+        kind = rng.choices(["silu", "matmul", "own", "sum", "in place", "turn"], [10, 8, 2, 1, 2, 2])[0]
+        a, b = rng.randrange(number + 2), rng.randrange(number + 2)
+        if kind == "in place" and not owned[a]:
+            kind = "sum"
+        owned.append(owned[a] if kind == "turn" else True)
+        steps.append((kind, a, b, rng.choice(WORKERS)))
     outputs = [rng.randrange(2, len(steps) + 2) for _ in range(rng.randint(1, 3))]
 
     def function(ask: Callable[[str, str, tuple[Any, ...]], Any], x: Any, y: Any) -> Any:
@@ -219,8 +228,14 @@ def _program(rng: random.Random) -> Callable[..., Any]:
             if kind in KERNELS:
                 args = (values[a],) if kind == "silu" else (values[a], values[b])
                 values.append(ask(kind, worker, args))
+            elif kind == "in place":
+                value = values[a]
+                value += values[b]
+                values.append(value)
+            elif kind == "turn":
+                values.append(values[a].T)
             else:
-                values.append(np.add(values[a], values[b]) if kind == "own" else values[a].T)
+                values.append(np.subtract(values[a], values[b]) if kind == "own" else np.add(values[a], values[b]))
         return [values[number] + 0 for number in outputs]
 
     return function

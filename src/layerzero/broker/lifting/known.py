@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.broker.core.model import Client, Route
@@ -19,7 +19,8 @@ _ALIGNMENTS = {0, *ALIGNMENTS}
 
 @dataclass(eq=False)
 class Known:
-    """A call that somebody has asked for. `entry` is there once it is known whether it is lifted."""
+    """A call that somebody has asked for, on any GPU of a kind; `spec` is on the first one that it was asked for on.
+    `entry` is there once it is known whether it is lifted."""
 
     number: int
     key: str
@@ -33,8 +34,8 @@ class Known:
     entry: Entry | None = None
     is_compared: bool = False  # its worker was asked for it without a proof: one that was proved may be like it
     tried: Lifted | None = None  # it is being proved, after it was like none
-    granted: CallSpec | None = None  # what a client was given leave for
-    granted_here: CallSpec | None = None  # and to run its provider in its own process
+    granted: dict[str, CallSpec] = field(default_factory=dict)  # what clients were given leave for, by GPU
+    granted_here: dict[str, CallSpec] = field(default_factory=dict)  # and to run its provider in their own process
     was_here: bool = False  # some client has had that
     codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
     retry_at_s: float = math.inf  # when a refusal that a busy machine may be to blame for is forgotten

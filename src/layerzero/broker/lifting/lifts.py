@@ -84,7 +84,9 @@ class Lifts:
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
         self._shown = Shown()
-        self._ahead: dict[Hashable, tuple[object, Known]] = {}  # what `ask_ahead` found, as long as rankings stay
+        self._ahead: dict[
+            Hashable, tuple[object, CallSpec, Known]
+        ] = {}  # what `ask_ahead` found, as long as rankings stay
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
 
@@ -129,9 +131,9 @@ class Lifts:
             yield
             engine = self._state.engine
             ranked_in = (engine.epoch, engine.policy.hash, tuple(sorted(self._state.unavailable)))
-            seen_in, known = self._ahead.get((family, n), (None, None))
+            seen_in, spec, known = self._ahead.get((family, n), (None, base, None))
             if known is not None and seen_in == ranked_in and (known.entry is not None or known.number in self._asked):
-                found.append(self._answer(client, known, known.spec, with_form=with_forms))
+                found.append(self._answer(client, known, spec, with_form=with_forms))
                 continue
             try:
                 spec = grown(base, grows, n)
@@ -152,7 +154,7 @@ class Lifts:
                     self._start(known, spec, alignments)
             if len(self._ahead) >= MAX_KNOWN:
                 self._ahead.clear()
-            self._ahead[family, n] = ranked_in, known
+            self._ahead[family, n] = ranked_in, spec, known
             found.append(self._answer(client, known, spec, with_form=with_forms))
         return {"calls": found}
 
@@ -167,10 +169,11 @@ class Lifts:
             )
         if not known.entry.form:
             return {"state": "refused", "reason": known.entry.reason, "detail": known.entry.detail}
-        held = self._pages.get(client.number, known.spec.device)
+        held = self._pages.get(client.number, spec.device)
         if held is None:
             return later(answers.NO_PAGE)
-        known.granted, known.codes = spec, known.codes or LiftedCall.unpack(known.entry.form).codes
+        known.granted[spec.device] = spec
+        known.codes = known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
         epoch = held.page.lift_epoch
@@ -186,7 +189,7 @@ class Lifts:
         known = self._find(spec, best, alignments)
         if self.store.is_suspect(known.key):
             return {**refused(LiftReason.FAULTED, SUSPICION), "here": True, "backend": best.backend}
-        known.granted_here, known.was_here = spec, True
+        known.granted_here[spec.device], known.was_here = spec, True
         here.note_grant(route, best.kernel_id, time.monotonic())
         return here.leave(known.number, self._state.engine.kernel(best.kernel_id), best.backend, held.page.lift_epoch)
 
@@ -459,9 +462,8 @@ class Lifts:
             self.take_back()
             return
         for known in self._known.values():
-            for spec, allowed in ((known.granted, _LIFTED), (known.granted_here, here.VALUES)):
-                if spec is None:
-                    continue
+            granted = [(spec, _LIFTED) for spec in known.granted.values()]
+            for spec, allowed in (*granted, *((spec, here.VALUES) for spec in known.granted_here.values())):
                 best = self._best(spec, engine.context(spec), known.alignments)  # the policy may be another
                 if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best, allowed) is not None:
                     self.take_back()
@@ -479,7 +481,8 @@ class Lifts:
         """All leave ends, then all leases: calls on rings, too, come by the way on which clients see that what was
         refused may be asked for again."""
         for known in self._known.values():
-            known.granted = known.granted_here = None
+            known.granted.clear()
+            known.granted_here.clear()
         self._ahead.clear()
         self._pages.bump_lift_epochs()
         self._state.engine.epoch += 1

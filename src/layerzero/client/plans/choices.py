@@ -9,7 +9,6 @@ With that backend the plan is then tried without the fusions that were made: one
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +18,14 @@ from layerzero.client.plans.passes import Program
 
 RUNS, UNTIMED = 7, 2  # of each candidate, after as many with all leases there that are not timed
 MAX_WAITED = 64  # runs until all leases are there; a candidate that takes longer is none
-LEAST_GAIN = 0.97  # of the time of each call's own best, for another candidate to be chosen
+LEAST_GAIN = 0.97  # of the first candidate's time, for another one to be chosen
 BONUS = 5_000.0  # above measured times and dispatch tables, below what lz.prefer asks for
 
 
 @dataclass(eq=False)
 class Candidate:
-    """`backend` is "" for each call's own best. `us`: the median of its runs, 0 for one that was not timed. `program`:
+    """`backend` is "" for each call's own best. `us`: the second fastest of its runs, 0 for one that was not timed;
+    what other processes do in between makes runs slower, of some candidates alone. `program`:
     which one runs, of those that the plan has."""
 
     backend: str
@@ -101,7 +101,7 @@ class Choices:
             return
         self.chosen.times.append(elapsed_ns)
         if len(self.chosen.times) == UNTIMED + RUNS:
-            self.chosen.us = statistics.median(self.chosen.times[UNTIMED:]) / 1e3
+            self.chosen.us = sorted(self.chosen.times[UNTIMED:])[1] / 1e3
             self._next()
 
     def _next(self) -> None:
@@ -110,16 +110,10 @@ class Choices:
         if self._left:
             self.chosen = self._left[0]
         elif self.fused:
-            self.chosen = min((one for one in self.fused if one.us), key=lambda one: one.us, default=self.fused[0])
+            self.chosen = _best(self.fused)
         else:
-            self.chosen = self._best()
+            self.chosen = _best(self.candidates)
             self._try_fusions()
-
-    def _best(self) -> Candidate:
-        own = self.candidates[0]
-        timed = [one for one in self.candidates if one.us]
-        best = min(timed, key=lambda one: one.us, default=own)
-        return best if not own.us or best.us < LEAST_GAIN * own.us else own
 
     def __str__(self) -> str:
         """Empty where there was nothing to choose."""
@@ -145,6 +139,13 @@ class Choices:
     def _kept(self, one: Candidate) -> str:
         without = self._without[one.program]
         return f"without {' and '.join(without)}" if without else "all"
+
+
+def _best(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest; the first one unless another gains something. The first one where none was timed."""
+    first = candidates[0]
+    best = min((one for one in candidates if one.us), key=lambda one: one.us, default=first)
+    return best if not first.us or best.us < LEAST_GAIN * first.us else first
 
 
 @functools.lru_cache(maxsize=256)

@@ -471,7 +471,7 @@ def plan(
     keep_choice: which backend its calls prefer together is looked for on disk, and written there, so that the next
     process need not time it; False times it in this process.
     passes: names of the passes that may change the program, of "constants", "identities", "common", "attention",
-    "projections", "residuals", "gating", "activations" and "unused" (docs/plans.md); None: all of them.
+    "projections", "residuals", "gating", "activations", "sums" and "unused" (docs/plans.md); None: all of them.
     diagnostics: which events are kept and go to the loggers `layerzero.plan.<category>`: "off", "summary" (phase,
     choice, fallback), "detailed" (passes, memory and links, too), "full" (each run, too), or a map of categories to
     those.

@@ -23,6 +23,7 @@ from layerzero.client.plans.passes import (
 from layerzero.client.plans.projection_fusion import fuse_projections
 from layerzero.client.plans.recording import Recording
 from layerzero.client.plans.residual_fusion import fuse_residuals
+from layerzero.client.plans.sums import make_calls_of_sums
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument
 
@@ -37,6 +38,7 @@ _FUSIONS: dict[str, Callable[[Session, Program], None]] = {
     "residuals": fuse_residuals,
     "gating": fuse_gating,
     "activations": fuse_activations,
+    "sums": make_calls_of_sums,
 }
 PASSES = (*_PLAIN, *_FUSIONS, "unused")
 """Names of the passes that can be left out, in their order."""
@@ -46,6 +48,7 @@ FUSED_BY = {
     "residual fusion": "residuals",
     "gating fusion": "gating",
     "activation fusion": "activations",
+    "sums as calls": "sums",
 }
 
 

@@ -91,6 +91,7 @@ class GpuDigest:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._function: int | None = None  # 0: this driver does not take it
+        self._refusal: CudaError | None = None
         self._sums = 0
 
     def is_for(self, nbytes: int) -> bool:
@@ -101,10 +102,8 @@ class GpuDigest:
         """The digest of bytes on the GPU, once the stream has come to them. Raises CudaError, where `is_for` is false,
         too."""
         driver, function = self._driver, self._loaded()
-        if not function:
-            raise CudaError(
-                "the driver does not take the kernel that makes digests", call="cuModuleLoadData", number=0, name=""
-            )
+        if self._refusal is not None:
+            raise self._refusal
         driver.clear(self._sums, DIGEST_BYTES, stream)
         values = [ctypes.c_uint64(value) for value in (address, nbytes, self._sums)]
         table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -123,4 +122,5 @@ class GpuDigest:
             except CudaError as exc:
                 if exc.is_sticky:
                     raise
+                self._refusal = exc
         return self._function

@@ -39,7 +39,7 @@ from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-CODE = b"machine code"
+CODE, TWIN, NEXT_CLIENT = b"machine code", "GPU-twin", b"next"
 SPEC = TensorSpec.contiguous("float32", (4,))
 KERNEL = Kernel(
     digest(CODE), "silu", (1, 1, 1), (8, 1, 1), 0, bytes(16), (Span(0, 8), Span(8, 8)),
@@ -76,7 +76,8 @@ class Rig:
 
     def __init__(self, folder: Path) -> None:
         both = {name: GPU_CAPABILITIES[name] for name in ("alpha", "beta")}
-        self.driver = Driver("alpha", "beta", changed=both, gpus=(DEVICES[GPU],), restart_budget=0)
+        twin = replace(DEVICES[GPU], device_uuid=TWIN)
+        self.driver = Driver("alpha", "beta", changed=both, gpus=(DEVICES[GPU], twin), restart_budget=0)
         self.driver(ev.GpuOffered(CLIENT, GPU))
         self.driver.route(2, device=GPU)
         self.state = self.driver.state
@@ -87,6 +88,7 @@ class Rig:
         self.driver.ran(run)
         self.told: list[Any] = []
         self.bumps, self.last = 0, set[int]()
+        self.offers = {1: GPU, 2: TWIN}  # by client
         peer = Peer(None, "worker", backend="alpha", generation=1)  # type: ignore[arg-type]
         self.peer = peer
         links: Any = SimpleNamespace(
@@ -95,7 +97,9 @@ class Rig:
         )
         pages: Any = SimpleNamespace(
             uuids=set,
-            get=lambda client, gpu: SimpleNamespace(page=SimpleNamespace(lift_epoch=1 + self.bumps)),
+            get=lambda client, gpu: (
+                SimpleNamespace(page=SimpleNamespace(lift_epoch=1 + self.bumps)) if gpu == self.offers[client] else None
+            ),
             bump_lift_epochs=self.bump,
             last_lifted=lambda client: self.last,
         )
@@ -164,6 +168,23 @@ def test_a_call_is_lifted_proved_kept_and_granted(rig: Rig) -> None:
     assert [entry.form for _, entry in rig.store.entries()] == [packed]
     assert rig.store.code(digest(CODE)) == CODE
     assert [row["state"] for row in rig.lifts.facts()] == ["lifted"]
+
+
+def test_a_call_is_granted_on_each_gpu_of_a_kind(rig: Rig) -> None:
+    """Lifted for one client, it serves another one's equal GPU, too; and leave on each ends by itself."""
+    message = rig.asked()
+    rig.say(message.number, specimen())
+    rig.prove(message.number)
+    assert rig.ask()["state"] == "ready"
+    rig.driver.join(NEXT_CLIENT, 2)
+    rig.driver(ev.GpuOffered(NEXT_CLIENT, TWIN))
+    rig.driver.route(2, identity=NEXT_CLIENT, device=TWIN)
+    route = rig.state.clients[NEXT_CLIENT].routes[2]
+    route.settled, route.settled_on = SETTLED_CALLS, ("alpha.silu", rig.state.workers["alpha"].generation)
+    answer = rig.lifts.ask(NEXT_CLIENT, {"route": 2, "alignments": [16, 16]})
+    assert (answer["state"], answer.get("number")) == ("ready", message.number)
+    known = next(iter(rig.lifts._known.values()))
+    assert known.granted.keys() == {GPU, TWIN}
 
 
 def ahead(rig: Rig, n: int, **more: Any) -> tuple[dict[str, Any], Lifted]:
