@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 import layerzero as lz
@@ -149,3 +150,32 @@ def split(group: lz.Group) -> list[Any]:
             torch.testing.assert_close(plan(x), block(x, torch), rtol=2e-3, atol=2e-3)
     told = plan.explain()
     return [plan.phase, len(told.weights), len(told.collectives), group.last_report().path]
+
+
+def split_and_lifted(group: lz.Group) -> list[Any]:
+    """A split plan until no worker has a part in it, on any rank, and then with calls of the group that are not waited
+    for: how its calls run, and for how many inputs it gave what torch gives."""
+    block = layer(1, group.rank)
+    plan = lz.split_plan(block, group)
+    with torch.no_grad():
+        x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device(group))
+        end_s, paths = time.monotonic() + 60, set[str]()
+        while True:
+            for _ in range(30):
+                plan(x)
+            torch.cuda.synchronize(x.device)
+            graphs = [one.graph for one in plan.explain().stretches]
+            paths = {path for one in graphs if one is not None and one.is_captured for path in one.calls}
+            is_here = all(one is not None and one.is_captured for one in graphs) and paths == {"lifted"}
+            word = np.array([int(is_here), int(time.monotonic() > end_s)])
+            here, late = group.all_reduce(word)
+            if here == group.size or late:
+                break
+        right = 0
+        for seed in range(40):
+            x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(device(group))
+            found = plan(x)
+            torch.testing.assert_close(found, block(x, torch), rtol=2e-3, atol=2e-3)
+            right += 1
+    group.synchronize()
+    return [sorted(paths), right]

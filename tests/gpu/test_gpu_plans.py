@@ -151,6 +151,36 @@ def test_calls_in_a_worker_are_in_the_graph_and_survive_it(new_site: Callable[..
         close(plan(x, w), plain(x, w))
 
 
+def test_new_kernels_behind_replays_do_not_hold_the_worker_up(new_site: Callable[..., Site]) -> None:
+    """To load one, a library may wait for all streams of the worker; that of a call which the program made behind its
+    replays waits for these, and they for the worker. It stood still until the broker ended it, after 30 s."""
+    new_site("subprocess")
+    x, w, small = randn(2048, 2048), randn(2048, 2048) / 45, randn(8, 64)
+    plan = replayed(lz.plan(block), x, w, paths={"worker"})
+    for _ in range(20):
+        lz.silu(small)  # by ring, and not waited for
+    torch.cuda.synchronize()
+    worker = [row["pid"] for row in lz.status()["backends"]]
+    news: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = [
+        (lz.gelu, F.gelu, (randn(8, 72),)),
+        (lambda a: lz.layer_norm(a, (80,)), lambda a: F.layer_norm(a, (80,)), (randn(8, 80),)),
+        (lz.attention, F.scaled_dot_product_attention, tuple(randn(1, 2, 16, 64) for _ in "qkv")),
+        (lz.matmul, torch.matmul, (randn(3, 7, 5), randn(3, 5, 9))),
+        (lz.gelu, F.gelu, (randn(8, 72, dtype=torch.float16),)),
+        (lambda a: lz.layer_norm(a, (80,)), lambda a: F.layer_norm(a, (80,)), (randn(8, 80, dtype=torch.float16),)),
+    ]
+    start_s = time.monotonic()
+    for call, expected, tensors in news:
+        for _ in range(200):
+            got = plan(x, w)
+        lz.silu(small)
+        close(call(*tensors), expected(*tensors))
+    close(got, plain(x, w))
+    print(f"{6 * 200} replays and {len(news)} new kernels: {time.monotonic() - start_s:.1f} s")
+    assert time.monotonic() - start_s < 25
+    assert [row["pid"] for row in lz.status()["backends"]] == worker
+
+
 def test_a_worker_that_dies_costs_lifted_plans_nothing(lifted: Site) -> None:
     x, w = randn(25, 128), randn(128, 128) / 11
     plan = replayed(lz.plan(block), x, w, paths=HERE)

@@ -59,6 +59,12 @@ def test_a_plan_is_split_over_two_gpus(both: list[Rank]) -> None:
     assert on_all(both, "split") == [["FROZEN", 7, 2, "nccl"]] * 2
 
 
+def test_a_split_plan_asks_no_worker_on_either_gpu(both: list[Rank]) -> None:
+    """What was lifted for one rank is lifted for the other's GPU, too; from then on calls of the group are not waited
+    for."""
+    assert on_all(both, "split_and_lifted") == [[["lifted"], 40]] * 2
+
+
 def test_two_ranks_on_one_gpu_are_refused(site: Site) -> None:
     ranks = [Rank(site) for _ in range(2)]
     assert form(ranks, "one") == [1, 1]

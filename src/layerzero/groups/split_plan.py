@@ -222,10 +222,16 @@ class SplitPlan:
         assert weights is not None
         known = dict(zip(made.recording.inputs, inputs, strict=True))
         stretches = iter(one for one in made.items if not isinstance(one, Collective))
+        is_open = False  # the GPU may not have come to the end of the group's calls
         for item in variant.items:
             if isinstance(item, Collective):
-                known.update(collect(self._group, item, [known[number] for number in item.values]))
+                arrays = [known[number] for number in item.values]
+                is_open = describe(arrays[0]).device != CPU and all(map(_asks_no_worker, variant.items))
+                known.update(collect(self._group, item, arrays, wait=not is_open))
                 continue
+            if is_open and not _asks_no_worker(item):  # leave has ended since
+                self._group.synchronize()
+                is_open = False
             stretch = next(stretches)
             known.update(zip(stretch.makes, item(*(known[number] for number in stretch.takes)), strict=True))
 
@@ -237,16 +243,20 @@ class SplitPlan:
         return map_leaves(made.recording.output, filled)
 
 
-def collect(group: Group, collective: Collective, arrays: list[Any]) -> dict[int, Any]:
-    """Sums, or what ranks have in parts, whole. Each is waited for: a worker that serves several ranks may have to wait
-    for one, while its GPU would wait for another that this worker has not served yet. Raises as the group's calls
-    do."""
+def _asks_no_worker(item: ExecutionPlan | LocalStretch | Collective) -> bool:
+    return not isinstance(item, ExecutionPlan) or item.runs_here
+
+
+def collect(group: Group, collective: Collective, arrays: list[Any], *, wait: bool) -> dict[int, Any]:
+    """Sums, or what ranks have in parts, whole. Without `wait` only where this rank asks no worker of anything behind
+    it: one that serves several ranks may have to wait for a call of this rank, whose GPU waits for another rank, which
+    this worker has not served yet. Raises as the group's calls do."""
     if collective.dim is not None:
         (value,) = arrays
-        return {collective.values[0]: joined(list(group.all_gather(value[None])), collective.dim)}
+        return {collective.values[0]: joined(list(group.all_gather(value[None], wait=wait)), collective.dim)}
     if len(arrays) == 1:
         out = arrays[0] if _may_be_written(arrays[0]) else None
-        return {collective.values[0]: group.all_reduce(arrays[0], out=out)}
+        return {collective.values[0]: group.all_reduce(arrays[0], out=out, wait=wait)}
     counts = [math.prod(array.shape) for array in arrays]
     first = describe(arrays[0])
     if first.device != CPU:
@@ -259,7 +269,7 @@ def collect(group: Group, collective: Collective, arrays: list[Any]) -> dict[int
     ]
     for row, array in zip(rows, arrays, strict=True):
         row[...] = array
-    group.all_reduce(whole, out=whole)
+    group.all_reduce(whole, out=whole, wait=wait)
     return dict(zip(collective.values, rows, strict=True))
 
 

@@ -130,6 +130,11 @@ class ExecutionPlan:
         """Of the plan that ran last: COLD, WARM, FROZEN, or CALLS where the function's calls go one by one."""
         return COLD if self._latest is None else self._latest.phase
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the next run of what ran last asks no worker: it is a CUDA graph of kernels launched here."""
+        return self._latest is not None and self._latest.graph is not None and self._latest.graph.runs_here
+
     def explain(self) -> PlanExplanation:
         """What became of the plan that ran last, and why: steps, messages, memory, passes, counters. Raises
         InvalidArgument before the first run."""
@@ -474,8 +479,7 @@ def plan(
     "projections", "residuals", "gating", "activations", "sums" and "unused" (docs/plans.md); None: all of them.
     diagnostics: which events are kept and go to the loggers `layerzero.plan.<category>`: "off", "summary" (phase,
     choice, fallback), "detailed" (passes, memory and links, too), "full" (each run, too), or a map of categories to
-    those.
-    timed: on a GPU, each launch of the plan's graph is timed by two events; `timings()` has the last one's.
+    those. timed: on a GPU, each launch of the plan's graph is timed by two events; `timings()` has the last one's.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):

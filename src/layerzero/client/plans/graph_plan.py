@@ -103,6 +103,11 @@ class GraphPlan:
         return None if self._last is None else self._last.time_us()
 
     @property
+    def runs_here(self) -> bool:
+        """Whether the next run is one graph of kernels that this process launches: no worker is asked."""
+        return self._is_all_here and not self._why_not()
+
+    @property
     def is_direct(self) -> bool:
         """Whether there is a graph that works on the caller's memory."""
         return self._direct is not None
