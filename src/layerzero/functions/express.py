@@ -24,9 +24,10 @@ from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
-from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan, resolve
+from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.report import FunctionReport
+from layerzero.functions.results import resolve
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import HEAD_AT, Frame

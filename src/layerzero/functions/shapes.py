@@ -68,7 +68,16 @@ class ShapedCall(Call):
         self._shaped, self._has_out = shaped, has_out
 
     def _room(self) -> int:
-        return max(super()._room(), self._shaped.room)
+        room = super()._room()
+        return room if self._is_there else max(room, self._shaped.room)
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether its results are on a GPU, as its arguments are."""
+        return self.given is not None and self.given.on_gpu is not None
+
+    def _results_there(self) -> Sequence[TensorSpec]:
+        return [spec for _, spec in self._shaped.results]
 
     def _again(self, given: Arguments, options: Options) -> Call:
         return ShapedCall(self.owner, given, self.args, self.kwargs, options, self._shaped, has_out=self._has_out)
@@ -76,6 +85,8 @@ class ShapedCall(Call):
     def _frame(self, given: Arguments) -> Frame:
         if not self._has_out:
             return super()._frame(given)
+        if given.loan is not None:
+            return given.frame(frames.CALL, self.owner._places.tree(given.backends), has_out=True)
         return given.placed([frames.CALL, self.owner._places.tree(given.backends)], self._shaped.nodes)
 
 

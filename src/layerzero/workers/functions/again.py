@@ -50,7 +50,7 @@ class Again:
 def again_of(
     start: bytes,
     frame: memoryview,
-    lent: Sequence[memoryview | None],
+    lent: Sequence[Any],
     known: Callable[[Any], Code],
     openers: Openers,
 ) -> Again | None:
