@@ -77,8 +77,8 @@ class Results:
 
     @property
     def have_room(self) -> bool:
-        """Whether each has memory of its caller's."""
-        return -1 not in self._places
+        """Whether each has memory of its caller's, which has none for others."""
+        return -1 not in self._places and (self._is_given or len(self.found) == len(self._outs))
 
     @property
     def nbytes(self) -> int:

@@ -162,9 +162,8 @@ class _Bytes:
     """What torch takes for memory."""
 
     def __init__(self, span: Span) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (span.nbytes,), "typestr": "|u1", "data": (span.pointer, False), "strides": None, "version": 2,
-        }  # fmt: skip
+        told = {"shape": (span.nbytes,), "typestr": "|u1", "data": (span.pointer, False), "strides": None}
+        self.__cuda_array_interface__ = {**told, "version": 3, "stream": None}  # its order is seen to
 
 
 def _to_cupy(spec: TensorSpec, span: Span) -> Any:
