@@ -45,3 +45,20 @@ def act(what: str, value: Any) -> Any:
         case "where":
             return os.getpid(), sys.prefix
     return value
+
+
+@lz.isolated(PLAIN, on_death="rebuild")
+class Actor:
+    """State, and methods that do as `act` does."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def act(self, what: str, value: Any) -> Any:
+        if what == "count":
+            self.count += 1
+            return self.count
+        return act(what, value)
+
+    def __len__(self) -> int:
+        return self.count

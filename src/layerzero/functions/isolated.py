@@ -127,9 +127,9 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{code.label}: {text}")
         self._placing = self._place()
         self._threads = Threads(self._places.count_of(where))
-        self._count = -1 if self._signature is None else _plain_count(self._signature)
+        self._count = -1 if self._signature is None else plain_count(self._signature)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
-        self._express = Express(self) if self._takes_express else None
+        self._express = Express(self, self._count) if self._takes_express else None
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
@@ -459,7 +459,7 @@ def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
     return None
 
 
-def _plain_count(signature: inspect.Signature) -> int:
+def plain_count(signature: inspect.Signature) -> int:
     """So many arguments fit without a look; -1 for none."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

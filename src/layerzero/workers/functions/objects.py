@@ -53,6 +53,11 @@ class Objects:
         """Raises ProtocolError."""
         return self._of.get(client, {}).get(self._number(reference))
 
+    def code_of(self, client: int, reference: Any) -> Code | None:
+        """What it is of; None for one that is not there. Raises ProtocolError."""
+        held = self.find(client, reference)
+        return None if held is None else held.code
+
     def release(self, client: int, reference: Any) -> Held | None:
         """What is to be let go of. Raises ProtocolError; one that is not there is none."""
         return self._of.get(client, {}).pop(self._number(reference), None)

@@ -57,10 +57,8 @@ class Functions:
 
     def __init__(self, arrays: Arrays, name: str, models: Models | None = None) -> None:
         self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
-        self._models = models
-        self._modules, self._output, self._breakpoints = Modules(), Output(), Breakpoints(name)
-        self._kept = Kept()
-        self._objects = Objects(name)
+        self._models, self._modules, self._output = models, Modules(), Output()
+        self._breakpoints, self._kept, self._objects = Breakpoints(name), Kept(), Objects(name)
         self._told, self._loop = 0, EventLoop()
         self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
@@ -118,11 +116,12 @@ class Functions:
             read = start.tobytes()  # nobody changes that meanwhile
             if again is not None and read.startswith(again.head):
                 placing.begin(answer)
-                made = self._run_again(again)
+                made = self._run_again(client, again)
             else:
                 made = self._serve(client, frame, lent, answer)
                 if read == before and ordinal is None:
-                    again = again_of(read, frame, lent, self._known, self._arrays)
+                    held = partial(self._objects.code_of, client)
+                    again = again_of(read, frame, lent, self._known, self._arrays, held)
                 before = read
             if made.nbytes > room:
                 made = self._notice(client, made, room)
@@ -179,20 +178,26 @@ class Functions:
             return self._refused(exc)
         return self._refused(ProtocolError(f"no call begins with {head[0]}"))
 
-    def _run_again(self, call: Again) -> Frame:
+    def _run_again(self, client: int, call: Again) -> Frame:
         """As `_serve`, of a call that was read before."""
-        code = call.code
+        code, reference = call.code, call.reference
+        held = None if reference is None else self._objects.find(client, reference)
+        if held is None and reference is not None:
+            return Frame([frames.GONE, reference, ""])
         self._breakpoints.label = call.label
         self._output.level(call.level)
         try:
-            run = self._modules.function(code)
+            if held is None:
+                run = self._modules.function(code)
+            else:
+                self._modules.enter(code)
             given = call.arguments()
         except InvalidArgument as exc:
             return self._refused(exc)
         except BaseException as exc:
             return self._raised(exc, code.file, is_import=True)
         try:
-            result = run(*given)
+            result = run(*given) if held is None else getattr(held.value, call.name)(*given)
             if result is None:
                 output = self._output.take()
                 return Frame([frames.RETURNED, None, output]) if output else _NOTHING
