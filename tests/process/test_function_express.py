@@ -290,3 +290,20 @@ def test_an_object_that_is_lost_on_the_way_is_constructed_again(own: None) -> No
     for number in range(7, 30):
         assert actor.act("count", None) == number
     actor.close()
+
+
+def test_items_of_a_generator_take_the_way_of_functions(tmp_path: Path) -> None:
+    """In their order, up to what it raises; it is closed when the loop is left, an item ahead or not."""
+    stream = fn.count_up(str(tmp_path), 60)
+    assert [next(stream) for _ in range(60)] == list(range(1, 61))
+    assert isinstance(fn.count_up._last.call, ExpressCall)
+    with pytest.raises(lz.RemoteError, match="the end"):
+        next(stream)
+    (tmp_path / "closed").unlink()
+    for number in fn.count_up(str(tmp_path), -1):
+        if number == 30:
+            break
+    wait_until((tmp_path / "closed").exists)
+    with fn.count_up(str(tmp_path), -1) as numbers:
+        assert [next(numbers) for _ in range(20)] == list(range(1, 21))
+    assert list(numbers) == []

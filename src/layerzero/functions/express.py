@@ -106,7 +106,7 @@ class Express:
             self._skipped += 1
             return None
         session = default_session.session()
-        given = _NO_ARGUMENTS if not args else session.repeats.lend(args) or self._given(session, args)
+        given = self.arguments(session, args)
         if given is None:
             self.note_plain(is_plain=False)
             return None
@@ -118,6 +118,16 @@ class Express:
                 return None
             self._ways[count] = way
         return way.begin(args, given, loan)
+
+    def arguments(self, session: Session, args: tuple[Any, ...]) -> Given | tuple[bytes, bytes, int, int] | None:
+        """As they cross; None where something is copied, or cannot be packed."""
+        if not args:
+            return _NO_ARGUMENTS
+        return session.repeats.lend(args) or self._given(session, args)
+
+    def tail(self, level: int) -> bytes:
+        """What its calls end with, packed, behind their arguments. `level`: of what the caller wants to hear of."""
+        return _NO_KWARGS + pack_tree(level)
 
     def _given(self, session: Session, args: tuple[Any, ...]) -> Given | None:
         """Of arguments that are not made in C; None where something is copied, or cannot be packed."""
@@ -214,7 +224,7 @@ class _Way:
     def _tail(self, level: int) -> bytes:
         if len(self._tails) >= MAX_TAILS:
             self._tails.clear()
-        tail = self._tails[level] = _NO_KWARGS + pack_tree(level)
+        tail = self._tails[level] = self.express.tail(level)
         return tail
 
     def _allocate(self) -> Block:
