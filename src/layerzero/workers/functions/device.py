@@ -203,6 +203,12 @@ class Device:
             _driver().synchronize_stream(self._stream)
             self._known.add(label)
 
+    def expect(self, results: Results) -> None:
+        """The present call is on a GPU. Raises ProtocolError where it came without a stream."""
+        if self._stream is None:
+            raise ProtocolError("a call on a GPU came without its place in a stream")
+        self.results = results
+
     # Arrays
 
     def open(self, library: str, spec: TensorSpec, span: Span) -> Any:
@@ -211,6 +217,12 @@ class Device:
         assert self._stream is not None
         array = self.libraries.open(library, spec, span, self._stream)
         self._lent.append(array)
+        return array
+
+    def out(self, library: str, spec: TensorSpec, span: Span) -> Any:
+        """As `open`, of memory for a result."""
+        array = self.open(library, spec, span)
+        self.disown()
         return array
 
     def disown(self) -> None:
@@ -266,6 +278,14 @@ def copy_of(array: Any) -> Any:
             return getattr(array, name)()
     text = "what stays there may keep the array, and this environment has no library to copy it on the GPU with"
     raise InvalidArgument(f"{text}; add torch or cupy to its requires")
+
+
+def host_array(node: list[Any], memories: Sequence[Any], libraries: tuple[str, ...]) -> tuple[str, TensorSpec, Any]:
+    """As frames.read_array, of one that is not on a GPU."""
+    library, spec, part = frames.read_array(node, memories, libraries)
+    if isinstance(part, Span):
+        raise ProtocolError(f"{spec} of the CPU is said to lie on a GPU")
+    return library, spec, part
 
 
 def span_of(node: list[Any], memories: Sequence[Any]) -> tuple[str, TensorSpec, Span]:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import AsyncGeneratorType, GeneratorType, ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
@@ -17,13 +17,23 @@ from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, Openers, again_of
+from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, again_of
 from layerzero.workers.functions.breakpoints import Breakpoints
 from layerzero.workers.functions.code import Modules, renamed
 from layerzero.workers.functions.coroutines import EventLoop
-from layerzero.workers.functions.device import Results, Span, copy_of, device, outs_of, span_of, span_or_view
+from layerzero.workers.functions.device import (
+    Results,
+    Span,
+    copy_of,
+    device,
+    host_array,
+    outs_of,
+    span_of,
+    span_or_view,
+)
 from layerzero.workers.functions.errors import MAX_TEXT, error_of
 from layerzero.workers.functions.kept import Kept, Result
+from layerzero.workers.functions.libraries import Arrays, Models
 from layerzero.workers.functions.objects import Held, Objects, demand_use, ended_within, use_of
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
@@ -33,23 +43,6 @@ CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all 
 MAX_NAME = 200  # of a type
 Memories: TypeAlias = "list[memoryview | Span | None]"
 _NOTHING = Frame([frames.RETURNED, None, []])
-
-
-class Arrays(Openers, Protocol):
-    """The array libraries of this environment."""
-
-    def open(self, library: str, spec: TensorSpec, memory: memoryview) -> Any:
-        """A read-only array on memory. Raises InvalidArgument where there is no such library."""
-
-    def put(self, value: Any, payload: Payload) -> list[Any] | None:
-        """What stands for an array, whose elements the payload will have; None for what is no array."""
-
-
-class Models(Protocol):
-    """The kinds of whole models that this environment may open."""
-
-    def find(self, kind: str, modules: Modules) -> Callable[..., Any]:
-        """What opens a model. Raises InvalidArgument for a kind that there is not."""
 
 
 class Functions:
@@ -154,7 +147,7 @@ class Functions:
                     return self._run(client, call, [payload, *lent], specs=specs)
                 case [frames.GPU, list(call), list(outs), bool(is_given)]:
                     memories = [payload, *lent]
-                    device.results = Results(outs_of(outs, memories), is_given=is_given)
+                    device.expect(Results(outs_of(outs, memories), is_given=is_given))
                     match call:
                         case [frames.HOLD, list(held), frames.ALL | frames.OWN as stays]:
                             return self._run(client, held, memories, stays)
@@ -244,7 +237,7 @@ class Functions:
         kept = self._kept.take(client, token)
         if not isinstance(kept, Result):
             raise ProtocolError(f"answer {token} is not of a GPU, and is to be fetched")
-        device.results = Results(outs)
+        device.expect(Results(outs))
         return self._returned(*kept)
 
     def _load(self, code: Code) -> Frame:
@@ -377,9 +370,7 @@ class Functions:
         InvalidArgument."""
         found = []
         if device.results is not None:
-            for node in specs:
-                found.append(device.open(*span_of(node, memories)))
-                device.disown()
+            found = [device.out(*span_of(node, memories)) for node in specs]
             return found[0] if len(found) == 1 else tuple(found)
         for node in specs:
             match node:
@@ -446,10 +437,8 @@ class Functions:
 
         def get(node: list[Any]) -> Any:
             is_here = device.results is not None and str(node[0]).startswith(frames.OF_GPU)
-            if is_here:
-                found = device.open(*span_of(node, memories))
-            else:
-                found = self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
+            its = span_of(node, memories) if is_here else host_array(node, memories, LIBRARIES)
+            found = device.open(*its) if is_here else self._arrays.open(*its)
             if not is_kept:
                 return found
             if is_here:

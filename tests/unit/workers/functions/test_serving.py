@@ -11,6 +11,7 @@ from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions import kept, serving
+from layerzero.workers.functions.device import device
 from layerzero.workers.functions.serving import Functions
 from layerzero.workers.provider import Block, Call
 
@@ -94,3 +95,12 @@ def test_a_value_that_cannot_cross_has_not_run(served: Functions) -> None:
     told = send(served, 1, [frames.NAME, CODE, 30])
     assert told[0] == frames.REFUSED
     assert told[2].startswith("shop.total is a value, and result[1]: set cannot go to another environment")
+
+
+def test_a_call_on_a_gpu_without_a_stream_is_refused(served: Functions) -> None:
+    """Whoever sends it spoils no other client's calls."""
+    call = [frames.CALL, CODE, [values.LIST], [values.DICT], 30]
+    for head in ([frames.GPU, call, [], False], [frames.TAKE, 1, []]):
+        assert send(served, 1, head)[0] == frames.REFUSED
+        assert device.results is None
+    assert send(served, 2, call, 8192)[:2] == [frames.RETURNED, LONG]
