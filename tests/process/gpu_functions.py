@@ -11,6 +11,7 @@ from typing import Any
 import layerzero as lz
 
 THERE = lz.env("there", from_interpreter=sys.executable)
+PAIR = lz.env("pair-there", from_interpreter=sys.executable, workers=2)
 BARE = lz.env("bare")
 SLOW_S = 0.3
 
@@ -135,3 +136,18 @@ def without_a_gpu(x: Any) -> Any:
 @lz.isolated(THERE)
 def both(x: Any, y: Any) -> tuple[Any, Any]:
     return x, y
+
+
+@lz.isolated(PAIR)
+def prepare_pair(folder: str) -> int:
+    """To be called by as many at once as there are workers."""
+    _soft()
+    (Path(folder) / str(os.getpid())).touch()
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.002)
+    return os.getpid()
+
+
+@lz.isolated(PAIR)
+def spread(x: Any) -> tuple[Any, int]:
+    return x + 1.0, os.getpid()

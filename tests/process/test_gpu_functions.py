@@ -30,6 +30,7 @@ def site(soft: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]
     one.environ |= {"LAYERZERO_WORKER_CONFINED": "0", "PYTHONPATH": str(SOFT / "broker")}
     with one.environment():
         fn.THERE.build(quiet=True)
+        fn.PAIR.build(quiet=True)
         fn.BARE.build(quiet=True)
         one.start().connect()
         yield one
@@ -123,6 +124,22 @@ def test_state_is_ordered_whatever_stream_a_call_is_of(there: int) -> None:
     assert total.found() == [15.0] * 4
     np.testing.assert_array_equal(total.on_gpu(soft_cupy.asarray(np.ones(4, np.float32))).get(), np.full(4, 15.0))
     total.close()
+
+
+def test_workers_of_a_pool_have_streams_of_their_own(there: int, tmp_path: Path) -> None:
+    """Calls of one stream go to one worker, in whose stream they are in order; others may be elsewhere."""
+    pids = {future.result() for future in [fn.prepare_pair.submit(str(tmp_path)) for _ in range(2)]}
+    assert len(pids) == 2
+    x, values = randn(8)
+    seen = []
+    for _ in range(4):
+        with soft_cupy.stream():
+            found = [future.result() for future in [fn.spread.submit(x) for _ in range(12)]]
+            for result, _ in found:
+                np.testing.assert_array_equal(result.get(), values + 1)
+            seen.append({pid for _, pid in found})
+    assert [len(one) for one in seen] == [1] * 4
+    assert set.union(*seen) == pids
 
 
 def test_what_stays_is_a_copy_and_generators_give_items_of_the_cpu(there: int) -> None:

@@ -19,7 +19,7 @@ from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
 from layerzero.client.gpu.lent import GpuLoan
-from layerzero.client.gpu.lent_calls import lend, steps_down
+from layerzero.client.gpu.lent_calls import homes, lend, steps_down
 from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.session import Session
 from layerzero.functions import breakpoints
@@ -247,6 +247,8 @@ class Call:
     def _request(self) -> Request:
         given = self.given
         assert given is not None
+        if given.on_gpu is not None and len(given.backends) > 1:
+            given.backends = homes(given.on_gpu, given.backends)
         exchange = self._new_exchange(given)
         loan = given.loan = self._lent_there(given)
         if self._stays != frames.NOTHING:

@@ -13,8 +13,10 @@ from layerzero.client.gpu.memory import uuid_of
 from layerzero.client.gpu.outcomes import Sent
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
+from layerzero.ipc.cuda.streams import stream_key
 from layerzero.ipc.errors import BackendError, LayerZeroError, NotConnected, NoTransport
 from layerzero.ipc.transport import messages
+from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -35,6 +37,24 @@ def lend(
     gpu = gpus.gpu(like.device)
     gpus.look(gpu)
     return GpuLoan(gpu, given, positions, results, stream)
+
+
+def homes(given: GpuArguments, backends: Sequence[str]) -> tuple[str, ...]:
+    """Of each environment's workers the one that has this stream's calls: in another, one might come behind later ones
+    that wait for it."""
+    like = given.like
+    key = (like.device, stream_key(current_stream(like)))
+    if len(_streams) >= MAX_STREAMS:
+        _streams.clear()
+    at = _streams.setdefault(key, len(_streams))
+    of: dict[str, list[str]] = {}
+    for backend in backends:
+        of.setdefault(pools.environment_of(backend), []).append(backend)
+    return tuple(several[at % len(several)] for several in of.values())
+
+
+MAX_STREAMS = 4096
+_streams: dict[tuple[int, Any], int] = {}  # by GPU and stream: in their order
 
 
 def steps_down(session: Any, loan: GpuLoan, error: LayerZeroError) -> bool:

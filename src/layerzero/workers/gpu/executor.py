@@ -20,10 +20,11 @@ from layerzero.ipc.cuda.mappings import Mapping, Mappings
 from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
-from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
+from layerzero.ipc.errors import BackendError, CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.shm.timeline_words import TimelinePoint, graph_slot_words
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES, unpack_refs
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT
 from layerzero.workers.blocks import Blocks
 from layerzero.workers.boot import GRAPH_BYTES
@@ -206,16 +207,15 @@ class Gpus:
         if not plan.has_run:
             self.graph_slots.rest(self.watch)
         if link.is_behind(point):
+            if plan.call.op == FUNCTION:  # what is here waits for it, and may hold up what it loads
+                raise BackendError(f"call {point.value} of its stream came behind later ones; call it again")
             if not plan.has_run:
                 # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
                 text = f"the first {plan.call.kernel_id} came behind later calls of its client's stream"
                 self._end(f"{text}, which wait for it: a new process loads it before them", RENEWAL_EXIT)
-            print(
-                f"call {point.value} of timeline {point.timeline} came behind later ones; if their streams block "
-                f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"call {point.value} of timeline {point.timeline} came behind later ones; if their streams block "
+            text += f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process"
+            print(text, file=sys.stderr, flush=True)
             self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
             try:
                 return self._enqueue_in_order(plan, task, link, point)
