@@ -145,8 +145,10 @@ def test_workers_of_a_pool_have_streams_of_their_own(there: int, tmp_path: Path)
 def test_what_stays_is_a_copy_and_generators_give_items_of_the_cpu(there: int) -> None:
     """The caller may write its memory meanwhile."""
     x, values = randn(4)
-    kept = fn.same.options(keep=True)(x)
-    assert [copy.where for copy in fn.same.last_report().copies] in ([], ["worker"])
+    keeping = fn.same.options(keep=True)
+    kept = keeping(x)
+    assert [(copy.where, copy.nbytes) for copy in keeping.last_report().copies] == [("worker", 16)]
+    assert keeping.last_report().uncopied_bytes == 0
     x.fill(7.0)
     found = fn.described(kept)
     assert found[0][3] == values.tolist()
@@ -163,6 +165,8 @@ def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:
         np.testing.assert_array_equal(fn.into(x).get(), values * 2)
         assert fn.into.last_report().copies == ()
         assert fn.into.last_report().uncopied_bytes == 2 * x.size * 4
+    np.testing.assert_array_equal(fn.into.local(x).get(), values * 2)
+    assert fn.into.explain(x).uncopied_bytes == x.size * 4
     np.testing.assert_array_equal(fn.into(x, False).get(), values * 3)
     assert [copy.where for copy in fn.into.last_report().copies] == ["worker"]
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 from layerzero.client.connection.report import Candidate as Verdict
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
+from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import (
@@ -230,7 +231,8 @@ class Isolated(Generic[P, R]):
         if self._function is None:
             raise InvalidArgument(f"{self._label} is a function of its environment alone")
         if self._has_out:
-            kwargs[OUT] = self._shaped(args, kwargs).empty()
+            like = next((one for one in (*args, *kwargs.values()) if is_on_gpu((one,))), None)
+            kwargs[OUT] = self._shaped(args, kwargs).empty(like)
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
@@ -307,7 +309,7 @@ class Isolated(Generic[P, R]):
             state,
             command,
             tuple(given.copies),
-            given.uncopied_bytes,
+            given.uncopied_bytes + (0 if given.on_gpu is None else given.on_gpu.nbytes),
             self._verdicts(given),
             interpreter,
             "worker",

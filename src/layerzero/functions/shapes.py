@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from layerzero.client.arrays.recognition import describe
+from layerzero.client.gpu.arrays import give, new_like
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call, Options, Owner
 from layerzero.ipc.errors import InvalidArgument
@@ -46,10 +48,15 @@ class Shaped:
         """As they cross."""
         return [[library, *spec.to_wire()] for library, spec in self.results]
 
-    def empty(self) -> Any:
-        """Memory of this process for them: one array, or a tuple of several."""
+    def empty(self, like: Any = None) -> Any:
+        """Memory of this process for them: one array, or a tuple of several; on the GPU of an array that is `like`
+        them."""
         made = []
+        on_gpu = None if like is None else describe(like)
         for library, spec in self.results:
+            if on_gpu is not None:
+                made.append(give(on_gpu, new_like(on_gpu, spec)[0]))
+                continue
             module = sys.modules.get(library)
             if module is None:
                 raise InvalidArgument(f"a result of {library}, which this process has not imported; import it")
