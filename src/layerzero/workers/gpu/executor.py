@@ -213,10 +213,8 @@ class Gpus:
                 # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
                 text = f"the first {plan.call.kernel_id} came behind later calls of its client's stream"
                 self._end(f"{text}, which wait for it: a new process loads it before them", RENEWAL_EXIT)
-            text = f"call {point.value} of timeline {point.timeline} came behind later ones; if their streams block "
-            print(
-                f"{text}{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process", file=sys.stderr, flush=True
-            )
+            what = f"if their streams block {plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process"
+            print(f"call {point.value} came behind later ones; {what}", file=sys.stderr, flush=True)
             self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
             try:
                 return self._enqueue_in_order(plan, task, link, point)
