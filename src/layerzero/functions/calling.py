@@ -373,7 +373,8 @@ class Exchange:
         results = [TensorSpec.from_wire(spec) for spec in specs]
         if not all(spec.is_contiguous for spec in results):
             raise ProtocolError("results with gaps")
-        loan = lend(self._session.gpus, GpuArguments(before.like), range(MAX_LENT), results, before.stream)
+        stream = None if before.like.kind == "dlpack" else before.stream  # of those each thread has one of ours
+        loan = lend(self._session.gpus, GpuArguments(before.like), range(MAX_LENT), results, stream)
         before.hush()
         copies += loan.copies
         frame = Frame([frames.TAKE, token, loan.outs])

@@ -202,6 +202,13 @@ class GpuLoan:
 
     def given(self) -> list[Any]:
         """The results as the caller gets them, once `sent`."""
+        if self.like.kind == "dlpack":  # its library waits for a stream of ours, that of the thread that takes them
+            own, driver = self.gpu.memory.own_stream(), self.gpu.memory.context.driver
+            with self.gpu.memory.context:
+                event = driver.create_event()
+                driver.record_event(event, self.stream)
+                driver.wait_event(own, event)
+                driver.destroy_event(event)
         return [give(self.like, one) for one in self._made]
 
     def close(self) -> None:
