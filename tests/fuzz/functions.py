@@ -16,10 +16,12 @@ from layerzero.ipc.functions.frames import Code, Frame, Payload, Reference
 from layerzero.ipc.functions.surface import Surface
 from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.device import Span, host_array, outs_of, span_of
 from layerzero.workers.functions.objects import Held, Objects
 
 TYPED = (ProtocolError, InvalidArgument)
 LENT = memoryview(bytes(256))
+ON_GPU, END = Span(1 << 20, 256, 0), (1 << 20) + 256
 CODE = Code("shop.sales", "total", "/srv/shop/sales.py", "0" * 64, "/srv", is_main=False)
 OBJECTS, HELD = Objects("plain"), Held("object", CODE)
 REFERENCE = OBJECTS.add(1, HELD)
@@ -36,11 +38,14 @@ class Pair:
     right: Any
 
 
-@dataclasses.dataclass
 class _Array:
-    """An array as it was opened."""
+    """An array as it was opened. No dataclass, which would cross as one."""
 
-    node: list[Any]
+    def __init__(self, node: list[Any]) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return f"_Array({self.node!r})"
 
 
 def resolve(module: str, name: str) -> Any:
@@ -54,14 +59,15 @@ def put(value: Any) -> list[Any] | None:
     return [*value.node] if type(value) is _Array else None
 
 
-@dataclasses.dataclass
 class _Held:
     """A reference, as it came."""
 
-    node: list[Any]
+    def __init__(self, node: list[Any]) -> None:
+        Reference.from_tree(node, is_answer=len(node) == 3)
+        self.node = node
 
-    def __post_init__(self) -> None:
-        Reference.from_tree(self.node, is_answer=len(self.node) == 3)
+    def __repr__(self) -> str:
+        return f"_Held({self.node!r})"
 
 
 def refer(value: Any) -> list[Any] | None:
@@ -79,11 +85,26 @@ def run(data: bytes) -> None:
     if head[0] in (frames.HOLD, frames.PLACE) and len(head) > 1 and type(head[1]) is list and head[1]:
         head = head[1]
 
+    memories = [payload, LENT, None, ON_GPU]
+
     def get(node: list[Any]) -> _Array:
-        library, spec, memory = frames.read_array(node, [payload, LENT, None], ("numpy", "torch"))
+        if node and type(node[0]) is str and node[0].startswith(frames.OF_GPU):
+            _, spec, span = span_of(node, memories)
+            end = span.pointer + spec.span_bytes
+            assert not spec.span_bytes or (len(span) == spec.span_bytes and span.pointer >= 1 << 20 and end <= END)
+            return _Array([node[0], *spec.to_wire(), *node[4:]])
+        library, spec, memory = host_array(node, memories, ("numpy", "torch"))
         assert library in ("numpy", "torch")
         assert len(memory) == spec.span_bytes
         return _Array([library, *spec.to_wire(), *node[4:]])
+
+    match head:
+        case [frames.GPU, list(call), list(outs), bool()] if call:
+            outs_of(outs, memories)
+            head = call
+        case [frames.TAKE, int(), list(outs)]:
+            outs_of(outs, memories)
+            return
 
     for tree in head[1:]:
         if head[0] in (frames.USE, frames.NEXT, frames.RELEASE) and tree is head[1]:
@@ -129,12 +150,18 @@ def seeds() -> dict[str, bytes]:
     def tree(value: Any) -> Any:
         return values.encode(value, put, "value", refer)
 
+    there = frames.array_node("gpu:torch", TensorSpec("int16", (4, 2), (16, 1)), 2, 8)
+    room = frames.array_node("gpu:", TensorSpec.contiguous("float32", (2, 3)), 2, 64)
+    on_gpu = [frames.CALL, code, tree([_Array(there), here]), tree({}), 30]
     placed = [frames.CALL, code, tree([here]), tree({}), 30]
     return {
         "call": bytes(Frame([frames.CALL, code, tree(value), tree({"x": lent}), 30])),
         "arrays": bytes(Frame([frames.CALL, code, tree([here, lent, here]), tree({}), 30], payload)),
         "hold": bytes(Frame([frames.HOLD, [frames.CALL, code, tree([1, here]), tree({}), 30], frames.OWN], payload)),
         "place": bytes(Frame([frames.PLACE, placed, [["numpy", "int8", [2], [1]]]], payload)),
+        "on a GPU": bytes(Frame([frames.GPU, on_gpu, [room], False], payload)),
+        "take": bytes(Frame([frames.TAKE, 3, [room]])),
+        "returned there": bytes(Frame([frames.RETURNED_THERE, tree([1, _Array(there)]), [], [0]])),
         "held": bytes(Frame([frames.CALL, code, tree([_Held(REFERENCE), 1]), tree({"x": _Held([1, 2])}), 30])),
         "itself": bytes(Frame([frames.USE, REFERENCE, frames.ITSELF, "", tree([]), tree({}), 30])),
         "use": bytes(Frame([frames.USE, REFERENCE, frames.METHOD, "add", tree([lent]), tree({"n": 1}), 30])),

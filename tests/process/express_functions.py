@@ -45,3 +45,33 @@ def act(what: str, value: Any) -> Any:
         case "where":
             return os.getpid(), sys.prefix
     return value
+
+
+@lz.isolated(PLAIN, on_death="rebuild")
+class Actor:
+    """State, and methods that do as `act` does."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def act(self, what: str, value: Any) -> Any:
+        if what == "count":
+            self.count += 1
+            return self.count
+        return act(what, value)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@lz.isolated(PLAIN)
+def count_up(folder: str, last: int) -> Any:
+    """Numbers; `closed` lies in the folder once it was closed, `LookupError` ends it at `last`."""
+    number = 0
+    try:
+        while number != last:
+            number += 1
+            yield number
+        raise LookupError("the end")
+    finally:
+        (Path(folder) / "closed").touch()

@@ -17,6 +17,7 @@ from tests.process.test_express import forked
 
 import layerzero as lz
 from layerzero.client.connection.arena import pool
+from layerzero.functions.express import ExpressCall
 
 MANY = 40
 BIG = 1 << 100
@@ -248,3 +249,61 @@ def test_closing_the_session_cancels_calls_that_have_not_ended(site: Site) -> No
         os.kill(pid, signal.SIGCONT)
         site.connect()
     assert settled() > 0
+
+
+def test_methods_take_the_way_of_functions() -> None:
+    """Each object has its own state; what is not plain is as ever."""
+    first, second = fn.Actor(0), fn.Actor(100)
+    for number in range(1, 40):
+        assert (first.act("count", None), second.act("count", None)) == (number, 100 + number)
+    report = fn.Actor.last_report()
+    assert path_of(report) == "express"
+    assert report.function.endswith("Actor.act")
+    assert isinstance(fn.Actor._last.call, ExpressCall)
+    assert (len(first), len(second)) == (39, 139)
+    futures = [first.act.submit("count", None) for _ in range(150)]
+    assert sorted(future.result() for future in futures) == list(range(40, 190))  # 64 on the lane, others by the broker
+    with pytest.raises(lz.RemoteError, match="no such"):
+        first.act("raise", "no such")
+    assert first.act("list", 3) == [3, (3, {"of": 3})]
+    assert len(first.act("large", 100_000)) == 100_000
+    assert first.act("count", value=None) == 190
+    with pytest.raises(lz.InvalidArgument, match="act"):
+        first.act("count")
+    first.close()
+    with pytest.raises(lz.InvalidArgument, match="closed"):
+        first.act("count", None)
+    assert second.act("count", None) == 140
+    second.close()
+
+
+def test_an_object_that_is_lost_on_the_way_is_constructed_again(own: None) -> None:
+    """Its method was on the lane of the worker that is gone."""
+    actor = fn.Actor(5)
+    for _ in range(20):
+        actor.act("count", None)
+    assert path_of(fn.Actor.last_report()) == "express"
+    with pytest.raises(lz.BackendError, match="it may have run in part"):
+        actor.act("die", None)
+    assert actor.act("count", None) == 6
+    assert fn.Actor.last_report().is_rebuilt
+    for number in range(7, 30):
+        assert actor.act("count", None) == number
+    actor.close()
+
+
+def test_items_of_a_generator_take_the_way_of_functions(tmp_path: Path) -> None:
+    """In their order, up to what it raises; it is closed when the loop is left, an item ahead or not."""
+    stream = fn.count_up(str(tmp_path), 60)
+    assert [next(stream) for _ in range(60)] == list(range(1, 61))
+    assert isinstance(fn.count_up._last.call, ExpressCall)
+    with pytest.raises(lz.RemoteError, match="the end"):
+        next(stream)
+    (tmp_path / "closed").unlink()
+    for number in fn.count_up(str(tmp_path), -1):
+        if number == 30:
+            break
+    wait_until((tmp_path / "closed").exists)
+    with fn.count_up(str(tmp_path), -1) as numbers:
+        assert [next(numbers) for _ in range(20)] == list(range(1, 21))
+    assert list(numbers) == []

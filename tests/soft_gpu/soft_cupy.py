@@ -113,6 +113,13 @@ class ndarray:  # CuPy's own name
         driver.put(current().ptr, lambda: function(mine, source, out=view))
         return made
 
+    def copy(self) -> ndarray:
+        """Row-major, in the order of the current stream."""
+        made = empty(self.shape, self.dtype)
+        source, view = self._view(), made._view()
+        driver.put(current().ptr, lambda: view.__setitem__(..., source))
+        return made
+
     def fill(self, value: float) -> None:
         """In the order of the current stream."""
         view = self._view()
@@ -173,10 +180,34 @@ def asarray(values: Any) -> ndarray:
 
 
 def ascontiguousarray(array: ndarray) -> ndarray:
-    made = empty(array.shape, array.dtype)
-    source, view = array._view(), made._view()
-    driver.put(current().ptr, lambda: view.__setitem__(..., source))
-    return made
+    steps = tuple(step * array.dtype.itemsize for step in contiguous_strides(array.shape))
+    return array if steps == array.strides else array.copy()
+
+
+class ExternalStream:
+    """A stream of somebody else's, which a block works on."""
+
+    def __init__(self, ptr: int, device: int = -1) -> None:
+        self.ptr = ptr
+
+    def __enter__(self) -> None:
+        _streams.used.append(self.ptr)
+
+    def __exit__(self, *_: object) -> None:
+        _streams.used.pop()
+
+
+class UnownedMemory(NamedTuple):
+    """Memory of somebody else's."""
+
+    ptr: int
+    size: int
+    owner: object
+    device_id: int
+
+
+def _pointer(memory: UnownedMemory, offset: int) -> _Pointer:
+    return _Pointer(memory.ptr + offset, memory)
 
 
 class _Context:
@@ -200,6 +231,13 @@ def install() -> None:
     soft_gpu.install()
     module = types.ModuleType("cupy")
     vars(module).update(ndarray=ndarray, empty=empty, ascontiguousarray=ascontiguousarray, dtype=np.dtype)
-    vars(module)["cuda"] = types.SimpleNamespace(get_current_stream=current, Device=_Context)
+    vars(module)["cuda"] = types.SimpleNamespace(
+        get_current_stream=current,
+        Device=_Context,
+        ExternalStream=ExternalStream,
+        UnownedMemory=UnownedMemory,
+        MemoryPointer=_pointer,
+        is_available=lambda: True,
+    )
     ndarray.__module__ = "cupy"
     sys.modules["cupy"] = module

@@ -13,7 +13,7 @@ from layerzero.capabilities.descriptor import PLAIN_OPS, TOKENIZER_OPS, KernelCa
 from layerzero.capabilities.device import holds_tensors_of
 from layerzero.capabilities.reasons import Reason
 from layerzero.capabilities.type_rules import computes_in
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, PAGED_OPS, VARLEN_OPS, Heads, aligns
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, PAGED_OPS, VARLEN_OPS, Heads, aligns
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
 
@@ -86,7 +86,8 @@ def workspace_bytes(context: SelectionContext, kernel: KernelCapability) -> int:
 
 def _device(context: SelectionContext, kernel: KernelCapability) -> Found:
     device = context.device
-    if kernel.platform is not None and (needed := holds_tensors_of(kernel.platform)) != device.device_type:
+    platform = None if context.op == FUNCTION else kernel.platform  # a function's arrays lie where its caller's do
+    if platform is not None and (needed := holds_tensors_of(platform)) != device.device_type:
         yield Reason.PLATFORM_MISMATCH, f"the device is {device.device_type}; the kernel needs {needed}"
         return
     sm = device.sm_version

@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from layerzero.client.arrays.copies import copy_into
-from layerzero.client.arrays.recognition import CPU, ML_DTYPES, Array, describe
-from layerzero.client.arrays.wrapping import wrap
+from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.call import Request, why_copied
 from layerzero.client.connection.report import Copy
+from layerzero.client.gpu.arrays import is_on_gpu
+from layerzero.client.gpu.lent import GpuArguments, GpuLoan
+from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
+from layerzero.functions.results import array_on, of_those, resolve, whole
 from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
@@ -29,7 +32,7 @@ MIN_ROOM = 4096  # bytes for an answer
 MAX_LENT = len(FUNCTION_INPUTS) - 1
 LIBRARIES = ("numpy", "torch")
 _TAIL = (None,) * MAX_LENT
-Place: TypeAlias = tuple[Arena, int, int]
+Place: TypeAlias = tuple[Any, int, int]
 """Arena, offset and bytes."""
 _log, _root_logger = logging.getLogger("layerzero.functions"), logging.getLogger()
 
@@ -112,21 +115,26 @@ class Arguments:
         self.keep = (args, kwargs, self.loans)
         self.backends, self.library = backends, library
         self._payload, self._lent = Payload(), _Lent()
+        self.on_gpu: GpuArguments | None = None
+        self.loan: GpuLoan | None = None  # of the present attempt, what it lends on a GPU
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         given = self._tree(list(args), "args") if args else [values.LIST]
         self.trees = [given, named, _root_logger.level]
         self.ranges = self._lent.close()
         self.nbytes = self._payload.nbytes + self.uncopied_bytes
+        self.nbytes += 0 if self.on_gpu is None else self.on_gpu.nbytes
 
     @property
     def lent(self) -> tuple[Place | None, ...]:
         """Of each range of memory that a call can lend, what it does."""
-        return (*self.ranges, *_TAIL[len(self.ranges) :])
+        return all_lent(self.ranges, self.loan)
 
-    def frame(self, *head: Any, stays: int = frames.NOTHING) -> Frame:
-        """The frame that begins with these items and ends with the arguments. `stays`: what of the result does."""
+    def frame(self, *head: Any, stays: int = frames.NOTHING, has_out: bool = False) -> Frame:
+        """The frame that begins with these items and ends with the arguments. `stays`: what of the result does.
+        `has_out`: memory on a GPU is an argument."""
         call = [*head, *self.trees]
-        return Frame(call if stays == frames.NOTHING else [frames.HOLD, call, stays], self._payload)
+        call = call if stays == frames.NOTHING else [frames.HOLD, call, stays]
+        return Frame(call if self.loan is None else [frames.GPU, call, self.loan.outs, has_out], self._payload)
 
     def placed(self, call: list[Any], outs: list[Any]) -> Frame:
         """The frame of a call that is given memory of its answer for these results."""
@@ -134,6 +142,8 @@ class Arguments:
 
     def note_kept(self, reason: str) -> None:
         """The worker copies all arrays."""
+        if self.loan is not None:
+            self.loan.note_kept(reason)
         nbytes = self.uncopied_bytes + sum(copy.nbytes for copy in self.copies if copy.where == "client")
         if nbytes and not any(copy.where == "worker" for copy in self.copies):
             self.copies.append(Copy("an argument", nbytes, "worker", reason))
@@ -150,10 +160,19 @@ class Arguments:
         self.backends = (loan.backend,)
         return loan.reference.place
 
+    def _put_on_gpu(self, array: Array) -> list[Any]:
+        if self.on_gpu is None:
+            self.on_gpu = GpuArguments(array)
+        node = frames.array_node(f"{frames.OF_GPU}{array.kind}", array.spec, frames.IN_FRAME, 0)
+        self.on_gpu.add(array, node)
+        return node
+
     def _put(self, value: Any) -> list[Any] | None:
         array = _array(value)
         if array is None:
             return None
+        if array.device != CPU:
+            return self._put_on_gpu(array)
         library, place = self.library or array.kind, None
         if not array.needs_copy:
             place = arenas.pool.find(array.address, array.spec.span_bytes)
@@ -169,16 +188,21 @@ class Arguments:
         return frames.array_node(library, spec, frames.IN_FRAME, offset)
 
 
+def all_lent(ranges: Sequence[Place], loan: GpuLoan | None) -> tuple[Place | None, ...]:
+    """Of each range of memory that a call can lend, what it does: shared memory, then a GPU's."""
+    found = ranges if loan is None else [*ranges, *loan.ranges]
+    return (*found, *_TAIL[len(found) :])
+
+
 def _array(value: Any) -> Array | None:
-    """A NumPy array or a torch tensor of the CPU; None for what is neither. Raises InvalidArgument for others of
-    theirs."""
+    """A NumPy array, a torch tensor, or another library's array on a GPU; None for what is neither. Raises
+    InvalidArgument for others of theirs."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    is_numpy = numpy is not None and isinstance(value, numpy.ndarray)
-    if not is_numpy and not (torch is not None and isinstance(value, torch.Tensor)):
+    is_known = numpy is not None and isinstance(value, numpy.ndarray)
+    is_known = is_known or (torch is not None and isinstance(value, torch.Tensor))
+    if not is_known and not is_on_gpu((value,)):
         return None
     array = describe(value)
-    if array.device != CPU:
-        raise InvalidArgument("an array in a GPU's memory; functions take arrays of the CPU: pass value.cpu()")
     if array.requires_grad and torch is not None and torch.is_grad_enabled():
         raise InvalidArgument("a tensor that requires gradients, which end here; pass value.detach()")
     return array
@@ -217,6 +241,8 @@ class Exchange:
         self._stays, self._params = stays, {"of": of}
         self.answer_bytes = self.placed_bytes = 0  # placed: of arrays that were made where they lie
         self.library = ""  # of arrays here; each its own when empty
+        self.loan: GpuLoan | None = None  # of a call on a GPU
+        self.there: tuple[TensorSpec, ...] | None = None  # its results there, which the next call may have room for
         self.warned: list[tuple[Warned, str]] = []  # with the function and the environment
 
     def request(
@@ -228,11 +254,14 @@ class Exchange:
         timeout_s: float | None = None,
         copies: list[Copy] | None = None,
         keep: Any = None,
+        loan: GpuLoan | None = None,
     ) -> Request:
-        """What a session sends. Its result is an Answer."""
+        """What a session sends. Its result is an Answer. `loan`: of a call on a GPU; `lent` has its ranges."""
         block, arena, offset = arenas.pool.allocate(frame.nbytes)
         frame.write(block)
-        return self.request_at((arena, offset, frame.nbytes), [block, keep], lent, room, timeout_s, copies)
+        made = self.request_at((arena, offset, frame.nbytes), [block, keep], lent, room, timeout_s, copies)
+        made.on_gpu = self.loan = loan
+        return made
 
     def request_at(
         self,
@@ -288,6 +317,16 @@ class Exchange:
                     return Answer(
                         error=InvalidArgument(text) if is_argument else BackendError(text, backend=self._backend)
                     )
+                case [frames.RETURNED_THERE, tree, list(output), list(made)]:
+                    self._show(output)
+                    there = self._there(made, copies)
+                    opener = self._opener(memory, payload, copies, [], there)
+                    value = values.decode(tree, opener, resolve, "result")
+                    self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
+                    return Answer(value)
+                case [frames.AWAITS, int(token), list(specs), list(output)] if token >= 0:
+                    self._show(output)
+                    return self._take(token, specs, len(memory), copies, timeout_s)
                 case [frames.KEPT, int(token), int(nbytes)] if token >= 0 and 0 < nbytes < 1 << 46:
                     self.answer_bytes = nbytes
                     frame = Frame([frames.FETCH, token])
@@ -312,15 +351,54 @@ class Exchange:
             return Answer(error=InvalidArgument(text))
         return Answer(error=BackendError(f"{self._label}: no answer begins with {head[0]}", backend=self._backend))
 
+    def _there(self, made: list[Any], copies: list[Copy]) -> list[tuple[TensorSpec, Any]]:
+        """The results on the GPU. `made`: the numbers of those that the function made there."""
+        loan = self.loan
+        if loan is None:
+            raise ProtocolError("results on a GPU, of a call without one")
+        self.there = loan.results
+        for number, spec in enumerate(loan.results):
+            if number in made:
+                self.placed_bytes += spec.span_bytes
+            elif spec.numel:
+                why = "a function's result lies in its own memory on the GPU"
+                copies.append(Copy("result", spec.span_bytes, "worker", why))
+        return list(zip(loan.results, loan.given(), strict=True))
+
+    def _take(self, token: int, specs: list[Any], room: int, copies: list[Copy], timeout_s: float | None) -> Answer:
+        """The answer of a call whose results on the GPU have no memory here yet, with that."""
+        before = self.loan
+        if before is None:
+            raise ProtocolError("results on a GPU, of a call without one")
+        results = [TensorSpec.from_wire(spec) for spec in specs]
+        if not all(spec.is_contiguous for spec in results):
+            raise ProtocolError("results with gaps")
+        stream = None if before.like.kind == "dlpack" else before.stream  # of those each thread has one of ours
+        loan = lend(self._session.gpus, GpuArguments(before.like), range(MAX_LENT), results, stream)
+        before.hush()
+        copies += loan.copies
+        frame = Frame([frames.TAKE, token, loan.outs])
+        its = self.request(frame, all_lent((), loan), room=room, timeout_s=timeout_s, copies=copies, loan=loan)
+        found = self._session.run(its)
+        assert isinstance(found, Answer)
+        return found
+
     def _opener(
-        self, memory: memoryview, payload: memoryview, copies: list[Copy], places: list[Any]
+        self,
+        memory: memoryview,
+        payload: memoryview,
+        copies: list[Copy],
+        places: list[Any],
+        there: Sequence[tuple[TensorSpec, Any]] = (),
     ) -> Callable[[list[Any]], Any]:
         """Arrays of a result: views of the whole answer `memory`, whose slot is free again after the last of them.
-        `places`: offsets of those that were made there."""
+        `places`: offsets of those that were made there. `there`: those on a GPU."""
         start = len(memory) - len(payload)
         wholes: dict[str, Any] = {}
 
         def get(node: list[Any]) -> Any:
+            if node[:1] == [frames.OF_GPU]:
+                return of_those(there, node)
             library, spec, part = frames.read_array(node, [payload], LIBRARIES)
             library = self.library or library
             if library not in sys.modules:
@@ -332,9 +410,9 @@ class Exchange:
             elif spec.numel:
                 copies.append(Copy("result", len(part), "worker", "a function's result lies in its own memory"))
             if library not in wholes:
-                wholes[library] = _whole(library, memory)
+                wholes[library] = whole(library, memory)
             first = start + node[-1]
-            return _array_on(library, wholes[library][first : first + len(part)], spec)
+            return array_on(library, wholes[library][first : first + len(part)], spec)
 
         return get
 
@@ -386,35 +464,3 @@ def _joined(output: list[Any]) -> list[Any]:
 
 def _reference(tree: list[Any]) -> Reference:
     return Reference.from_tree(tree, is_answer=True)
-
-
-def _whole(library: str, memory: memoryview) -> Any:
-    like = sys.modules[library].empty(0)
-    return wrap(memory, TensorSpec.contiguous("uint8", (len(memory),)), describe(like))[0]
-
-
-def _array_on(library: str, flat: Any, spec: TensorSpec) -> Any:
-    """Bytes of an array as that."""
-    module = sys.modules[library]
-    name = spec.dtype
-    if library == "numpy" and name in ML_DTYPES and "ml_dtypes" not in sys.modules:
-        raise InvalidArgument(f"NumPy has no {name} of its own; import ml_dtypes")
-    dtype = getattr(sys.modules["ml_dtypes"] if library == "numpy" and name in ML_DTYPES else module, name, None)
-    if dtype is None:
-        if (library, name) != ("numpy", "bool"):  # NumPy 1 has no numpy.bool
-            raise InvalidArgument(f"{library} has no {name} in this process")
-        dtype = "?"
-    if not spec.numel:
-        return module.empty(spec.shape, dtype=dtype)
-    return flat.view(dtype).reshape(spec.shape)
-
-
-def resolve(module: str, qualname: str) -> Any:
-    """A class of a result: of a module that this process has imported, since an answer must not import anything. Raises
-    InvalidArgument."""
-    found: Any = sys.modules.get(module)
-    if found is None:
-        raise InvalidArgument(f"it has a {module}.{qualname}, and this process has not imported {module}")
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found

@@ -18,11 +18,13 @@ from layerzero.client.connection.report import Attempt
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
+from layerzero.client.gpu.lent import GpuLoan
+from layerzero.client.gpu.lent_calls import homes, lend, steps_down
 from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.session import Session
 from layerzero.functions import breakpoints
 from layerzero.functions.agreement import difference
-from layerzero.functions.calling import MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost, Place
+from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost, Place
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold
@@ -32,16 +34,19 @@ from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import (
     BackendError,
     DeadlineExceeded,
+    DigestRequired,
     InvalidArgument,
     LayerZeroError,
     NoBackend,
     NotConnected,
+    NoTransport,
     RemoteError,
 )
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame, Reference
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 _log = logging.getLogger("layerzero.functions")
 PROCESSES = ("pool", "own")
@@ -135,7 +140,7 @@ class Call:
         self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = self._placed_bytes = 0
-        self._has_repeated = self._is_taught = False
+        self._has_repeated = self._is_taught = self._has_digest = False
         self._shadow = ""
         self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
@@ -172,8 +177,11 @@ class Call:
             except TimeoutError:
                 raise
             except LayerZeroError as exc:
-                if self._has_taught(exc):
+                if self._has_taught(exc) or self._goes_another_way(exc):
                     continue
+                if exc.facts.get("is_earlier"):  # of another call on the GPU: nothing of this one has begun
+                    self._note("")
+                    raise
                 self._record = getattr(exc, "report", None)
                 error = self._understood(exc)
             if error is None:
@@ -206,6 +214,10 @@ class Call:
         if exchange is not None:
             self._placed_bytes = exchange.placed_bytes
             self._warned += exchange.warned
+            loan = None if self.given is None else self.given.loan
+            if loan is not None:
+                self._placed_bytes += loan.uncopied_bytes
+                owner._places.results_there[self.label] = exchange.there or ()
             if exchange.answer_bytes > owner._room:
                 owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
@@ -235,7 +247,10 @@ class Call:
     def _request(self) -> Request:
         given = self.given
         assert given is not None
+        if given.on_gpu is not None and len(given.backends) > 1:
+            given.backends = homes(given.on_gpu, given.backends)
         exchange = self._new_exchange(given)
+        loan = given.loan = self._lent_there(given)
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
         return exchange.request(
@@ -243,9 +258,20 @@ class Call:
             given.lent,
             room=self._room(),
             timeout_s=self._timeout_s(),
-            copies=list(given.copies),
+            copies=[*given.copies, *(() if loan is None else loan.copies)],
             keep=(given.keep, self._loan),
+            loan=loan,
         )
+
+    def _lent_there(self, given: Arguments) -> GpuLoan | None:
+        """What this attempt lends on a GPU, with memory for results that are as the last ones were."""
+        if given.on_gpu is None:
+            return None
+        results = self._results_there() if self._stays == frames.NOTHING else ()
+        return lend(self._session.gpus, given.on_gpu, range(len(given.ranges), MAX_LENT), results)
+
+    def _results_there(self) -> Sequence[TensorSpec]:
+        return self.owner._places.results_there.get(self.label, ())
 
     def _timeout_s(self) -> float | None:
         return self.options.timeout_s
@@ -266,8 +292,25 @@ class Call:
         self._sent = None
         return self._is_taught
 
+    def _goes_another_way(self, error: LayerZeroError) -> bool:
+        """Whether memory on a GPU may reach the worker in another way, or the broker wants to know what is in it:
+        nothing has begun."""
+        loan = None if self.given is None else self.given.loan
+        if loan is None or not isinstance(error, (NoTransport, DigestRequired)):
+            return False
+        if isinstance(error, DigestRequired):
+            may_go, self._has_digest = not self._has_digest, True
+        else:
+            transport = str(error.facts.get("transport", ""))
+            may_go = transport == loan.transport and steps_down(self._session, loan, error)
+        self._sent = None if may_go else self._sent
+        return may_go
+
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
+        if isinstance(error, NoTransport):
+            said = f"pass arrays of the CPU to {self.label}, or have its worker see the GPU: {error.message}"
+            error.message, error.args = said, (said,)
         if isinstance(error, (InvalidArgument, NoBackend)):
             return self.owner._places.explain_failure(error, self._session.ask)
         if isinstance(error, BackendError):
@@ -335,6 +378,9 @@ class Call:
         places = self.owner._places
         others = [one.env for one in places.candidates if one.env is not places.env_of(served_by)]
         if not others or random.random() >= self.options.shadow:
+            return
+        if self.given is not None and self.given.on_gpu is not None:
+            self._shadow = "not made: arrays on a GPU among the arguments may be written by now"
             return
         if self.given is not None and self.given.loans:
             self._shadow = f"not made: objects among the arguments are in {places.env_of(served_by).name} alone"

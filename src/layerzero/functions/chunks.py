@@ -22,6 +22,8 @@ class ChunkCall(Call):
     def __init__(self, owner: Owner, items: Sequence[tuple[Any, ...]], options: Options) -> None:
         """Raises InvalidArgument."""
         given = Arguments(items, {}, owner._places.backends)
+        if given.on_gpu is not None:
+            raise InvalidArgument(f"{owner._label}.map: leave chunksize out: arrays on a GPU cross call by call")
         super().__init__(owner, given, items, {}, options, f"{owner._label} ({len(items)} calls as one)")
 
     def _frame(self, given: Arguments) -> Frame:

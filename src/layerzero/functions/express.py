@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import observing, overlay
@@ -24,9 +24,10 @@ from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
-from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan, resolve
+from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.report import FunctionReport
+from layerzero.functions.results import resolve
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import HEAD_AT, Frame
@@ -69,30 +70,43 @@ class Given(NamedTuple):
 _NO_ARGUMENTS = Given(pack_tree([values.LIST]), b"", 0, 0)
 
 
-class Function(Owner, Protocol):
-    """A function in one environment with one worker."""
-
-    _count: int
-
-
 class Express:
     """Of one function. Threads may share it."""
 
-    def __init__(self, owner: Function) -> None:
-        self._owner = owner
+    def __init__(self, owner: Owner, count: int) -> None:
+        """`count`: of its arguments."""
+        self.owner, self._count = owner, count
         self._ways: dict[int, _Way] = {}  # by how many ranges of memory a call lends beside its frame
         self._pause = self._skipped = 0
 
-    def begin(self, args: tuple[Any, ...]) -> ExpressCall | None:
-        """A call that is on its lane; None for one that has to go the longer way."""
-        owner = self._owner
-        if len(args) != owner._count:
+    @property
+    def label(self) -> str:
+        return self.owner._label
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The worker that serves it, alone."""
+        return self.owner._places.backends
+
+    def head(self) -> bytes:
+        """What its calls begin with, packed: all before their arguments."""
+        return b"\x95" + pack_tree(frames.CALL) + pack_tree(self.owner._places.tree(self.backends))
+
+    def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
+        """A call as others are, for one that was sent and does not end plainly. `loan`: as of `begin`."""
+        given = Arguments(args, {}, self.backends)
+        return Call(self.owner, given, args, {}, self.owner._options, session=session)
+
+    def begin(self, args: tuple[Any, ...], loan: Any = None) -> ExpressCall | None:
+        """A call that is on its lane; None for one that has to go the longer way. `loan`: is kept until it has
+        ended."""
+        if len(args) != self._count:
             return None
         if self._skipped < self._pause:
             self._skipped += 1
             return None
         session = default_session.session()
-        given = _NO_ARGUMENTS if not args else session.repeats.lend(args) or self._given(session, args)
+        given = self.arguments(session, args)
         if given is None:
             self.note_plain(is_plain=False)
             return None
@@ -103,14 +117,24 @@ class Express:
             if way is None or not way.is_open(session):
                 return None
             self._ways[count] = way
-        return way.begin(args, given)
+        return way.begin(args, given, loan)
+
+    def arguments(self, session: Session, args: tuple[Any, ...]) -> Given | tuple[bytes, bytes, int, int] | None:
+        """As they cross; None where something is copied, or cannot be packed."""
+        if not args:
+            return _NO_ARGUMENTS
+        return session.repeats.lend(args) or self._given(session, args)
+
+    def tail(self, level: int) -> bytes:
+        """What its calls end with, packed, behind their arguments. `level`: of what the caller wants to hear of."""
+        return _NO_KWARGS + pack_tree(level)
 
     def _given(self, session: Session, args: tuple[Any, ...]) -> Given | None:
         """Of arguments that are not made in C; None where something is copied, or cannot be packed."""
-        given = Arguments(args, {}, self._owner._places.backends)
+        given = Arguments(args, {}, self.backends)
         tree: list[Any] = given.trees[0]  # type: ignore[assignment]
         session.repeats.learn({node[1] for node in tree if type(node) is list and node[0] == values.ARRAY})
-        if given.copies or given.loans or session.link.lost is not None:
+        if given.copies or given.loans or given.on_gpu is not None or session.link.lost is not None:
             return None
         try:
             packed = pack_tree(tree)
@@ -127,41 +151,32 @@ class Express:
 
     def _found(self, session: Session, count: int) -> _Way | None:
         """The way of calls like this thread's last one, if that was on a lane, which lend so many ranges."""
-        owner = self._owner
+        owner = self.owner
         last: Any = getattr(owner._last, "call", None)
         record = getattr(last, "_record", None)
         if type(record) is not tuple or record[6].lane != EXPRESS:
             return None
         if last._session is not session or session.link.lost is not None:
             return None
-        pinned = pools.joined(owner._places.backends)
-        request = Request(FUNCTION, (), {"of": ""}, plan, None, pinned)
+        request = Request(FUNCTION, (), {"of": ""}, plan, None, pools.joined(self.backends))
         specs = (*(1 + count) * (BYTES,), *(MAX_LENT - count) * (None,))
         route = session.routes.find(session.link, request, specs, (), overlay.current())
         place = session.lanes.of(route)
-        return None if place is None or place[1].values else _Way(self, owner, session, route, *place)
+        return None if place is None or place[1].values else _Way(self, session, route, *place)
 
 
 class _Way:
     """A lease of a function's calls, and what all of them have in common."""
 
-    def __init__(
-        self, express: Express, owner: Function, session: Session, route: Route, lane: Lane, lease: Lease
-    ) -> None:
-        self.express, self.owner, self.session, self.route, self.lane, self.lease = (
-            express,
-            owner,
-            session,
-            route,
-            lane,
-            lease,
-        )
+    def __init__(self, express: Express, session: Session, route: Route, lane: Lane, lease: Lease) -> None:
+        self.express, self.owner, self.session = express, express.owner, session
+        self.route, self.lane, self.lease = route, lane, lease
         self.asked_in = overlay.process()
         self._link, self._policy = session.link, overlay.current()
-        options, env = owner._options, owner._places.env
+        options, env = self.owner._options, self.owner._places.env
         self.timeout_s = lane.default_s if options.timeout_s is None else options.timeout_s
         self.env = env.name
-        self._head = b"\x95" + pack_tree(frames.CALL) + pack_tree(owner._places.tree(owner._places.backends))
+        self._head = express.head()
         self._tails: dict[int, bytes] = {}  # behind the arguments, by the level of what the caller wants to hear of
         self.blocks: list[Block] = []
 
@@ -182,7 +197,9 @@ class _Way:
             and handler.get() is None
         )
 
-    def begin(self, args: tuple[Any, ...], given: Given | tuple[bytes, bytes, int, int]) -> ExpressCall | None:
+    def begin(
+        self, args: tuple[Any, ...], given: Given | tuple[bytes, bytes, int, int], loan: Any
+    ) -> ExpressCall | None:
         """A call, on its lane. None where that has no room, or the block has none."""
         start_ns = time.perf_counter_ns()
         tree, lent, count, nbytes = given
@@ -198,16 +215,16 @@ class _Way:
         whole, _, call_ref, answer_ref, _ = block
         whole[: HEAD_AT + len(head)] = frames.prefix(len(head)) + head
         refs = call_ref + lent + _NOT_LENT[count] + answer_ref
-        receipt = self.lane.put(self.lease, refs, self.timeout_s, (whole, args))
+        receipt = self.lane.put(self.lease, refs, self.timeout_s, (whole, args, loan))
         if receipt is None:
             self.give(block)
             return None
-        return ExpressCall(self, receipt, block, refs, args, nbytes, start_ns)
+        return ExpressCall(self, receipt, block, refs, args, nbytes, start_ns, loan)
 
     def _tail(self, level: int) -> bytes:
         if len(self._tails) >= MAX_TAILS:
             self._tails.clear()
-        tail = self._tails[level] = _NO_KWARGS + pack_tree(level)
+        tail = self._tails[level] = self.express.tail(level)
         return tail
 
     def _allocate(self) -> Block:
@@ -226,9 +243,18 @@ class ExpressCall:
     """A call that is on its lane. It goes on as a Call where it does not end plainly."""
 
     def __init__(
-        self, way: _Way, receipt: Any, block: Block, refs: bytes, args: Sequence[Any], nbytes: int, start_ns: int
+        self,
+        way: _Way,
+        receipt: Any,
+        block: Block,
+        refs: bytes,
+        args: Sequence[Any],
+        nbytes: int,
+        start_ns: int,
+        loan: Any,
     ) -> None:
         """`refs`: as they were put there; `nbytes`: that are lent."""
+        self._loan = loan
         self._way, self._receipt, self._block, self._refs, self._args = way, receipt, block, refs, args
         self._start_ns, self._uncopied_bytes = start_ns, nbytes
         self._session = way.session
@@ -237,7 +263,7 @@ class ExpressCall:
 
     @property
     def label(self) -> str:
-        return self._way.owner._label
+        return self._way.express.label
 
     @property
     def is_sent(self) -> bool:
@@ -294,13 +320,11 @@ class ExpressCall:
 
     def _let_go(self) -> None:
         """It has ended: what its report is made of keeps no argument."""
-        self._args, self._receipt = (), None
+        self._args, self._receipt, self._loan = (), None, None
 
     def _become(self) -> Call:
-        way, args = self._way, self._args
-        owner, block = way.owner, self._block
-        given = Arguments(args, {}, owner._places.backends)
-        call = Call(owner, given, args, {}, owner._options, session=way.session)
+        way, block = self._way, self._block
+        call = way.express.call(self._args, way.session, self._loan)
         request = call.request_at(block.place, block.whole)
         its = (self._refs, [block.answer], self._start_ns, way.asked_in)
         placed = placed_at(way.session.link, way.route, request, *its)

@@ -20,6 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 from layerzero.client.connection.report import Candidate as Verdict
 from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
+from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import (
@@ -127,9 +128,9 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{code.label}: {text}")
         self._placing = self._place()
         self._threads = Threads(self._places.count_of(where))
-        self._count = -1 if self._signature is None else _plain_count(self._signature)
+        self._count = -1 if self._signature is None else plain_count(self._signature)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
-        self._express = Express(self) if self._takes_express else None
+        self._express = Express(self, self._count) if self._takes_express else None
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
@@ -230,7 +231,8 @@ class Isolated(Generic[P, R]):
         if self._function is None:
             raise InvalidArgument(f"{self._label} is a function of its environment alone")
         if self._has_out:
-            kwargs[OUT] = self._shaped(args, kwargs).empty()
+            like = next((one for one in (*args, *kwargs.values()) if is_on_gpu((one,))), None)
+            kwargs[OUT] = self._shaped(args, kwargs).empty(like)
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
@@ -307,7 +309,7 @@ class Isolated(Generic[P, R]):
             state,
             command,
             tuple(given.copies),
-            given.uncopied_bytes,
+            given.uncopied_bytes + (0 if given.on_gpu is None else given.on_gpu.nbytes),
             self._verdicts(given),
             interpreter,
             "worker",
@@ -459,7 +461,7 @@ def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
     return None
 
 
-def _plain_count(signature: inspect.Signature) -> int:
+def plain_count(signature: inspect.Signature) -> int:
     """So many arguments fit without a look; -1 for none."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

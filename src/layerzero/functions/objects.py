@@ -12,11 +12,13 @@ from typing import Any
 
 from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import UNKNOWN_NS, Call, Options, Owner, options_of, warm_up
+from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Options, Owner, options_of, warm_up
 from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.express import ExpressCall
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold, Lent, Reserved, Stay
-from layerzero.functions.isolated import Isolated, wrap_of
+from layerzero.functions.isolated import Isolated, plain_count, wrap_of
+from layerzero.functions.methods import Borrowed, MethodExpress
 from layerzero.functions.names import look_up
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
@@ -155,6 +157,15 @@ class IsolatedClass:
         except TypeError as exc:
             raise InvalidArgument(f"{label}: {exc}") from None
 
+    def _plain_count_of(self, name: str) -> int:
+        """So many arguments of a method fit without a look; -1 for none."""
+        bits = self._surface.names.get(name, 0)
+        signature = None if self._class is None else _signature(getattr(self._class, name, None))
+        if signature is None or bits & (STREAM | COROUTINE):
+            return -1
+        count = plain_count(signature)
+        return count if bits & OF_CLASS else count - 1
+
     def _demand_fit(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises InvalidArgument for arguments that a method does not take."""
         if name not in self._methods:
@@ -212,6 +223,7 @@ class Remote(Stay):
         super().__init__(owner._label, owner._env)
         self.owner = owner
         self._again = (maker, args, kwargs) if owner._on_death == "rebuild" else None
+        self._express: dict[str, MethodExpress | None] = {}  # by method; None for those that go another way
         self.take(hold)
 
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
@@ -227,6 +239,22 @@ class Remote(Stay):
                 lost.lose()
                 self._construct(*again)
         return True
+
+    def begin(self, name: str, args: tuple[Any, ...]) -> ExpressCall | None:
+        """A call of a method that is on its lane; None for one that has to go the longer way."""
+        with self._lock:
+            hold, express = self._hold, self._express.get(name)
+            if hold is None or (express is None and name in self._express):
+                return None
+            if express is None or not express.is_of(hold):
+                count = self.owner._plain_count_of(name)
+                its = None if count < 0 else MethodExpress(self.owner, count, name, f"{self.label}.{name}", hold)
+                express = self._express[name] = its
+                if express is None:
+                    return None
+            loan = Lent(self, hold)
+            hold.note_lent(loan)
+        return express.begin(args, Borrowed(self, loan))
 
     def call(self, how: int, name: str, args: Any = ()) -> Use:
         return Use(self, self.owner, how, name, args, {}, self.owner._options)
@@ -251,12 +279,22 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it in the environment; a coroutine method is sent, and gives a FunctionFuture. Raises as a call of a
         function does."""
-        if self._remote.owner._surface.names.get(self._name, 0) & COROUTINE:
+        remote = self._remote
+        if not kwargs and self._options is remote.owner._options:
+            begun = remote.begin(self._name, args)
+            if begun is not None:
+                return begun.run()
+        if remote.owner._surface.names.get(self._name, 0) & COROUTINE:
             return self.submit(*args, **kwargs)
         return self._start(args, kwargs).finish()
 
     def submit(self, *args: Any, **kwargs: Any) -> FunctionFuture:
         """Send a call and return at once. Arguments must not change before it is done."""
+        remote = self._remote
+        if not kwargs and self._options is remote.owner._options and remote.owner._kernel_ns < SHORT_NS:
+            begun = remote.begin(self._name, args)
+            if begun is not None:
+                return FunctionFuture(begun)
         call = self._start(args, kwargs)
         call.send()
         return FunctionFuture(call)

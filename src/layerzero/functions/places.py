@@ -42,6 +42,7 @@ class Places:
         self._envs: dict[str, FunctionEnv] = {}  # by worker
         self._trees: dict[tuple[str, ...], list[Any]] = {}  # by backends
         self._known_to: Callable[[], Any] = lambda: None
+        self.results_there: dict[str, tuple[Any, ...]] = {}  # by what is called: specs of the last results on a GPU
 
     @property
     def env(self) -> FunctionEnv:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from layerzero.client.arrays.recognition import describe
+from layerzero.client.gpu.arrays import give, new_like
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call, Options, Owner
 from layerzero.ipc.errors import InvalidArgument
@@ -46,10 +48,15 @@ class Shaped:
         """As they cross."""
         return [[library, *spec.to_wire()] for library, spec in self.results]
 
-    def empty(self) -> Any:
-        """Memory of this process for them: one array, or a tuple of several."""
+    def empty(self, like: Any = None) -> Any:
+        """Memory of this process for them: one array, or a tuple of several; on the GPU of an array that is `like`
+        them."""
         made = []
+        on_gpu = None if like is None else describe(like)
         for library, spec in self.results:
+            if on_gpu is not None:
+                made.append(give(on_gpu, new_like(on_gpu, spec)[0]))
+                continue
             module = sys.modules.get(library)
             if module is None:
                 raise InvalidArgument(f"a result of {library}, which this process has not imported; import it")
@@ -68,7 +75,16 @@ class ShapedCall(Call):
         self._shaped, self._has_out = shaped, has_out
 
     def _room(self) -> int:
-        return max(super()._room(), self._shaped.room)
+        room = super()._room()
+        return room if self._is_there else max(room, self._shaped.room)
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether its results are on a GPU, as its arguments are."""
+        return self.given is not None and self.given.on_gpu is not None
+
+    def _results_there(self) -> Sequence[TensorSpec]:
+        return [spec for _, spec in self._shaped.results]
 
     def _again(self, given: Arguments, options: Options) -> Call:
         return ShapedCall(self.owner, given, self.args, self.kwargs, options, self._shaped, has_out=self._has_out)
@@ -76,6 +92,8 @@ class ShapedCall(Call):
     def _frame(self, given: Arguments) -> Frame:
         if not self._has_out:
             return super()._frame(given)
+        if given.loan is not None:
+            return given.frame(frames.CALL, self.owner._places.tree(given.backends), has_out=True)
         return given.placed([frames.CALL, self.owner._places.tree(given.backends)], self._shaped.nodes)
 
 

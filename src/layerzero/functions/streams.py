@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments, ObjectLost
 from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.express import Express, ExpressCall, Given
 from layerzero.functions.held import Hold, Stay
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
-from layerzero.ipc.functions.frames import Frame
+from layerzero.ipc.functions.frames import Frame, Reference
+from layerzero.ipc.transport.plain import pack_tree
 
 _root_logger = logging.getLogger()
 
@@ -33,7 +37,9 @@ class Stream:
         self._stay = Stay(label, owner._env)
         self._stay.take(hold)
         self._lock = threading.Lock()
-        self._ahead: _Next | None = None
+        self._ahead: _Next | ExpressCall | None = None
+        may_pass = self._options.timeout_s == owner._options.timeout_s
+        self._express = ItemExpress(owner, hold, self._options, label) if may_pass else None
 
     def __iter__(self) -> Stream:
         return self
@@ -99,12 +105,15 @@ class Stream:
                 self._stay.lose()
             elif not self._stay.is_closed:
                 with contextlib.suppress(LayerZeroError):  # the next one's error, which is raised in its turn
-                    self._ahead = self._next()
-                    self._ahead.send()
+                    self._ahead = None if self._express is None else self._express.begin(())
+                    if self._ahead is None:
+                        self._ahead = following = self._next()
+                        following.send()
             return found
 
     def _next(self) -> _Next:
-        return _Next(self._owner, self._stay, self._options, self._label)
+        lent = self._stay.lend()  # and no loan of it: it may be released while the item is made
+        return _Next(self._owner, lent.backend, lent.reference, self._options, self._label)
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} cannot be copied or pickled: its items are made in another process")
@@ -126,9 +135,55 @@ def iterate(stay: Stay, owner: Owner) -> Stream:
 
 
 class _Next(Call):
-    def __init__(self, owner: Owner, stay: Stay, options: Options, label: str) -> None:
-        super().__init__(owner, Arguments((), {}, (stay.backend,)), (), {}, options, label)
-        self._reference = stay.lend().reference  # and no loan: it may be released while the item is made
+    def __init__(
+        self,
+        owner: Owner,
+        backend: str,
+        reference: Reference,
+        options: Options,
+        label: str,
+        session: Session | None = None,
+    ) -> None:
+        super().__init__(owner, Arguments((), {}, (backend,)), (), {}, options, label, session=session)
+        self._reference = reference
 
     def _frame(self, given: Arguments) -> Frame:
         return Frame([frames.NEXT, self._reference.place, _root_logger.level])
+
+
+class ItemExpress(Express):
+    """Of the items of one stream, on the express lane. It keeps no object."""
+
+    def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
+        super().__init__(owner, 0)
+        self._options, self._label = options, label
+        self._backends, self._reference = (hold.backend,), hold.reference
+
+    @property
+    def label(self) -> str:
+        """As Express."""
+        return self._label
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """As Express."""
+        return self._backends
+
+    def head(self) -> bytes:
+        """As Express."""
+        return b"\x93" + pack_tree(frames.NEXT) + pack_tree(self._reference.place)
+
+    def arguments(self, session: Session, args: tuple[Any, ...]) -> Given:
+        """As Express: there are none."""
+        return _NO_TREE
+
+    def tail(self, level: int) -> bytes:
+        """As Express."""
+        return pack_tree(level)
+
+    def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
+        """As Express."""
+        return _Next(self.owner, self._backends[0], self._reference, self._options, self._label, session)
+
+
+_NO_TREE = Given(b"", b"", 0, 0)

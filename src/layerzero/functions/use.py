@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from layerzero.client.connection.call import Request
+from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call, Options, Owner, Wrap
-from layerzero.functions.held import Stay
+from layerzero.functions.held import Lent, Stay
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
 
@@ -26,11 +27,15 @@ class Use(Call):
         options: Options,
         wrap: Wrap | None = None,
         libraries: tuple[str, str] = ("", ""),
+        session: Session | None = None,
+        loan: Lent | None = None,
     ) -> None:
-        """`libraries`: of arrays there and of those of the result here; each its own when empty."""
-        given = Arguments(args, kwargs, (stay.backend,), libraries[0])
+        """`libraries`: of arrays there and of those of the result here; each its own when empty. `session`, `loan`: of
+        one that was sent already."""
+        given = Arguments(args, kwargs, (stay.backend if loan is None else loan.backend,), libraries[0])
         label = f"{stay.label}.{name}" if name else stay.label
-        super().__init__(owner, given, args, kwargs, options, label, wrap)
+        super().__init__(owner, given, args, kwargs, options, label, wrap, session=session)
+        self._loan = loan
         self._how, self._name = how, name
         self._stay: Stay | None = stay
         self._library = libraries[1]

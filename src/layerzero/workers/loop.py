@@ -18,7 +18,7 @@ import msgpack
 import zmq
 
 from layerzero.ipc import spinning
-from layerzero.ipc.errors import BackendError, ProtocolError, from_wire
+from layerzero.ipc.errors import ProtocolError, from_wire
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
@@ -33,10 +33,10 @@ from layerzero.ipc.transport.wire import (
     Kind,
 )
 from layerzero.ipc.vocabulary.ops import OPS
-from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
 from layerzero.workers.arenas import Arena, map_arena
+from layerzero.workers.blocks import Blocks
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.chains import run_chain
 from layerzero.workers.lanes import Lane, Lanes
@@ -144,6 +144,7 @@ class _Loop:
         self._kernels = loaded.kernels
         self._faults, self._graph_bytes, self._modules, self._on_prepare = faults, graph_bytes, modules, on_prepare
         self._arenas: dict[tuple[int, int], Arena] = {}
+        self._blocks = Blocks(self._arenas, loaded.per_client, self._hear)
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
         open_page = lane.Page if faults is None else faults.open_lane
@@ -262,6 +263,7 @@ class _Loop:
                 self._loaded.on_stream,
                 self._hear,
                 self._leave,
+                self._blocks,
                 graph_bytes=self._graph_bytes,
                 faults=self._faults,
                 lifter=lifter,
@@ -417,38 +419,17 @@ class _Loop:
     def _bind(self, prepared: _Prepared, call: Call, client: int, body: bytes) -> Bound:
         if prepared.gpu:
             raise ProtocolError(f"a call on {prepared.gpu} has no point")
-        refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
+        refs, is_sized = wire.unpack_refs(body, len(call.inputs) + len(call.outputs)), prepared.is_sized
         inputs: list[Block | None] = []
         for spec, ref in zip(call.inputs, refs, strict=False):
-            inputs.append(None if spec is None else self._block(prepared, client, spec, ref, writable=False))
+            inputs.append(
+                None if spec is None else self._blocks.of(client, spec, ref, is_sized=is_sized, writable=False)
+            )
         outputs = [
-            self._block(prepared, client, spec, ref, writable=True)
+            self._blocks.of(client, spec, ref, is_sized=is_sized, writable=True)
             for spec, ref in zip(call.outputs, refs[len(call.inputs) :], strict=True)
         ]
-        per_client = self._loaded.per_client
-        bind = prepared.bind if per_client is None else per_client.bind_of(client)
-        return bind(call, inputs, outputs)
-
-    def _block(self, prepared: _Prepared, client: int, spec: TensorSpec, ref: wire.Ref, *, writable: bool) -> Block:
-        if ref.arena == NO_ARENA:
-            raise ProtocolError("a required tensor has no arena")
-        arena = self._arenas.get((client, ref.arena))
-        while arena is None:  # its descriptor was sent before this RUN; take what is queued until it is here
-            self._take_control()
-            arena = self._arenas.get((client, ref.arena))
-        if arena.problem:
-            raise BackendError(arena.problem)
-        if ref.offset + ref.nbytes > arena.nbytes:
-            raise ProtocolError(f"bytes {ref.offset}+{ref.nbytes} are outside an arena of {arena.nbytes}")
-        if prepared.is_sized:  # the leading extent is as long as the bytes given
-            row = spec.itemsize
-            for extent in spec.shape[1:]:
-                row *= extent
-            spec = TensorSpec.contiguous(spec.dtype, (ref.nbytes // row, *spec.shape[1:]))
-        if spec.span_bytes > ref.nbytes:
-            raise ProtocolError(f"{spec} spans {spec.span_bytes} bytes, the reference has {ref.nbytes}")
-        view = arena.write if writable else arena.read
-        return Block(view[ref.offset : ref.offset + ref.nbytes], spec)
+        return self._blocks.bind_of(prepared.bind, client)(call, inputs, outputs)
 
     def _hear(self, *, waits: bool) -> bool:
         """Take a message from the control socket; whether there was one. Without `waits` only one that is there."""
@@ -493,6 +474,8 @@ class _Loop:
             return
         for prepared in self._prepared.values():  # views keep the maps alive
             prepared.bound.clear()
+        if self._gpu is not None:
+            self._gpu.forget_arena(client, arena)
         self._lanes.forget_ready()
 
 

@@ -1,6 +1,7 @@
 """On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds, and that it tries lifted calls
 on; likewise of `lz`, where LZ_SOFT_CLIENT is set. LZ_SOFT_GPU and LZ_SOFT_DRIVER: its name and the driver's version.
-LZ_SOFT_PROOF_S: how long one proof may take."""
+LZ_SOFT_PROOF_S: how long one proof may take. LZ_SOFT_HELD: a file that says what processes hold of the GPU, as lines of
+a pid and bytes."""
 
 import os
 import sys
@@ -32,6 +33,14 @@ if "layerzero.broker" in sys.orig_argv:
     )
     _put("detect_gpus", lambda *_: cuda_driver.Gpus((_SOFT,), has_mps="LZ_SOFT_MPS" in os.environ))
     _put("free_memory_bytes", lambda *_: 1 << 30)
+    if "LZ_SOFT_HELD" in os.environ:
+        from layerzero.ipc.cuda.usage import GpuUsage
+
+        def _by_process(_: object) -> dict[int, dict[str, int]]:
+            with open(os.environ["LZ_SOFT_HELD"], encoding="ascii") as file:
+                return {int(pid): {_SOFT.device_uuid: int(nbytes)} for pid, nbytes in map(str.split, file)}
+
+        GpuUsage.by_process = _by_process  # type: ignore[method-assign]
     if "LZ_SOFT_PROOF_S" in os.environ:
         from layerzero.broker.lifting import proofs
 

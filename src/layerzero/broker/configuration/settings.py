@@ -101,6 +101,11 @@ class Settings(BaseModel):
     functions_rest_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         600.0, description="a worker of functions that keeps nothing ends when it was not called for so long; 0: never"
     )
+    gpu_budget_mib: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="MiB of each GPU's memory that workers may hold together: above it those that keep nothing and "
+        "were called longest ago end, and start with their next call; 0: any amount",
+    )
     stacks_after_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         1.0,
         description="where py-spy is installed, the stacks of a worker are taken that is in one call for so long; "

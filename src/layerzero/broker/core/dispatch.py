@@ -306,6 +306,9 @@ class Dispatch:
         if call.is_unwanted:
             self.closing.close(call)
             return
+        if call.is_spent:
+            self.closing.refuse(call, error)
+            return
         cannot_bind = error.code == CudaGraphUnsafe.code  # by this kernel; it is well, and another may
         if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
             self.closing.refuse(call, error)
@@ -365,17 +368,19 @@ class Dispatch:
 
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
-        if self._awaits_restart(call, worker):
+        if not call.is_spent and self._awaits_restart(call, worker):
             return
         is_replaced = worker.state is S.RETIRED  # by one that may have the call; S.ABSENT: it had nothing to do
-        if (is_replaced or worker.state is S.ABSENT) and not call.is_unwanted and not self.effects.stopping:
+        is_replaced = (is_replaced or worker.state is S.ABSENT) and not call.is_spent
+        if is_replaced and not call.is_unwanted and not self.effects.stopping:
             self.place(call)
             return
         if worker.state is S.DISABLED:
             lost = disabled(worker)
         else:
             how = exit_text(exit_code)
-            text = f"the {worker.backend} worker died ({how}) while the call was queued"
+            where = "with what the call had enqueued on the GPU" if call.is_spent else "while the call was queued"
+            text = f"the {worker.backend} worker died ({how}) {where}"
             lost = BackendError(text, backend=worker.backend, exit_code=exit_code)
         self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
 

@@ -16,6 +16,7 @@ from layerzero.broker.selection.signature import Signature, Verdict
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.attempts import FailedAttempt
+from layerzero.ipc.vocabulary.ops import FUNCTION
 
 if TYPE_CHECKING:
     from layerzero.broker.core.compile_waits import Held
@@ -86,7 +87,7 @@ class Route:
             if arena is None:
                 raise ProtocolError(f"unknown arena {ref.arena}")
             size, gpu = arena
-            if gpu != spec.device:
+            if gpu != spec.device and (gpu or spec.op != FUNCTION):  # its frame and answer are in shared memory
                 raise ProtocolError(
                     f"arena {ref.arena} is in memory of {gpu or 'the CPU'}; the call is on {spec.device or 'the CPU'}"
                 )
@@ -204,6 +205,12 @@ class Call:
     @property
     def gpu(self) -> str:
         return self.route.signature.spec.device
+
+    @property
+    def is_spent(self) -> bool:
+        """A function that has run, and whose client has read the answer: it is not run again, whatever becomes of what
+        it has enqueued."""
+        return self.was_answered and self.route.signature.spec.op == FUNCTION
 
     def may_try(self, backend: str) -> bool:
         """It has not failed there, or is to be tried there once more."""

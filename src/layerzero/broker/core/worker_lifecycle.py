@@ -37,6 +37,7 @@ from layerzero.ipc.errors import (
     OutOfMemory,
     ProtocolError,
 )
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.pools import environment_of
 
 S = WorkerState
@@ -122,9 +123,13 @@ class WorkerLifecycle:
         worker.was_ready = worker.is_vacant = False
         worker.fault, worker.blame = None, NOBODY
         worker.pid = 0
-        if self._engine.capabilities[worker.backend].platform == "cuda":
+        capability = self._engine.capabilities[worker.backend]
+        is_for_gpus = capability.platform == "cuda"
+        if is_for_gpus or (FUNCTION in capability.ops and len(self._engine.devices) > 1):  # beside the CPU
             worker.slot = next(self._slots)
-            if worker.slot >= SLOTS:
+            if worker.slot >= SLOTS and not is_for_gpus:
+                worker.slot = 0  # it takes no arrays on a GPU
+            elif worker.slot >= SLOTS:
                 self._signal(worker, Signal.SPAWN_FAILED)
                 text = f"this broker has started {SLOTS} workers for GPUs; offers of memory have no room for more signs"
                 error = BackendError(text, repair="lz down")

@@ -1,5 +1,5 @@
 """Workers of functions: those that nobody has called for long are ended, and start when they are needed again; some are
-reserved for one object of a client."""
+reserved for one object of a client. Those of any kind end where a GPU's memory budget asks for it (gpu_budget.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.processes.gpu_budget import GpuBudget
 from layerzero.broker.processes.registry import Processes
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary import pools
@@ -49,6 +50,7 @@ class FunctionWorkers:
         self._renewed: dict[str, int] = {}  # generations whose interpreters were built in another state since
         self._rest_s = settings.functions_rest_s or math.inf
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # and since when they are the same
+        self._budget = GpuBudget(settings.gpu_budget_mib << 20, state, processes.is_free, handle)
         self._due_s = math.inf
 
     @property
@@ -62,6 +64,7 @@ class FunctionWorkers:
         self._due_s = math.inf
         self._free_abandoned()
         self._look_at_kept()
+        self._budget.look(now_s)
         if self._rest_s == math.inf and not self._freed and not self._renewed:
             return
         self._poll_lanes()

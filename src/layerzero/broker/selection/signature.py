@@ -71,7 +71,7 @@ class CallSpec:
         if not op.has_attrs(message.attrs) or not all(type(v) in ATTR_TYPES for v in message.attrs.values()):
             names = ", ".join(f"[{name}]" if name in op.options else name for name in op.attrs)
             raise ProtocolError(f"{op.name} takes exactly the attributes {names or '(none)'}, all scalars")
-        if message.device and (op.sized_output or not op.inputs):
+        if message.device and message.op != FUNCTION and not op.runs_on_gpus:
             raise InvalidArgument(f"{op.name} runs on the CPU; its route names the device {message.device!r:.80}")
         inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)
         outputs = tuple(TensorSpec.from_wire(spec) for spec in message.outputs)

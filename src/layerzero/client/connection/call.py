@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import ACCEPTED, Array, describe
 from layerzero.client.arrays.wrapping import wrap
-from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
@@ -44,8 +43,9 @@ class Request:
     is_rigid: bool = False  # copies did not help before: the broker must not ask for any
     copies: list[Copy] | None = None  # what was copied before; what is copied later is added
     # Of a function: arena, offset and bytes of each input, in place of `args`. Nobody but its maker calls again.
-    places: tuple[tuple[Arena, int, int] | None, ...] | None = None
+    places: tuple[tuple[Any, int, int] | None, ...] | None = None
     served_by: str = ""  # of a function: the backend, known before `finish`
+    on_gpu: Any = None  # of a function with arrays on a GPU: client/gpu/lent.py's GpuLoan, whose ranges are in `places`
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 
     def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
@@ -161,7 +161,7 @@ class Submitted:
         digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
         op = OPS[self.request.op]
         for place in self.request.places or ():
-            if place is not None:
+            if place is not None and self.request.on_gpu is None:  # what is on a GPU is not looked at
                 arena, offset, nbytes = place
                 digest.update(arena.view[offset : offset + nbytes])
         for name, array in zip(op.inputs, self.arrays, strict=True):

@@ -86,6 +86,9 @@ class GpuCalls:
         self.run_again = self.run_known if self._repeats is None else self._repeats.run
         self._captures = Captures(session, link, self.outcomes)
 
+    def has(self, ordinal: int) -> bool:
+        return ordinal in self._gpus
+
     def gpu(self, ordinal: int) -> Gpu:
         """Raises CudaError, NoTransport."""
         gpu = self._gpus.get(ordinal)
@@ -273,7 +276,7 @@ class GpuCalls:
                             self.outcomes, gpu, transport, request.op, route, memory.copies, start_ns
                         )
                         sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
-                        point = self._send(request, sent, stream, memory.refs, hold)
+                        point = self.send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
                 if sample is not None and isinstance(enqueued, Sent):
                     complete(self._session.sampler, sample, enqueued, address, like.device, stream)
@@ -318,12 +321,14 @@ class GpuCalls:
     # --- enqueueing. The GPU's lock is held: a lane's calls are told of in their order. Whatever happens, somebody ends
     # the point. `hold` keeps what a worker may write to although its caller was interrupted.
 
-    def _send(self, request: Request, enqueued: Sent, stream: int, refs: bytes, hold: object) -> TimelinePoint:
+    def send(
+        self, request: Request, enqueued: Sent, stream: int, refs: bytes, hold: object, digest: bytes = b""
+    ) -> TimelinePoint:
         """READY, the call to the broker, and the stream waits for DONE."""
         gpu, number = enqueued.gpu, enqueued.route.number
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
         point = enqueued.point = gpu.order.begin(stream)
-        is_out, (flags, body) = False, wire.pack_call(refs, point)
+        is_out, (flags, body) = False, wire.pack_call(refs, point, digest=digest)
 
         def frame(seq: int) -> bytes:
             self.outcomes.expect(seq, enqueued)
@@ -461,8 +466,6 @@ class GpuCalls:
     def _raise_failure(self, gpu: Gpu) -> None:
         gpu.order.take_news()
         self.outcomes.raise_failure()
-
-    # --- the end
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Until all calls so far are done. Raises the error of one that failed, DeadlineExceeded."""

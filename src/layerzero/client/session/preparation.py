@@ -22,6 +22,7 @@ from layerzero.client.connection.call import (
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.report import BEFORE, Attempt, Copy, not_kept
+from layerzero.client.gpu import lent_calls
 from layerzero.client.planning.plans import refuse_overlapping
 from layerzero.client.session import kept as kept_copies
 from layerzero.client.session.in_process import Place
@@ -180,14 +181,26 @@ def prepare_placed(session: Session, request: Request, start_ns: int) -> Submitt
     assert request.output_bytes is not None
     link, registry, asked_in = session.link, session.arena_registry, overlay.process()
     specs = tuple([None if place is None else BYTES for place in request.places])
-    route = session.routes.find(link, request, specs, (), overlay.current())
-    refs = [NO_REF if at is None else REF.pack(registry[at[0]], 0, at[1], at[2]) for at in request.places]
+    loan = request.on_gpu
+    device = "" if loan is None else loan.gpu.uuid
+    route = session.routes.find(link, request, specs, (), overlay.current(), device)
+    refs = []
+    for at in request.places:
+        if at is None:
+            refs.append(NO_REF)
+        else:
+            is_shared = loan is None or isinstance(at[0], arenas.Arena)
+            number = registry[at[0]] if is_shared else loan.gpu.number(at[0], loan.transport)
+            refs.append(REF.pack(number, 0, at[1], at[2]))
     outputs = []
     for nbytes in request.output_bytes:
         block, arena, offset = arenas.pool.allocate(nbytes)
         outputs.append(block)
         refs.append(REF.pack(registry[arena], 0, offset, nbytes))
-    return placed_at(link, route, request, b"".join(refs), outputs, start_ns, asked_in)
+    placed = placed_at(link, route, request, b"".join(refs), outputs, start_ns, asked_in)
+    if loan is not None:
+        placed.pending = lent_calls.pending(session.gpus, placed)
+    return placed
 
 
 def placed_at(

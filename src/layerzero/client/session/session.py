@@ -42,6 +42,7 @@ from layerzero.client.connection.record import (
 )
 from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
+from layerzero.client.gpu import lent_calls
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.fastpath import MISS
@@ -291,6 +292,9 @@ class Session:
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
         self.routes.tell(submitted.link, route, submitted.near)
+        if submitted.request.on_gpu is not None:
+            lent_calls.send(self.gpus, submitted)
+            return -1
         flags, body = 0, submitted.refs
         if route.needs_digest:
             flags, body = wire.pack_call(body, digest=submitted.digest())
@@ -325,6 +329,8 @@ class Session:
                 return self.run(submitted.request, is_recorded=True)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
+                if submitted.request.on_gpu is not None:
+                    raise error  # its maker lends the memory anew
                 hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.outs)
                 submitted.pending = Pending(hold, submitted.request.timeout_s)
                 self._send(submitted)
@@ -347,6 +353,8 @@ class Session:
         decision = submitted.decision or submitted.route.decisions[header.aux]
         if submitted.request.places is not None:
             submitted.request.served_by = decision.backend
+        if submitted.request.on_gpu is not None:
+            waits = "; ".join(filter(None, (waits, lent_calls.take(submitted, decision))))
         result = submitted.result(body)
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,9 +27,14 @@ PLACED_AT = 1024  # where results that are made in an answer's memory begin in i
 MODELS = "layerzero.models"  # as a module: whole models, which the worker opens by kind
 NODE_ITEMS = 6  # of what stands for an array
 IN_FRAME = -1  # as the position of memory: the frame's own payload
+ON_GPU = -2  # likewise: memory that the caller has for a result on its GPU, whose number is in the place of the offset
+OF_GPU = "gpu:"  # before the library of an array on a GPU
+GPU_LIBRARIES = tuple(f"{OF_GPU}{library}" for library in ("", "torch", "cupy", "dlpack", "own"))
 # What a frame asks for, and what an answer says: the first item of the head.
-CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE, MANY = range(11)
-RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED, SEVERAL = range(9)
+# GPU: a call that is on one, with the memory that its caller has for results there; TAKE: the same for those that
+# had none, which AWAITS says; RETURNED_THERE: a result of which parts are on the GPU.
+CALL, LOAD, FETCH, PING, HOLD, USE, RELEASE, NAME, NEXT, PLACE, MANY, GPU, TAKE = range(13)
+RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG, GONE, PLACED, SEVERAL, RETURNED_THERE, AWAITS = range(11)
 # What USE does with an object: call a method of this name, read or set an attribute, give the object itself.
 METHOD, GET, SET, ITSELF = range(4)
 # What stays of the result of a call, for HOLD: all, or what is an object of the class whose method it is of.
@@ -220,11 +225,9 @@ def array_node(library: str, spec: TensorSpec, position: int, offset: int) -> li
     return [library, *spec.to_wire(), position, offset]
 
 
-def read_array(
-    node: list[Any], memories: list[memoryview | None], libraries: tuple[str, ...]
-) -> tuple[str, TensorSpec, memoryview]:
-    """Library, spec and memory of an array; `memories`: the payload first, then what was lent. Raises ProtocolError,
-    InvalidArgument for a spec that breaks the rules."""
+def read_array(node: list[Any], memories: Sequence[Any], libraries: tuple[str, ...]) -> tuple[str, TensorSpec, Any]:
+    """Library, spec and memory of an array; `memories`: the payload first, then what was lent, each None or what has a
+    length and is cut as a memoryview is. Raises ProtocolError, InvalidArgument for a spec that breaks the rules."""
     if len(node) != NODE_ITEMS:
         raise ProtocolError("an array without library, spec or place")
     library, dtype, shape, strides, position, offset = node

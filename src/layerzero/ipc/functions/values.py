@@ -21,8 +21,8 @@ MAX_INT_BYTES = 4096
 MAX_FLAT = 64
 LIST, TUPLE, DICT, ENUM, DATACLASS, ARRAY, INTEGER, HELD = range(8)
 ALLOWED = (
-    "None, bool, int, float, str, bytes, lists, tuples, dicts with scalar keys, enums, dataclasses, NumPy arrays and "
-    "torch tensors of the CPU"
+    "None, bool, int, float, str, bytes, lists, tuples, dicts with scalar keys, enums, dataclasses, NumPy arrays, "
+    "torch tensors, and arrays of CuPy and JAX on a GPU"
 )
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 SCALARS = _PLAIN | {int}

@@ -46,6 +46,7 @@ SETTINGS = (
     "rest_s",
     "counts",
     "functions_rest_s",
+    "gpu_budget_mib",
     "stacks_after_s",
     "express",
     "allow_mps",

@@ -51,7 +51,8 @@ class Bench(Protocol):
 def bench_for(loaded: Loaded, nbytes: int = ARENA_BYTES, gpu: str = "") -> Bench:
     """With room for `nbytes`; on the GPU with this UUID, or the first. Raises OSError or CudaError where the kernels
     want a GPU and there is none, or not that one."""
-    return HostBench(nbytes) if loaded.on_stream is None else GpuBench(loaded, nbytes, gpu)
+    is_for_cpu = loaded.on_stream is None or loaded.per_client is not None  # functions run where their arrays are
+    return HostBench(nbytes) if is_for_cpu else GpuBench(loaded, nbytes, gpu)
 
 
 def room_for(specs: Iterable[TensorSpec | None]) -> int:

@@ -17,6 +17,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 LIBRARIES = ("numpy", "torch")
 START_BYTES = frames.HEAD_AT + frames.MAX_KNOWN_BYTES  # of a frame, in which the whole of such a call lies
 NO_KWARGS = [values.DICT]
+OTHERWISE = ("__iter__", "__enter__", "__exit__")  # methods that are not just called (objects.py)
 
 
 class Openers(Protocol):
@@ -30,7 +31,7 @@ class Openers(Protocol):
 @dataclass(frozen=True)
 class Again:
     """A call that came twice. `head`: the first bytes of its frame; `given`: its arguments, of which those at these
-    places are arrays to be opened."""
+    places are arrays to be opened. `reference`, `name`: of a method, its object and its name."""
 
     head: bytes
     code: Code
@@ -38,6 +39,8 @@ class Again:
     level: int
     given: list[Any]
     arrays: list[tuple[int, Callable[[], Any]]]
+    reference: Any = None
+    name: str = ""
 
     def arguments(self) -> list[Any]:
         """Those of one call."""
@@ -50,15 +53,24 @@ class Again:
 def again_of(
     start: bytes,
     frame: memoryview,
-    lent: Sequence[memoryview | None],
+    lent: Sequence[Any],
     known: Callable[[Any], Code],
     openers: Openers,
+    held: Callable[[Any], Code | None],
 ) -> Again | None:
     """Of a call whose frame has these first bytes; None for one that is to be read each time. `known`: what a tree
-    names."""
+    names; `held`: what an object is of, by its reference."""
     try:
         size, tree = frames.head_of(start)
+        reference, name = None, ""
         match tree:
+            case [frames.USE, reference, frames.METHOD, str(name), [values.LIST, *items], kwargs, int(level)] if (
+                kwargs == NO_KWARGS and name not in OTHERWISE
+            ):
+                found = held(reference)
+                if found is None:
+                    return None
+                code = found
             case [frames.CALL, code_tree, [values.LIST, *items], kwargs, int(level)] if kwargs == NO_KWARGS:
                 code = known(code_tree)
             case _:
@@ -74,4 +86,7 @@ def again_of(
                 return None
     except (ProtocolError, InvalidArgument, IndexError):
         return None
-    return None if code.is_model else Again(start[:size], code, code.label, level, given, arrays)
+    if code.is_model and reference is None:
+        return None
+    label = f"{code.label}.{name}" if name else code.label
+    return Again(start[:size], code, label, level, given, arrays, reference, name)

@@ -16,6 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions import values
 from layerzero.ipc.functions.frames import Code
 from layerzero.workers.functions import installed
 
@@ -227,3 +228,14 @@ def demand_own(path: str, uid: int) -> None:
 
 def _same(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def renamed(tree: Any) -> Any:
+    """Classes of the caller's __main__ by the name that they have there."""
+    if type(tree) is list and tree:
+        if tree[0] in (values.ENUM, values.DATACLASS) and tree[1] == MAIN:
+            tree[1] = "__main__"
+        if tree[0] != values.ARRAY:
+            for item in tree:
+                renamed(item)
+    return tree

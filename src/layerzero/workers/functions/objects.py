@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,11 @@ class Objects:
     def find(self, client: int, reference: Any) -> Held | None:
         """Raises ProtocolError."""
         return self._of.get(client, {}).get(self._number(reference))
+
+    def code_of(self, client: int, reference: Any) -> Code | None:
+        """What it is of; None for one that is not there. Raises ProtocolError."""
+        held = self.find(client, reference)
+        return None if held is None else held.code
 
     def release(self, client: int, reference: Any) -> Held | None:
         """What is to be let go of. Raises ProtocolError; one that is not there is none."""
@@ -101,3 +108,18 @@ def _failure(given: list[Any]) -> tuple[Any, Any, Any]:
         return None, None, None
     error = RuntimeError(*given)
     return RuntimeError, error, None
+
+
+def use_of(value: Any, how: int, name: str) -> Callable[..., Any]:
+    """As `use`, as a function of the arguments."""
+    return lambda *given, **named: use(value, how, name, list(given), named)
+
+
+@contextlib.contextmanager
+def ended_within(limit_s: float) -> Iterator[None]:
+    """This process ends where the block does not; its stacks are then in its log. It may hold the GIL."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

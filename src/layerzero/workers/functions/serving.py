@@ -5,15 +5,11 @@ A function runs once for each frame. What its answer does not fit into is kept, 
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import AsyncGeneratorType, GeneratorType, ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
@@ -21,39 +17,32 @@ from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, Openers, again_of
+from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, again_of
 from layerzero.workers.functions.breakpoints import Breakpoints
-from layerzero.workers.functions.code import MAIN, Modules
+from layerzero.workers.functions.code import Modules, renamed
 from layerzero.workers.functions.coroutines import EventLoop
+from layerzero.workers.functions.device import (
+    Results,
+    Span,
+    copy_of,
+    device,
+    host_array,
+    outs_of,
+    span_of,
+    span_or_view,
+)
 from layerzero.workers.functions.errors import MAX_TEXT, error_of
-from layerzero.workers.functions.objects import Held, Objects, demand_use, use
+from layerzero.workers.functions.kept import Kept, Result
+from layerzero.workers.functions.libraries import Arrays, Models
+from layerzero.workers.functions.objects import Held, Objects, demand_use, ended_within, use_of
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
-MAX_KEPT, MAX_KEPT_BYTES = 1024, 4 << 30  # answers, of all clients; the newest one is kept in any case
-KEPT_S = 600.0
 CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all together
 MAX_NAME = 200  # of a type
-Memories: TypeAlias = "list[memoryview | None]"
+Memories: TypeAlias = "list[memoryview | Span | None]"
 _NOTHING = Frame([frames.RETURNED, None, []])
-
-
-class Arrays(Openers, Protocol):
-    """The array libraries of this environment."""
-
-    def open(self, library: str, spec: TensorSpec, memory: memoryview) -> Any:
-        """A read-only array on memory. Raises InvalidArgument where there is no such library."""
-
-    def put(self, value: Any, payload: Payload) -> list[Any] | None:
-        """What stands for an array, whose elements the payload will have; None for what is no array."""
-
-
-class Models(Protocol):
-    """The kinds of whole models that this environment may open."""
-
-    def find(self, kind: str, modules: Modules) -> Callable[..., Any]:
-        """What opens a model. Raises InvalidArgument for a kind that there is not."""
 
 
 class Functions:
@@ -61,12 +50,8 @@ class Functions:
 
     def __init__(self, arrays: Arrays, name: str, models: Models | None = None) -> None:
         self._arrays, self._name, self._environment = arrays, name, pools.environment_of(name)
-        self._models = models
-        self._modules, self._output, self._breakpoints = Modules(), Output(), Breakpoints(name)
-        self._kept: OrderedDict[tuple[int, int], tuple[float, Frame]] = OrderedDict()  # by client and token
-        self._kept_bytes = 0
-        self._tokens = 0
-        self._objects = Objects(name)
+        self._models, self._modules, self._output = models, Modules(), Output()
+        self._breakpoints, self._kept, self._objects = Breakpoints(name), Kept(), Objects(name)
         self._told, self._loop = 0, EventLoop()
         self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
@@ -78,11 +63,10 @@ class Functions:
     def forget(self, client: int) -> None:
         """As provider.PerClient. What closes a generator or an object is the user's code, and nobody waits for it: it
         ends this process where it takes too long, so that others are served."""
-        for key in [key for key in self._kept if key[0] == client]:
-            self._unkeep(key)
+        self._kept.forget(client)
         several: list[Held | None] = [*self._objects.forget(client)]
         if several:
-            with _ended_within(CLOSE_S):
+            with ended_within(CLOSE_S):
                 self._let_go(several)
         self._tell()
 
@@ -98,9 +82,10 @@ class Functions:
             self._note_kept(count)
 
     def _bind(self, client: int, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
-        frame, lent, answer = memories[0], memories[1:], outputs[0].host[: outputs[0].spec.span_bytes]
-        assert frame is not None
+        frame, *memories = [None if block is None else span_or_view(block) for block in inputs]
+        lent, answer = memories, outputs[0].host[: outputs[0].spec.span_bytes]
+        assert isinstance(frame, memoryview)
+        ordinal = next((one.device for one in lent if isinstance(one, Span)), None)
         room = len(answer)
         start, before = frame[:START_BYTES], b""
         again: Again | None = None
@@ -109,49 +94,42 @@ class Functions:
             nonlocal before, again
             self._breakpoints.client = client
             try:
-                read = start.tobytes()  # nobody changes that meanwhile
-                if again is not None and read.startswith(again.head):
-                    placing.begin(answer)
-                    made = self._run_again(again)
+                if ordinal is None and not device.is_used:
+                    serve()
                 else:
-                    made = self._serve(client, frame, lent, answer)
-                    if read == before:
-                        again = again_of(read, frame, lent, self._known, self._arrays)
-                    before = read
-                if made.nbytes > room:
-                    made = self._notice(client, made, room)
-                made.write(answer)
+                    with device.around(ordinal):
+                        serve()
             finally:
                 placing.end()
                 self._breakpoints.end()
             self._tell()
 
+        def serve() -> None:
+            nonlocal before, again
+            read = start.tobytes()  # nobody changes that meanwhile
+            if again is not None and read.startswith(again.head):
+                placing.begin(answer)
+                made = self._run_again(client, again)
+            else:
+                made = self._serve(client, frame, lent, answer)
+                if read == before and ordinal is None:
+                    held = partial(self._objects.code_of, client)
+                    again = again_of(read, frame, lent, self._known, self._arrays, held)
+                before = read
+            if made.nbytes > room:
+                made = self._notice(client, made, room)
+            made.write(answer)
+
         return bound
 
     def _notice(self, client: int, made: Frame, room: int) -> Frame:
         """Keep an answer that has no room, and say so."""
-        now_s = time.monotonic()
-        self._tokens += 1
-        self._kept[client, self._tokens] = (now_s, made)
-        self._kept_bytes += made.nbytes
-        while len(self._kept) > 1 and (
-            len(self._kept) > MAX_KEPT
-            or self._kept_bytes > MAX_KEPT_BYTES
-            or next(iter(self._kept.values()))[0] < now_s - KEPT_S
-        ):
-            self._unkeep(next(iter(self._kept)))
-        notice = Frame([frames.KEPT, self._tokens, made.nbytes])
+        notice = Frame([frames.KEPT, self._kept.add(client, made, made.nbytes), made.nbytes])
         if notice.nbytes > room:
             raise InvalidArgument(f"an answer has room for {room} bytes; allowed: at least {notice.nbytes}")
         return notice
 
-    def _unkeep(self, key: tuple[int, int]) -> Frame | None:
-        """The answer that was kept as this, if there is one."""
-        _, made = self._kept.pop(key, (0.0, None))
-        self._kept_bytes -= 0 if made is None else made.nbytes
-        return made
-
-    def _serve(self, client: int, frame: memoryview, lent: list[memoryview | None], answer: memoryview) -> Frame:
+    def _serve(self, client: int, frame: memoryview, lent: Memories, answer: memoryview) -> Frame:
         try:
             head, payload = frames.read(frame)
             match head:
@@ -167,6 +145,15 @@ class Functions:
                 case [frames.PLACE, list(call), list(specs)] if call[:1] == [frames.CALL]:
                     placing.begin(answer)
                     return self._run(client, call, [payload, *lent], specs=specs)
+                case [frames.GPU, list(call), list(outs), bool(is_given)]:
+                    memories = [payload, *lent]
+                    device.expect(Results(outs_of(outs, memories), is_given=is_given))
+                    match call:
+                        case [frames.HOLD, list(held), frames.ALL | frames.OWN as stays]:
+                            return self._run(client, held, memories, stays)
+                    return self._run(client, call, memories, specs=outs if is_given else None)
+                case [frames.TAKE, int(token), list(outs)]:
+                    return self._take(client, token, outs_of(outs, [payload, *lent]))
                 case [frames.MANY, tree, args, kwargs, int(level)] if kwargs == NO_KWARGS:
                     return self._run_many(client, tree, args, level, [payload, *lent])
                 case [frames.HOLD, list(call), frames.ALL | frames.OWN as stays]:
@@ -184,20 +171,26 @@ class Functions:
             return self._refused(exc)
         return self._refused(ProtocolError(f"no call begins with {head[0]}"))
 
-    def _run_again(self, call: Again) -> Frame:
+    def _run_again(self, client: int, call: Again) -> Frame:
         """As `_serve`, of a call that was read before."""
-        code = call.code
+        code, reference = call.code, call.reference
+        held = None if reference is None else self._objects.find(client, reference)
+        if held is None and reference is not None:
+            return Frame([frames.GONE, reference, ""])
         self._breakpoints.label = call.label
         self._output.level(call.level)
         try:
-            run = self._modules.function(code)
+            if held is None:
+                run = self._modules.function(code)
+            else:
+                self._modules.enter(code)
             given = call.arguments()
         except InvalidArgument as exc:
             return self._refused(exc)
         except BaseException as exc:
             return self._raised(exc, code.file, is_import=True)
         try:
-            result = run(*given)
+            result = run(*given) if held is None else getattr(held.value, call.name)(*given)
             if result is None:
                 output = self._output.take()
                 return Frame([frames.RETURNED, None, output]) if output else _NOTHING
@@ -234,11 +227,18 @@ class Functions:
         return Frame([frames.RAISED, *error_of(exc, file, is_import=is_import), self._output.take()])
 
     def _fetch(self, client: int, token: int) -> Frame:
-        made = self._unkeep((client, token))
-        if made is None:
-            most = f"{KEPT_S:g} s, {MAX_KEPT:,} answers or {MAX_KEPT_BYTES >> 30} GiB of them"
-            raise ProtocolError(f"no answer {token} is kept: it was fetched, or more than {most} came after it")
+        made = self._kept.take(client, token)
+        if not isinstance(made, Frame):
+            raise ProtocolError(f"answer {token} is of a GPU, and is to be taken there")
         return made
+
+    def _take(self, client: int, token: int, outs: list[tuple[TensorSpec, Span]]) -> Frame:
+        """The result of a call whose parts on the GPU have memory now."""
+        kept = self._kept.take(client, token)
+        if not isinstance(kept, Result):
+            raise ProtocolError(f"answer {token} is not of a GPU, and is to be fetched")
+        device.expect(Results(outs))
+        return self._returned(*kept)
 
     def _load(self, code: Code) -> Frame:
         self._breakpoints.label = code.label
@@ -296,7 +296,7 @@ class Functions:
                     return Frame([frames.GONE, reference, ""])
                 code, is_set = held.code, how == frames.SET
                 self._modules.enter(code)
-                run = _use_of(held.value, how, name)
+                run = use_of(held.value, how, name)
                 label = self._breakpoints.label = f"{code.label}{'.' * bool(name)}{name}"
             case _:
                 raise ProtocolError(f"no call begins with {call[:1]!r:.80}")
@@ -309,7 +309,8 @@ class Functions:
         if call[0] == frames.USE:
             demand_use(how, name, len(given))
         if specs is not None:
-            named["out"] = self._outs(specs)
+            named["out"] = self._outs(specs, memories)
+        device.begin(label)
         try:
             result = run(*given, **named)
             if result is not None and isinstance(result, Coroutine):
@@ -318,11 +319,13 @@ class Functions:
             if code.is_model and isinstance(exc, InvalidArgument):
                 raise  # what we say of a model, not what it says
             return self._raised(exc, code.file)
+        if device.results is not None:
+            device.demand_unwritten(label)
         del given, named
         if stays == frames.ALL or (stays == frames.OWN and self._is_own(result, code)):
             node = [values.HELD, *self._objects.add(client, Held(result, code)), values.described(result)[:MAX_NAME]]
             return Frame([frames.RETURNED, node, self._output.take()])
-        return self._returned(result, f"{label} has run")
+        return self._returned(result, f"{label} has run", client)
 
     def _run_many(self, client: int, tree: Any, args: Any, level: int, memories: Memories) -> Frame:
         """One call with each tuple of arguments, up to the first that raises."""
@@ -352,7 +355,7 @@ class Functions:
             except InvalidArgument as exc:
                 failure = [exc.message[:MAX_TEXT]]
                 break
-        made = _renamed([values.LIST, *results])
+        made = renamed([values.LIST, *results])
         return Frame([frames.SEVERAL, made, failure or None, self._output.take()], payload)
 
     def _function(self, code: Code) -> Callable[..., Any]:
@@ -362,9 +365,13 @@ class Functions:
             raise InvalidArgument(f"{self._name} opens no models")
         return self._models.find(code.qualname, self._modules)
 
-    def _outs(self, specs: list[Any]) -> Any:
-        """Arrays in the memory of the answer: one, or a tuple of several. Raises ProtocolError, InvalidArgument."""
+    def _outs(self, specs: list[Any], memories: Memories) -> Any:
+        """Arrays in the memory of the answer, or in that of a GPU: one, or a tuple of several. Raises ProtocolError,
+        InvalidArgument."""
         found = []
+        if device.results is not None:
+            found = [device.out(*span_of(node, memories)) for node in specs]
+            return found[0] if len(found) == 1 else tuple(found)
         for node in specs:
             match node:
                 case [str(library), str(), list(), list()] if library in LIBRARIES:
@@ -399,7 +406,7 @@ class Functions:
             return self._raised(exc, held.code.file)
         payload = Payload()
         tree = [values.LIST, *(self._encoded(item, "item", f"{held.code.label} has run", payload) for item in items)]
-        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+        return Frame([frames.RETURNED, renamed(tree), self._output.take()], payload)
 
     def _let_go(self, several: list[Held | None]) -> None:
         """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
@@ -429,8 +436,14 @@ class Functions:
         not here."""
 
         def get(node: list[Any]) -> Any:
-            found = self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
-            return (found.clone() if node[0] == "torch" else found.copy()) if is_kept else found
+            is_here = device.results is not None and str(node[0]).startswith(frames.OF_GPU)
+            its = span_of(node, memories) if is_here else host_array(node, memories, LIBRARIES)
+            found = device.open(*its) if is_here else self._arrays.open(*its)
+            if not is_kept:
+                return found
+            if is_here:
+                device.disown()
+            return copy_of(found)
 
         def find(node: list[Any]) -> Any:
             held = self._objects.find(client, node)
@@ -446,49 +459,31 @@ class Functions:
             raise ProtocolError("arguments are a list and a dict")
         return given, named
 
-    def _returned(self, result: Any, what: str) -> Frame:
-        """`what`: begins the error where it cannot cross."""
+    def _returned(self, result: Any, what: str, client: int = 0) -> Frame:
+        """`what`: begins the error where it cannot cross. `client`: whose it is kept for where it has no memory on a
+        GPU."""
         if result is None:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
         output = self._output.take()
         if placing.is_used:
             placed = placing.payload()
-            tree = _renamed(self._encoded(result, "result", what, placed))
+            tree = renamed(self._encoded(result, "result", what, placed))
             made = Frame([frames.PLACED, tree, output, placed.places], placed, is_placed=True)
             if placed.places and made.has_room and made.nbytes <= placing.room:
                 return made
         payload = Copied() if placing.is_used else Payload()
         tree = self._encoded(result, "result", what, payload)
-        return Frame([frames.RETURNED, _renamed(tree), output], payload)
+        if device.results is not None and device.results.found:
+            made_there = device.settle()
+            if made_there is not None:
+                return Frame([frames.RETURNED_THERE, renamed(tree), output, made_there], payload)
+            token = self._kept.add(client, Result(result, what), device.results.nbytes)
+            return Frame([frames.AWAITS, token, device.results.specs, output])
+        return Frame([frames.RETURNED, renamed(tree), output], payload)
 
     def _encoded(self, value: Any, root: str, what: str, payload: Payload) -> Any:
         try:
             return values.encode(value, lambda part: self._arrays.put(part, payload), root)
         except InvalidArgument as exc:
             raise InvalidArgument(f"{what}, and {exc.message}") from exc
-
-
-@contextlib.contextmanager
-def _ended_within(limit_s: float) -> Iterator[None]:
-    """This process ends where the block does not; its stacks are then in its log. It may hold the GIL."""
-    faulthandler.dump_traceback_later(limit_s, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _use_of(value: Any, how: int, name: str) -> Callable[..., Any]:
-    return lambda *given, **named: use(value, how, name, list(given), named)
-
-
-def _renamed(tree: Any) -> Any:
-    """Classes of the caller's __main__ by the name that they have there."""
-    if type(tree) is list and tree:
-        if tree[0] in (values.ENUM, values.DATACLASS) and tree[1] == MAIN:
-            tree[1] = "__main__"
-        if tree[0] != values.ARRAY:
-            for item in tree:
-                _renamed(item)
-    return tree

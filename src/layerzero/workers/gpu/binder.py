@@ -10,9 +10,11 @@ from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import STAGED
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, unpack_refs
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.blocks import Blocks, sized
 from layerzero.workers.gpu.plan import Plan, Span, Task
-from layerzero.workers.provider import Block, Bound, DeviceMemory
+from layerzero.workers.provider import Bind, Block, Bound, DeviceMemory
 from layerzero.workers.recording import OnStream
 
 Arenas = Mapping[tuple[int, int], "mappings.Mapping | LayerZeroError"]
@@ -27,8 +29,11 @@ class Binder:
         context_of: Callable[[str], Context],
         arenas: Arenas,
         hear: Callable[..., bool],
+        blocks: Blocks | None = None,
     ) -> None:
-        """`arenas`: by client and number; `hear(waits=True)` takes messages that add some."""
+        """`arenas`: by client and number; `hear(waits=True)` takes messages that add some. `blocks`: of the shared
+        memory that calls of functions have besides."""
+        self._blocks = blocks
         self._on_stream, self._context_of, self._arenas, self._hear = on_stream, context_of, arenas, hear
         self._streams: dict[str, int] = {}  # by GPU
         self._unused: list[Callable[[], None]] = []  # what frees it
@@ -37,14 +42,17 @@ class Binder:
         """On a client's memory. Waits for arenas that were announced before. Raises what the provider raises."""
         call = plan.call
         found = unpack_refs(refs, len(call.inputs) + len(call.outputs))
-        placed = [self._place(plan.gpu, client, spec, ref) for spec, ref in zip(call.inputs, found, strict=False)]
+        placed = [self._place(plan, client, spec, ref) for spec, ref in zip(call.inputs, found, strict=False)]
         written = [
-            self._place(plan.gpu, client, spec, ref)
+            self._place(plan, client, spec, ref, writable=True)
             for spec, ref in zip(call.outputs, found[len(call.inputs) :], strict=True)
         ]
         outputs = [block for block, _ in written if block is not None]
-        bound = self._bind(plan, [block for block, _ in placed], outputs)
-        return Task(bound, _staged(span for _, span in placed), _staged(span for _, span in written))
+        bind = plan.bind if self._blocks is None else self._blocks.bind_of(plan.bind, client)
+        bound = self._bind(plan, bind, [block for block, _ in placed], outputs)
+        read = _staged(span for _, span in placed)
+        is_function = call.op == FUNCTION  # its results lie in memory that it was lent
+        return Task(bound, read, read if is_function else _staged(span for _, span in written))
 
     def rehearse(self, plan: Plan) -> None:
         """Run a kernel in memory of our own: what its library loads and compiles at first would break a capture. On
@@ -54,7 +62,7 @@ class Binder:
         """
         call = plan.call
         inputs = [None if spec is None else self._zeros(plan.gpu, spec) for spec in call.inputs]
-        self._bind(plan, inputs, [self._zeros(plan.gpu, spec) for spec in call.outputs], runs=True)
+        self._bind(plan, plan.bind, inputs, [self._zeros(plan.gpu, spec) for spec in call.outputs], runs=True)
 
     def reap(self) -> None:
         """Free what is no longer used. To be called while no stream waits: the driver waits for all of them."""
@@ -65,13 +73,15 @@ class Binder:
         """`reap` calls it."""
         self._unused.append(free)
 
-    def _bind(self, plan: Plan, inputs: list[Block | None], outputs: list[Block], *, runs: bool = False) -> Bound:
+    def _bind(
+        self, plan: Plan, bind: Bind, inputs: list[Block | None], outputs: list[Block], *, runs: bool = False
+    ) -> Bound:
         assert self._on_stream is not None
         with self._context_of(plan.gpu) as context:
             stream = self._stream(context)
             try:
                 with self._on_stream(stream):
-                    bound = plan.bind(plan.call, inputs, outputs)
+                    bound = bind(plan.call, inputs, outputs)
                     if runs:
                         bound()
             finally:  # what it made for itself is used on other streams, and what it did uses memory that may go
@@ -89,19 +99,25 @@ class Binder:
             context.driver.clear(address, nbytes, self._stream(context))
         return Block(DeviceMemory(address, nbytes, context.ordinal), spec)
 
-    def _place(self, gpu: str, client: int, spec: TensorSpec | None, ref: Ref) -> tuple[Block | None, Span | None]:
+    def _place(
+        self, plan: Plan, client: int, spec: TensorSpec | None, ref: Ref, *, writable: bool = False
+    ) -> tuple[Block | None, Span | None]:
         if spec is None:
             return None, None
         if ref.arena == NO_ARENA:
             raise ProtocolError("a required tensor has no arena")
-        key = (client, ref.arena)
-        while key not in self._arenas:  # its descriptor was sent before this RUN
+        key, blocks, is_function = (client, ref.arena), self._blocks, plan.call.op == FUNCTION
+        hosted = blocks.arenas if is_function and blocks is not None else {}
+        while key not in self._arenas and key not in hosted:  # its descriptor was sent before this RUN
             self._hear(waits=True)
+        if key in hosted and blocks is not None:
+            return blocks.of(client, spec, ref, is_sized=True, writable=writable), None
         mapping = self._arenas[key]
         if not isinstance(mapping, mappings.Mapping):
             raise mapping
-        if mapping.handle.gpu != gpu:
-            raise ProtocolError(f"arena {ref.arena} lies on {mapping.handle.gpu}; the call is on {gpu}")
+        if mapping.handle.gpu != plan.gpu:
+            raise ProtocolError(f"arena {ref.arena} lies on {mapping.handle.gpu}; the call is on {plan.gpu}")
+        spec = sized(spec, ref.nbytes) if is_function else spec
         if spec.span_bytes > ref.nbytes:
             raise ProtocolError(f"{spec} spans {spec.span_bytes} bytes, the reference has {ref.nbytes}")
         memory = DeviceMemory(mapping.at(ref.offset, ref.nbytes), ref.nbytes, mapping.context.ordinal)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -21,14 +20,17 @@ from layerzero.ipc.cuda.mappings import Mapping, Mappings
 from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
-from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
+from layerzero.ipc.errors import BackendError, CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.shm.timeline_words import TimelinePoint, graph_slot_words
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES, unpack_refs
-from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
+from layerzero.ipc.vocabulary.ops import FUNCTION
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT
+from layerzero.workers.blocks import Blocks
 from layerzero.workers.boot import GRAPH_BYTES
 from layerzero.workers.gpu.binder import Binder
 from layerzero.workers.gpu.client_link import Link
+from layerzero.workers.gpu.ending import end, set_alarm
 from layerzero.workers.gpu.errors import is_out_of_memory, no_transport
 from layerzero.workers.gpu.graph_cache import Graphs, State, tell
 from layerzero.workers.gpu.graph_calls import GraphCalls, GraphSlot, launch, refusal
@@ -45,17 +47,6 @@ SETTLE_S = 1.0  # for what a failed kernel left on its stream
 MAX_GONE = 256  # clients that are remembered after they were unmapped
 
 
-def end(reason: str, code: int = STICKY_EXIT) -> NoReturn:
-    """The process can do nothing more on its GPU; ending at once is what tells the broker."""
-    print(f"the worker ends: {reason}", file=sys.stderr, flush=True)
-    os._exit(code)
-
-
-def _set_alarm(seconds: float) -> None:
-    """The kernel ends the process then, also while a library holds the interpreter's lock; with 0 it does not."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
 class Gpus:
     """All that this process has on GPUs. Nothing of CUDA is loaded before a client of a GPU comes."""
 
@@ -67,12 +58,13 @@ class Gpus:
         graph_bytes: int = GRAPH_BYTES,
         load: Callable[[], cuda.Driver] = cuda.load,
         end: Callable[..., NoReturn] = end,
-        set_alarm: Callable[[float], object] = _set_alarm,
+        set_alarm: Callable[[float], object] = set_alarm,
         faults: Faults | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         """`on_stream`: Loaded.on_stream. `hear(waits=...)` takes one message from the control socket, which calls the
         methods below; without `waits` only one that is there. Returns whether it did. `graph_bytes`: memory that
-        CUDA graphs may take; with 0 there are none. `faults`: for tests."""
+        CUDA graphs may take; with 0 there are none. `faults`: for tests. `blocks`: as of Binder."""
         self._on_stream = on_stream
         self._hear = hear
         self._load = load
@@ -85,7 +77,7 @@ class Gpus:
         self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
         # Arenas that graph slots name; plans that may, too.
         self._given_back: dict[tuple[int, int], Iterable[Plan]] = {}
-        self._binder = Binder(on_stream, self.context, self._arenas, hear)
+        self._binder = Binder(on_stream, self.context, self._arenas, hear, blocks)
         self._free: dict[str, list[int]] = {}  # GPU -> streams without a timeline
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
         self._retired: list[Link] = []
@@ -162,13 +154,17 @@ class Gpus:
         mapping = self._arenas.pop((client, arena), None)
         if mapping is None:
             return
-        for plan in plans:
-            for key in [key for key in plan.tasks if key[0] == client and names(key[1], arena)]:
-                self._drop(plan.gpu, plan.tasks.pop(key))
+        self.drop_tasks(client, arena, plans)
         if isinstance(mapping, Mapping):
             self._mappings.retire(mapping.handle.key, self._busy_on(mapping.context))
             self._is_untidy = True
         self.watch()
+
+    def drop_tasks(self, client: int, arena: int, plans: Iterable[Plan]) -> None:
+        """Nothing is bound to an arena any more, which may be one of shared memory."""
+        for plan in plans:
+            for key in [key for key in plan.tasks if key[0] == client and names(key[1], arena)]:
+                self._drop(plan.gpu, plan.tasks.pop(key))
 
     def drop(self, plan: Plan) -> None:
         """A plan is no longer used."""
@@ -211,19 +207,14 @@ class Gpus:
         if not plan.has_run:
             self.graph_slots.rest(self.watch)
         if link.is_behind(point):
+            if plan.call.op == FUNCTION:  # what is here waits for it, and may hold up what it loads
+                raise BackendError(f"call {point.value} of its stream came behind later ones; call it again")
             if not plan.has_run:
                 # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
-                self._end(
-                    f"the first {plan.call.kernel_id} came behind later calls of its client's stream, which wait for "
-                    "it: a new process loads it before them",
-                    RENEWAL_EXIT,
-                )
-            print(
-                f"call {point.value} of timeline {point.timeline} came behind later ones; if their streams block "
-                f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process",
-                file=sys.stderr,
-                flush=True,
-            )
+                text = f"the first {plan.call.kernel_id} came behind later calls of its client's stream"
+                self._end(f"{text}, which wait for it: a new process loads it before them", RENEWAL_EXIT)
+            what = f"if their streams block {plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process"
+            print(f"call {point.value} came behind later ones; {what}", file=sys.stderr, flush=True)
             self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
             try:
                 return self._enqueue_in_order(plan, task, link, point)
@@ -381,6 +372,15 @@ class Gpus:
             self._contexts[gpu] = Context(self._load(), gpu)
         return self._contexts[gpu]
 
+    def _seen(self, gpu: str) -> Context:
+        """As `context`, whose errors say that no other way of sharing memory would do. Raises NoTransport."""
+        try:
+            return self.context(gpu)
+        except (CudaError, OSError) as exc:
+            self.check(exc)
+            reason = exc.message if isinstance(exc, CudaError) else f"no driver of NVIDIA's: {exc}"
+            raise NoTransport(f"this worker does not see {gpu}: {reason}", transport="", reason=reason) from exc
+
     def _open_link(self, message: MapGpu, fds: list[int]) -> Link:
         """Raises NoTransport."""
         key: Key | None = None
@@ -389,7 +389,7 @@ class Gpus:
             handle = _own(offer.handle, message.client)
             if handle.gpu != message.gpu or len(fds) != 1 + handle.has_fd:
                 raise ProtocolError(f"{message.gpu} comes with {len(fds)} descriptors and {handle}")
-            context = self.context(message.gpu)
+            context = self._seen(message.gpu)
             if message.gpu not in self._excuses:
                 self._excuses[message.gpu] = streams.probe(context)
             if message.has_memops and self._excuses[message.gpu]:

@@ -20,6 +20,7 @@ from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.wire import Header, unpack_call
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, MAPPED, WRITTEN
+from layerzero.workers.blocks import Blocks
 from layerzero.workers.gpu.errors import is_out_of_memory
 from layerzero.workers.gpu.executor import Gpus
 from layerzero.workers.gpu.graph_calls import REST_S
@@ -45,16 +46,17 @@ class GpuServing:
         on_stream: Callable[[int], AbstractContextManager[None]] | None,
         hear: Callable[..., bool],
         leave: Callable[[int, int, Exception | None], None],
+        blocks: Blocks | None = None,
         *,
         graph_bytes: int,
         faults: Faults | None,
         lifter: Lifter | None = None,
     ) -> None:
-        """`on_stream`, `hear`, `graph_bytes`: as of Gpus; `leave`: as of Rings. `lifter`: None where no machine code
-        was watched."""
+        """`on_stream`, `hear`, `graph_bytes`, `blocks`: as of Gpus; `leave`: as of Rings. `lifter`: None where no
+        machine code was watched."""
         self._page = page if faults is None else faults.gpu_page
         self._plans: dict[int, Plan] = {}
-        self.gpus = Gpus(on_stream, hear, graph_bytes=graph_bytes, faults=faults)
+        self.gpus = Gpus(on_stream, hear, graph_bytes=graph_bytes, faults=faults, blocks=blocks)
         open_ring = Ring if faults is None else faults.open_ring
         self._rings = Rings(poll, self.gpus, self._plans, self._page, leave, open_ring)
         self._lifter = lifter
@@ -76,6 +78,10 @@ class GpuServing:
 
     def unmap_arena(self, client: int, arena: int) -> None:
         self.gpus.unmap_arena(client, arena, self._plans.values())
+
+    def forget_arena(self, client: int, arena: int) -> None:
+        """Shared memory that calls on GPUs may name goes."""
+        self.gpus.drop_tasks(client, arena, self._plans.values())
 
     def open_ring(self, message: messages.MapLane, fds: list[int]) -> None:
         self._rings.open(message.lane, message.client, message.gpu, fds)

@@ -19,8 +19,10 @@ from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Payload
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec
 from layerzero.workers.functions import stand_in
+from layerzero.workers.functions.device import device
 from layerzero.workers.functions.serving import Functions
 from layerzero.workers.provider import Loaded
+from layerzero.workers.providers._gpu_arrays import GpuLibraries
 from layerzero.workers.providers.models.kinds import Kinds
 
 MAX_VERSIONS = 64
@@ -37,7 +39,9 @@ def load() -> Loaded:
     for dist, version in itertools.islice(_installed(), MAX_VERSIONS):
         versions.setdefault(dist.lower(), version)
     served = Functions(_Arrays(), name, Kinds())
-    return Loaded(versions=versions, kernels={f"{name}.call": served.bind_of(PROBE)}, per_client=served)
+    device.libraries = GpuLibraries()
+    kernels = {f"{name}.call": served.bind_of(PROBE)}
+    return Loaded(versions=versions, kernels=kernels, on_stream=device.on_stream, per_client=served)
 
 
 _METADATA = ("*.dist-info/METADATA", "*.egg-info/PKG-INFO")
@@ -81,9 +85,9 @@ class _Arrays:
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if numpy is not None and type(value) is numpy.ndarray:
             return _from_numpy(numpy, value, payload)
-        if torch is not None and isinstance(value, torch.Tensor):
+        if torch is not None and isinstance(value, torch.Tensor) and not value.is_cuda:
             return _from_torch(torch, value, payload)
-        return None
+        return device.put(value)
 
 
 def _to_numpy(spec: TensorSpec, memory: memoryview) -> Any:

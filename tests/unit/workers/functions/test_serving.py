@@ -10,7 +10,8 @@ import pytest
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-from layerzero.workers.functions import serving
+from layerzero.workers.functions import kept, serving
+from layerzero.workers.functions.device import device
 from layerzero.workers.functions.serving import Functions
 from layerzero.workers.provider import Block, Call
 
@@ -53,21 +54,21 @@ def test_an_answer_that_is_kept_is_for_its_client_alone(served: Functions) -> No
 
 def test_answers_that_nobody_fetches_are_bounded(served: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes, the oldest first; the newest is kept whatever its size."""
-    monkeypatch.setattr(serving, "MAX_KEPT_BYTES", 12_000)
+    monkeypatch.setattr(kept, "MAX_BYTES", 12_000)
     tokens = [call_of(served, 1) for _ in range(3)]
     told = send(served, 1, [frames.FETCH, tokens[0]])
     assert (told[0], "it was fetched, or more than" in told[2]) == (frames.REFUSED, True)
     assert [send(served, 1, [frames.FETCH, token], 8192)[0] for token in tokens[1:]] == [frames.RETURNED] * 2
-    monkeypatch.setattr(serving, "MAX_KEPT_BYTES", 10)
+    monkeypatch.setattr(kept, "MAX_BYTES", 10)
     assert send(served, 1, [frames.FETCH, call_of(served, 1)], 8192)[0] == frames.RETURNED
 
 
 def test_what_is_kept_for_a_client_goes_with_it(served: Functions) -> None:
     """And nothing that is another one's."""
-    gone, kept = call_of(served, 1), call_of(served, 2)
+    gone, left = call_of(served, 1), call_of(served, 2)
     served.forget(1)
     assert send(served, 1, [frames.FETCH, gone])[0] == frames.REFUSED
-    assert send(served, 2, [frames.FETCH, kept], 8192)[0] == frames.RETURNED
+    assert send(served, 2, [frames.FETCH, left], 8192)[0] == frames.RETURNED
 
 
 def test_an_object_is_its_clients_alone_and_goes_with_it(served: Functions) -> None:
@@ -94,3 +95,12 @@ def test_a_value_that_cannot_cross_has_not_run(served: Functions) -> None:
     told = send(served, 1, [frames.NAME, CODE, 30])
     assert told[0] == frames.REFUSED
     assert told[2].startswith("shop.total is a value, and result[1]: set cannot go to another environment")
+
+
+def test_a_call_on_a_gpu_without_a_stream_is_refused(served: Functions) -> None:
+    """Whoever sends it spoils no other client's calls."""
+    call = [frames.CALL, CODE, [values.LIST], [values.DICT], 30]
+    for head in ([frames.GPU, call, [], False], [frames.TAKE, 1, []]):
+        assert send(served, 1, head)[0] == frames.REFUSED
+        assert device.results is None
+    assert send(served, 2, call, 8192)[:2] == [frames.RETURNED, LONG]

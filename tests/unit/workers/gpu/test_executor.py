@@ -222,7 +222,7 @@ def test_late_call_that_blocks_the_process_ends_it(rig: Rig) -> None:
     assert rig.alarms == []
     rig.run(2)
     assert rig.alarms == [STALL_S, 0]
-    code = "import time; from layerzero.workers.gpu.executor import _set_alarm; _set_alarm(0.01); time.sleep(60)"
+    code = "import time; from layerzero.workers.gpu.ending import set_alarm; set_alarm(0.01); time.sleep(60)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == -signal.SIGALRM
 
 

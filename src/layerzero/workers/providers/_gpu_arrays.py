@@ -1,0 +1,260 @@
+"""Arrays on a GPU for users' functions: of the caller's library where this environment has it, else of torch, else of
+CuPy, else an object that other libraries read. What they enqueue goes to the stream of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec
+from layerzero.workers.functions.device import Found, Span
+from layerzero.workers.provider import DeviceMemory
+from layerzero.workers.providers import _dlpack
+
+_TYPES = {"bool": "|b1", "float16": "<f2", "float32": "<f4", "float64": "<f8"}  # of the interface; further ones below
+_TYPES |= {f"{kind}{bits}": f"<{kind[0]}{bits // 8}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_TYPES |= {"int8": "|i1", "uint8": "|u1"}
+_NAMES = {text[1:]: name for name, text in _TYPES.items()}
+
+
+class GpuLibraries:
+    """As device.Libraries."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, int, int], Any] = {}  # by library, GPU and handle
+        self._entered: tuple[ExitStack, set[str], int, int] | None = None  # of the present call
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int, device: int) -> Iterator[None]:
+        """As device.Libraries."""
+        with ExitStack() as stack:
+            self._entered = (stack, set(), stream, device)
+            try:
+                for library in _ENTER:
+                    if library in sys.modules:
+                        self._enter(library)
+                yield
+            finally:
+                self._entered = None
+
+    def _enter(self, library: str) -> None:
+        assert self._entered is not None
+        stack, entered, stream, device = self._entered
+        if library not in entered and _has_cuda(library):
+            entered.add(library)
+            key = (library, device, stream)
+            found = self._streams.get(key)
+            if found is None:
+                found = self._streams[key] = _ENTER[library](stream, device)
+            for one in found:
+                stack.enter_context(one() if callable(one) else one)
+
+    def open(self, library: str, spec: TensorSpec, span: Span, stream: int) -> Any:
+        """As device.Libraries."""
+        chosen = _chosen(library)
+        if not chosen:
+            return GpuMemory(spec, span, stream)
+        self._enter(chosen)
+        return _OPEN[chosen](spec, span)
+
+    def found(self, value: Any, device: int) -> Found | None:
+        """As device.Libraries."""
+        torch: Any = sys.modules.get("torch")
+        cupy: Any = sys.modules.get("cupy")
+        if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
+            tensor: Any = value
+            return _of_torch(tensor, device) if tensor.is_cuda else None
+        if cupy is not None and isinstance(value, getattr(cupy, "ndarray", ())):
+            return _of_cupy(cupy, value, device)
+        return _of_interface(value) if hasattr(value, "__cuda_array_interface__") else None
+
+    def was_written(self, array: Any) -> bool:
+        """As device.Libraries: torch counts writes, also those by views. Others do not tell."""
+        try:
+            return bool(getattr(array, "_version", 0))
+        except RuntimeError:  # of torch.inference_mode
+            return False
+
+
+def _chosen(library: str) -> str:
+    """What an array of this library is here; empty for none of those that we make arrays of. Raises
+    InvalidArgument where there are some and none can use a GPU."""
+    able = [one for one in dict.fromkeys((library, "torch", "cupy")) if one in _OPEN and _is_there(one)]
+    for one in able:
+        if _has_cuda(one):
+            return one
+    if able:
+        told = ", ".join(f"{one} {getattr(sys.modules.get(one), '__version__', '')}".rstrip() for one in able)
+        text = f"pass it with .cpu(), or have {' or '.join(able)} with CUDA in its environment"
+        raise InvalidArgument(f"{text}: {told} there sees no GPU")
+    return ""
+
+
+def _is_there(library: str) -> bool:
+    if library in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(library) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _has_cuda(library: str) -> bool:
+    """Whether it can use a GPU here. It is imported."""
+    known = _cuda.get(library)
+    if known is None:
+        try:
+            known = bool(_imported(library).cuda.is_available())
+        except Exception:  # whatever a library says where it finds no driver
+            known = False
+        _cuda[library] = known
+    return known
+
+
+_cuda: dict[str, bool] = {}
+
+
+def _imported(library: str) -> Any:
+    if library == "torch":
+        import torch
+
+        return torch
+    import cupy
+
+    return cupy
+
+
+def _torch_stream(stream: int, device: int) -> tuple[Any, ...]:
+    torch = sys.modules["torch"]
+    made = torch.cuda.ExternalStream(stream, device=device)
+    return (lambda: torch.cuda.stream(made),)
+
+
+def _cupy_stream(stream: int, device: int) -> tuple[Any, ...]:
+    cupy = sys.modules["cupy"]
+    made = cupy.cuda.ExternalStream(stream, device)
+    return (lambda: cupy.cuda.Device(device), lambda: made)
+
+
+_ENTER: dict[str, Callable[[int, int], tuple[Any, ...]]] = {"torch": _torch_stream, "cupy": _cupy_stream}
+
+
+def _to_torch(spec: TensorSpec, span: Span) -> Any:
+    torch = sys.modules["torch"]
+    dtype = getattr(torch, spec.dtype, None)
+    if dtype is None:
+        raise InvalidArgument(f"torch {torch.__version__} of this environment has no {spec.dtype}")
+    device = torch.device("cuda", span.device)
+    if not spec.numel:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    flat = torch.as_tensor(_Bytes(span), device=device)  # as bytes: the interface has no bfloat16
+    if flat.data_ptr() != span.pointer:
+        raise InvalidArgument(f"torch {torch.__version__} of this environment copies what it is lent on a GPU")
+    return flat.view(dtype).as_strided(spec.shape, spec.strides)
+
+
+class _Bytes:
+    """What torch takes for memory."""
+
+    def __init__(self, span: Span) -> None:
+        told = {"shape": (span.nbytes,), "typestr": "|u1", "data": (span.pointer, False), "strides": None}
+        self.__cuda_array_interface__ = {**told, "version": 3, "stream": None}  # its order is seen to
+
+
+def _to_cupy(spec: TensorSpec, span: Span) -> Any:
+    cupy = sys.modules["cupy"]
+    try:
+        dtype = cupy.dtype(spec.dtype)
+    except TypeError as exc:
+        raise InvalidArgument(f"CuPy {cupy.__version__} of this environment has no {spec.dtype}") from exc
+    if not spec.numel:
+        return cupy.empty(spec.shape, dtype)
+    memory = cupy.cuda.UnownedMemory(span.pointer, span.nbytes, span, span.device)
+    strides = tuple(step * spec.itemsize for step in spec.strides)
+    return cupy.ndarray(spec.shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0), strides=strides)
+
+
+_OPEN: dict[str, Callable[[TensorSpec, Span], Any]] = {"torch": _to_torch, "cupy": _to_cupy}
+
+
+class GpuMemory:
+    """An array on a GPU in an environment that has neither torch nor CuPy: numba, JAX and others read it, by
+    __cuda_array_interface__ or DLPack. It is read-only, and the call's alone."""
+
+    def __init__(self, spec: TensorSpec, span: Span, stream: int) -> None:
+        self.shape, self.dtype, self._spec, self._span, self._stream = spec.shape, spec.dtype, spec, span, stream
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        spec = self._spec
+        if spec.dtype not in _TYPES:
+            raise AttributeError(f"__cuda_array_interface__ has no {spec.dtype}; read it by DLPack")
+        strides = None if spec.is_contiguous else tuple(step * spec.itemsize for step in spec.strides)
+        pointer = self._span.pointer if spec.numel else 0
+        found = {"shape": spec.shape, "typestr": _TYPES[spec.dtype], "data": (pointer, True), "strides": strides}
+        return {**found, "version": 3, "stream": self._stream}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _dlpack.CUDA, self._span.device
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        """Waits until the stream of the call has come here, since others' streams are not known."""
+        from layerzero.ipc.cuda import driver
+
+        if not self._spec.is_contiguous:
+            raise BufferError(f"{self._spec} has strides, which this DLPack does not give")
+        if stream != -1:
+            driver.load().synchronize_stream(self._stream)
+        span = self._span
+        return _dlpack.capsule(DeviceMemory(span.pointer, span.nbytes, span.device), self._spec)
+
+
+# Results
+
+
+def _of_torch(value: Any, device: int) -> Found:
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in ITEMSIZE or str(value.layout) != "torch.strided":
+        text = f"a {value.layout} tensor of {name} on {value.device}"
+        raise InvalidArgument(f"{text}; allowed: dense ones of {', '.join(ITEMSIZE)}")
+    _demand_device(int(value.get_device()), device)
+    dense = value.detach().resolve_conj().resolve_neg().contiguous()
+    return Found(_spec(name, tuple(dense.shape)), int(dense.data_ptr()), dense)
+
+
+def _of_cupy(cupy: Any, value: Any, device: int) -> Found:
+    if value.dtype.name not in ITEMSIZE:
+        raise InvalidArgument(f"a CuPy array of {value.dtype}; allowed: {', '.join(ITEMSIZE)}")
+    _demand_device(int(value.device.id), device)
+    dense = cupy.ascontiguousarray(value)
+    return Found(_spec(value.dtype.name, tuple(value.shape)), int(dense.data.ptr), dense)
+
+
+def _of_interface(value: Any) -> Found:
+    if hasattr(value, "block_until_ready"):
+        value.block_until_ready()  # JAX, whose stream nobody knows
+    told = value.__cuda_array_interface__
+    name, shape = _NAMES.get(told["typestr"][1:]), tuple(map(int, told["shape"]))
+    if name is None or told["typestr"][0] == ">":
+        raise InvalidArgument(f"an array on a GPU of {told['typestr']}; allowed: {', '.join(_TYPES)}")
+    spec = _spec(name, shape)
+    strides = told.get("strides")
+    if strides is not None and spec.numel and tuple(strides) != tuple(step * spec.itemsize for step in spec.strides):
+        raise InvalidArgument(f"an array on a GPU with strides {tuple(strides)}; return a contiguous copy")
+    return Found(spec, int(told["data"][0] or 0), value)
+
+
+def _demand_device(own: int, device: int) -> None:
+    if device >= 0 and own != device:
+        raise InvalidArgument(f"an array on cuda:{own}, where the call is on cuda:{device}; move it there")
+
+
+def _spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    if len(shape) > MAX_NDIM:
+        raise InvalidArgument(f"an array of {len(shape)} dimensions; allowed: at most {MAX_NDIM}; reshape it")
+    return TensorSpec.contiguous(dtype, shape)

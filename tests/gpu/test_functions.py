@@ -1,0 +1,301 @@
+"""Isolated functions with CUDA tensors, on a real GPU: what crosses, in which order, and what is refused.
+tests/process/test_gpu_functions.py has what needs none.
+
+The functions' environment is a venv of the test's own, beside which lies what this interpreter has installed (torch,
+NumPy, pyzmq, msgpack): nothing is built or downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+from tests.process.harness import PATIENCE_S, Site, wait_until
+
+import layerzero as lz
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no NVIDIA GPU", allow_module_level=True)
+CYCLES = 400_000_000  # some 0.2 s
+
+
+def interpreter(folder: Path) -> Path:
+    """A venv that has what is installed here."""
+    venv.create(folder, symlinks=True)
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / f"python{minor}" / "site-packages"
+    here = [path for path in sys.path if path and Path(path).is_dir() and any(Path(path).glob("*.dist-info"))]
+    (site / "here.pth").write_text("".join(f"{path}\n" for path in here))
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def fn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The functions, and a broker that serves them."""
+    path = interpreter(tmp_path_factory.mktemp("venv") / "v")
+    site = Site(tmp_path_factory.mktemp("store"), restart_budget=1000, backoff_s=0.01, backoff_max_s=0.01)
+    with mock.patch.dict(os.environ, {"LZ_TEST_INTERPRETER": str(path)}):
+        sys.modules.pop("tests.gpu.function_calls", None)
+        functions = importlib.import_module("tests.gpu.function_calls")
+    try:
+        with site.environment():
+            functions.GPU.build(quiet=True)
+            functions.PAIR.build(quiet=True)
+            site.start().connect()
+            functions.place()
+            yield functions
+            lz.disconnect()
+    finally:
+        site.stop()
+
+
+def randn(*shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def test_tensors_cross_as_they_lie(fn: ModuleType) -> None:
+    """Of any dtype and strides; the function has torch's, over the same memory."""
+    base = randn(64, 96)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8):
+        x = base.to(dtype) if dtype is not torch.bool else base > 0
+        for view in (x, x.t(), x[3:17, ::2], x[5], x[0, 0], x[:0]):
+            assert fn.described(view) == [("torch", "cuda:0", str(dtype), list(view.shape))]
+            assert torch.equal(fn.same(view), view)
+    x = randn(1 << 20)
+    assert torch.equal(fn.scaled(x), x * 2)
+    report = fn.scaled.last_report()
+    assert [(copy.arg, copy.where) for copy in report.copies] == [("result", "worker")]
+    assert report.uncopied_bytes == x.nbytes
+    assert any("memory crosses by ipc" in note for note in report.selection.notes)
+    assert report.selection.worker_pid != os.getpid()
+
+
+def test_results_of_any_shape_and_number(fn: ModuleType) -> None:
+    """On the GPU and on the CPU, nested, of other sizes than the last time."""
+    for rows in (2, 7, 7, 3):
+        x, y = randn(rows, 4), randn(rows, 4)
+        found = fn.parts(x, y, "text")
+        assert torch.equal(found["sum"], x + y)
+        assert torch.equal(found["both"][0], x.t())
+        assert torch.equal(found["both"][1][0], y[1:])
+        assert found["both"][1][1] == "text"
+        assert (found["on_cpu"].device.type, found["none"]) == ("cpu", None)
+        assert torch.equal(found["on_cpu"], x.cpu())
+        assert found["empty"].shape == (0, 4)
+        assert found["sum"].device == x.device
+
+
+def test_a_shape_function_saves_the_copy(fn: ModuleType) -> None:
+    x = randn(1000)
+    for _ in range(3):
+        assert torch.equal(fn.into(x), x * 3)
+        report = fn.into.last_report()
+        assert report.copies == ()
+        assert report.uncopied_bytes == 2 * x.nbytes
+
+
+def test_nobody_waits_for_the_gpu(fn: ModuleType) -> None:
+    """The function sees what the caller's stream has done before, and the caller goes on while it is busy."""
+    x = randn(1 << 16)
+    first = x.clone()
+    for is_measured in (False, True):  # kernels are loaded when they are first used
+        x.copy_(first)
+        torch.cuda.synchronize()
+        if is_measured:
+            torch.cuda._sleep(CYCLES)
+        x.mul_(3)
+        start_s = time.monotonic()
+        result = fn.busy(x, CYCLES)
+        took_s = time.monotonic() - start_s
+        x.zero_()
+        is_idle = torch.cuda.current_stream().query()
+        torch.testing.assert_close(result, first * 6)
+    assert not is_idle
+    assert took_s < 0.2
+
+
+def test_inputs_may_change_and_go_right_after_the_call(fn: ModuleType) -> None:
+    expected, results = [], []
+    for step in range(50):
+        x = torch.full((4096,), float(step), device="cuda")
+        results.append(fn.scaled(x))
+        expected.append(2.0 * step)
+        x.fill_(-1e30)
+        del x
+    for result, value in zip(results, expected, strict=True):
+        assert bool((result == value).all())
+
+
+def test_streams_and_threads_do_not_mix(fn: ModuleType) -> None:
+    """Each thread has its stream; all are served by one worker, whose state is in order."""
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for step in range(20):
+                x = torch.full((1 << 14,), float(seed * 100 + step), device="cuda")
+                y = fn.scaled(x)
+                if fn.total(y) != 2.0 * (seed * 100 + step) * (1 << 14):
+                    wrong.append(f"{seed}.{step}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert wrong == []
+
+
+def test_state_of_an_object_is_ordered(fn: ModuleType) -> None:
+    """Added to on three streams; told by a call without tensors."""
+    with fn.Counter(torch.zeros(1 << 20, device="cuda")) as counter:
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for step in range(12):
+            with torch.cuda.stream(streams[step % 2]):
+                counter.add(torch.full((1 << 20,), float(step), device="cuda"))
+        assert counter.mean() == 66.0
+        assert bool((counter.sums(torch.ones(1 << 20, device="cuda")) == 66.0).all())
+
+
+def test_submitted_calls_and_generators(fn: ModuleType) -> None:
+    x = randn(3, 5)
+    futures = [fn.scaled.submit(x, float(n)) for n in range(8)]
+    for n, future in enumerate(futures):
+        assert torch.equal(future.result(), x * n)
+    assert torch.equal(torch.stack(list(fn.rows(x))), x.cpu())
+
+
+def test_workers_of_a_pool_have_streams_of_their_own(fn: ModuleType) -> None:
+    """Calls of one stream go to one worker; of several, side by side."""
+    x = randn(3, 5)
+    seen = []
+    for _ in range(3):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            futures = [fn.spread.submit(x) for _ in range(16)]
+            pids = set()
+            for future in futures:
+                found, pid = future.result()
+                pids.add(pid)
+                assert torch.equal(found, x + 1)
+            seen.append(pids)
+    assert [len(pids) for pids in seen] == [1, 1, 1]
+    assert len(set.union(*seen)) == 2
+
+
+def test_what_stays_is_a_copy(fn: ModuleType) -> None:
+    x = randn(8)
+    before = x.clone()
+    kept = fn.same.options(keep=True)(x)
+    x.zero_()
+    assert fn.total(kept) == pytest.approx(float(before.sum()), rel=1e-4, abs=1e-4)
+    kept.close()
+
+
+def test_writes_to_what_was_lent_are_an_error(fn: ModuleType) -> None:
+    """No GPU maps memory for reading alone; torch counts writes."""
+    with pytest.raises(lz.InvalidArgument, match=r"has to write to a copy, such as x\.clone"):
+        fn.written(randn(4))
+
+
+def test_what_cannot_go_is_refused_by_name(fn: ModuleType) -> None:
+    with pytest.raises(lz.InvalidArgument, match=r"return it with \.cpu\(\)"):
+        fn.made_there()
+    with pytest.raises(lz.InvalidArgument, match="leave chunksize out"):
+        list(fn.scaled.map([randn(2)] * 4, chunksize=2))
+    with pytest.raises(lz.InvalidArgument, match="requires gradients"):
+        fn.scaled(randn(4).requires_grad_())
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(lz.InvalidArgument, match="move the arrays of a call to one GPU"):
+            fn.parts(randn(2), torch.ones(2, device="cuda:1"), "")
+        y = torch.arange(4.0, device="cuda:1")
+        assert torch.equal(fn.scaled(y), y * 2)
+    graph, x = torch.cuda.CUDAGraph(), randn(4)
+    with pytest.raises(lz.CudaGraphUnsafe), torch.cuda.graph(graph):
+        fn.scaled(x)
+    torch.cuda.synchronize()
+
+
+def test_cupy_arrays_are_the_functions_too(fn: ModuleType) -> None:
+    """Of the caller's library, where the environment has it."""
+    cupy = pytest.importorskip("cupy")
+    x = cupy.arange(12, dtype=cupy.float32).reshape(3, 4)
+    [(library, *_)] = fn.described(x)
+    assert library == "cupy"
+    for view in (x, x.T, x[::-1], x[1:, ::2]):
+        cupy.testing.assert_array_equal(fn.scaled(view), view * 2)
+    with cupy.cuda.Stream(non_blocking=True):
+        y = cupy.full(1 << 20, 3.0)
+        assert float(fn.scaled(y).sum()) == 6.0 * (1 << 20)
+
+
+def test_jax_arrays_are_read_by_torch(fn: ModuleType) -> None:
+    """Nobody makes JAX's here; what comes back is JAX's."""
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    x = jax.numpy.arange(6.0).reshape(2, 3)
+    [(library, *_)] = fn.described(x)
+    assert library == "torch"
+    result = fn.scaled(x)
+    assert isinstance(result, jax.Array)
+    assert (result + 1).tolist() == (x * 2 + 1).tolist()
+
+
+@pytest.mark.parametrize("how", ["strike", "leave", "endless"])
+def test_a_worker_that_loses_its_gpu_takes_nobody_along(fn: ModuleType, how: str) -> None:
+    """The caller hears of it, by the call itself or by the next one, and its own GPU and streams go on."""
+    x = randn(16)
+
+    def strike() -> None:
+        getattr(fn, how)(x)
+        wait_until(lambda: fn.total(x) is None)
+
+    with pytest.raises(lz.LayerZeroError) as told:
+        strike()
+    assert told.value.code in ("BACKEND_ERROR", "DEADLINE", "REMOTE_EXCEPTION"), told.value
+    torch.cuda.synchronize()
+    assert float((x - x).sum()) == 0.0
+
+    def serves() -> bool:
+        try:
+            return bool(torch.equal(fn.scaled(x), x * 2))
+        except lz.LayerZeroError:
+            return False
+
+    wait_until(serves)
+    for _ in range(3):
+        assert torch.equal(fn.scaled(x), x * 2)
+
+
+def test_what_a_call_costs(fn: ModuleType) -> None:
+    """Not a limit: printed, for the record."""
+    x = randn(1 << 18)
+    told = {}
+    for name, call in (
+        ("scaled", lambda: fn.scaled(x)),
+        ("into", lambda: fn.into(x)),
+        ("same argument, number back", lambda: fn.described(x)),
+        ("no array", fn.place),
+    ):
+        for _ in range(30):
+            call()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(200):
+            start = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - start)
+        torch.cuda.synchronize()
+        told[name] = sorted(times)[100] / 1e3
+    print("\nmedian us, 1 MiB:", told)

@@ -1,0 +1,226 @@
+"""Functions with arrays on a GPU, through a real broker, over the GPU of threads (tests/soft_gpu): what crosses, in
+which order, and what is refused. tests/gpu/test_functions.py has torch's on a real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.process import forks
+from tests.process import gpu_functions as fn
+from tests.process.gpu_site import SOFT, finish, randn, soft
+from tests.process.harness import Site, wait_until
+from tests.soft_gpu import soft_cupy
+from tests.soft_gpu.soft_gpu import driver
+
+import layerzero as lz
+
+__all__ = ["soft"]
+
+
+@pytest.fixture(scope="module")
+def site(soft: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A broker with the GPU, whose workers may open others' memory as a driver does."""
+    forks.start_server()
+    one = Site(tmp_path_factory.mktemp("store"), restart_budget=100, backoff_s=0.01, backoff_max_s=0.01)
+    one.environ |= {"LAYERZERO_WORKER_CONFINED": "0", "PYTHONPATH": str(SOFT / "broker")}
+    with one.environment():
+        fn.THERE.build(quiet=True)
+        fn.PAIR.build(quiet=True)
+        fn.BARE.build(quiet=True)
+        one.start().connect()
+        yield one
+        lz.disconnect()
+    one.stop()
+
+
+@pytest.fixture(autouse=True)
+def there(site: Site) -> int:
+    """The worker's pid; it has the GPU."""
+    return fn.prepare()
+
+
+def test_an_array_crosses_as_it_lies_and_its_result_comes_back(there: int) -> None:
+    """The first result needs memory: one copy there, and a second trip; the next one is as the last was."""
+    x, values = randn(16, 24)
+    for trip in range(3):
+        result = fn.scaled(x)
+        assert (type(result), result.shape) == (soft_cupy.ndarray, (16, 24))
+        np.testing.assert_array_equal(result.get(), values * 2)
+        report = fn.scaled.last_report()
+        assert report.selection is not None
+        assert report.selection.worker_pid == there
+        assert [(copy.arg, copy.nbytes, copy.where) for copy in report.copies] == [("result", x.size * 4, "worker")]
+        assert report.uncopied_bytes == x.size * 4
+        assert any("memory crosses by ipc" in note for note in report.selection.notes), trip
+
+
+def test_results_of_any_shape_and_number(there: int) -> None:
+    """Nested, beside other values, of other sizes than the last time, empty, and what was given."""
+    for rows in (3, 5, 5, 0, 2):
+        (x, xs), (y, ys) = randn(rows, 4), randn(4)
+        found = fn.several(x, x)
+        np.testing.assert_array_equal(found["sum"].get(), xs + xs)
+        np.testing.assert_array_equal(found["parts"][0].get(), xs * 2)
+        np.testing.assert_array_equal(found["parts"][1][0].get(), xs * 3)
+        assert (found["parts"][1][1:], found["size"]) == (("text", None), 4 * rows)
+        np.testing.assert_array_equal(fn.same(x).get(), xs)
+        np.testing.assert_array_equal(fn.same(y).get(), ys)
+
+
+def test_views_are_seen_as_they_lie(there: int) -> None:
+    """Transposed, cut, with steps; reversed ones are copied, which the report says."""
+    x, values = randn(6, 8)
+    found = fn.described(x, x.T, x[2:4, ::2], x[3])
+    parts = (values, values.T, values[2:4, ::2], values[3])
+    assert [(kind, shape, held) for kind, shape, _, held in found] == [
+        ("ndarray", part.shape, part.tolist()) for part in parts
+    ]
+    assert [strides for _, _, strides, _ in found] == [part.strides for part in parts]
+    assert not [copy for copy in fn.described.last_report().copies if copy.arg == "an argument"]
+    [(_, shape, _, held)] = fn.described(x[::-1])
+    assert (shape, held) == ((6, 8), values[::-1].tolist())
+    assert "strides" in fn.described.last_report().copies[0].reason
+
+
+def test_arrays_of_the_cpu_may_be_beside_them(there: int) -> None:
+    """Each as it lies where it is."""
+    x, values = randn(8)
+    shared = lz.share(np.arange(5))
+    found = fn.several.submit(x, x).result()
+    np.testing.assert_array_equal(found["sum"].get(), values * 2)
+    back = fn.both(x, shared)
+    np.testing.assert_array_equal(back[0].get(), values)
+    np.testing.assert_array_equal(back[1], shared)
+
+
+def test_nobody_waits_for_the_stream(there: int) -> None:
+    """The caller goes on at once, and what it enqueues sees the result; so does the function what was enqueued
+    before."""
+    x, values = randn(32)
+    fn.slow(x)  # its first time is waited for
+    finish()
+    x.scale(3.0)
+    result = fn.slow(x)
+    assert not driver.is_stream_idle(soft_cupy.current().ptr)
+    x.fill(0.0)
+    more = result + 1.0
+    np.testing.assert_allclose(more.get(), values * 3 * 2 + 1, rtol=1e-6)
+
+
+def test_state_is_ordered_whatever_stream_a_call_is_of(there: int) -> None:
+    """An object adds what comes by two streams, and tells by a call without arrays on the GPU."""
+    total = fn.Total(randn(4)[0] * 0.0)
+    for number in range(6):
+        if number % 2:
+            with soft_cupy.stream():
+                total.add(soft_cupy.asarray(np.full(4, number, np.float32)))
+        else:
+            total.add(soft_cupy.asarray(np.full(4, number, np.float32)))
+    assert total.found() == [15.0] * 4
+    np.testing.assert_array_equal(total.on_gpu(soft_cupy.asarray(np.ones(4, np.float32))).get(), np.full(4, 15.0))
+    total.close()
+
+
+def test_workers_of_a_pool_have_streams_of_their_own(there: int, tmp_path: Path) -> None:
+    """Calls of one stream go to one worker, in whose stream they are in order; others may be elsewhere."""
+    pids = {future.result() for future in [fn.prepare_pair.submit(str(tmp_path)) for _ in range(2)]}
+    assert len(pids) == 2
+    x, values = randn(8)
+    seen = []
+    for _ in range(4):
+        with soft_cupy.stream():
+            found = [future.result() for future in [fn.spread.submit(x) for _ in range(12)]]
+            for result, _ in found:
+                np.testing.assert_array_equal(result.get(), values + 1)
+            seen.append({pid for _, pid in found})
+    assert [len(one) for one in seen] == [1] * 4
+    assert set.union(*seen) == pids
+
+
+def test_what_stays_is_a_copy_and_generators_give_items_of_the_cpu(there: int) -> None:
+    """The caller may write its memory meanwhile."""
+    x, values = randn(4)
+    keeping = fn.same.options(keep=True)
+    kept = keeping(x)
+    assert [(copy.where, copy.nbytes) for copy in keeping.last_report().copies] == [("worker", 16)]
+    assert keeping.last_report().uncopied_bytes == 0
+    x.fill(7.0)
+    found = fn.described(kept)
+    assert found[0][3] == values.tolist()
+    kept.close()
+    y, held = randn(3)
+    for number, row in enumerate(fn.rows(y)):
+        np.testing.assert_allclose(row, held * number)
+
+
+def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:
+    """With a shape function nothing is copied; what is returned besides is."""
+    x, values = randn(5, 3)
+    for _ in range(2):
+        np.testing.assert_array_equal(fn.into(x).get(), values * 2)
+        assert fn.into.last_report().copies == ()
+        assert fn.into.last_report().uncopied_bytes == 2 * x.size * 4
+    np.testing.assert_array_equal(fn.into.local(x).get(), values * 2)
+    assert fn.into.explain(x).uncopied_bytes == x.size * 4
+    np.testing.assert_array_equal(fn.into(x, False).get(), values * 3)
+    assert [copy.where for copy in fn.into.last_report().copies] == ["worker"]
+
+
+def test_what_cannot_go_is_refused_by_name(there: int) -> None:
+    """The first line says what to do."""
+    x, _ = randn(4)
+    with pytest.raises(lz.RemoteError, match="no such thing"):
+        fn.fail(x)
+    with pytest.raises(lz.InvalidArgument, match=r"an array on a GPU, from a call without any: return it with \.cpu"):
+        fn.made_there()
+    with pytest.raises(lz.InvalidArgument, match="leave chunksize out"):
+        list(fn.scaled.map([x, x], chunksize=2))
+    driver.begin_capture(soft_cupy.current().ptr)
+    try:
+        with pytest.raises(lz.CudaGraphUnsafe, match="call the function outside of the CUDA graph's capture"):
+            fn.scaled(x)
+    finally:
+        driver.end_capture(soft_cupy.current().ptr)
+
+
+def test_a_worker_without_the_gpu_says_so(there: int) -> None:
+    """Nothing goes to the CPU in silence; ops of the same process are not touched by it."""
+    x, values = randn(4)
+    with pytest.raises(
+        lz.NoTransport, match=r"\Apass arrays of the CPU to .*, or have its worker see the GPU: "
+    ) as told:
+        fn.without_a_gpu(x)
+    assert "does not see" in str(told.value)
+    np.testing.assert_array_equal(fn.scaled(x).get(), values * 2)
+    assert fn.without_a_gpu(3) == 3
+
+
+def test_a_worker_that_dies_in_a_call_takes_no_stream_along(there: int) -> None:
+    """The caller hears of it, and its stream goes on."""
+    x, values = randn(4)
+    with pytest.raises(lz.BackendError, match="it may have run in part"):
+        fn.leave(x, 3)
+    finish()
+    assert fn.prepare() != there
+    np.testing.assert_array_equal(fn.scaled(x).get(), values * 2)
+
+
+def test_a_worker_that_dies_after_its_answer_is_told_of_by_the_next_call(there: int, tmp_path: Path) -> None:
+    """What it had enqueued is not run again: its client has read the answer."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    x, values = randn(4)
+    result = fn.leave_later(x, str(gate))
+    assert fn.prepare.last_report().selection is not None
+    os.kill(there, signal.SIGKILL)
+    del result
+    finish()
+    wait_until(lambda: fn.prepare() != there)
+    with pytest.raises(lz.LayerZeroError, match="an earlier call on the GPU, function, failed"):
+        wait_until(lambda: fn.scaled(x) is None)
+    np.testing.assert_array_equal(fn.scaled(x).get(), values * 2)
