@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.capsules.form import Capsule
-from layerzero.client.tools.replay import START_S, lay_out, own_broker, request_of, why_of
+from layerzero.client.tools.replay import START_S, kept_as_they_are, lay_out, own_broker, request_of, where, why_of
 from layerzero.ipc.errors import EnvError, LayerZeroError
 
 ATTACH_S = 120.0  # gdb reads the symbols of all that the worker has loaded
@@ -25,7 +25,14 @@ DEADLY = "SIGSEGV SIGABRT SIGBUS SIGFPE SIGILL"
 
 
 def under_gdb(
-    capsule: Capsule, data: Sequence[bytes], backend: str, *, core: Path | None, timeout_s: float | None, seed: int
+    capsule: Capsule,
+    data: Sequence[bytes],
+    backend: str,
+    *,
+    core: Path | None,
+    timeout_s: float | None,
+    seed: int,
+    device: str = "",
 ) -> tuple[str, str]:
     """Make the call once, so that its worker is there, and again with gdb at that one. Returns what it ended in ("ok"
     for an answer) and what gdb has said. `core`: where to write a core dump, which has all of the worker's memory.
@@ -34,11 +41,10 @@ def under_gdb(
     if program is None:
         raise EnvError("gdb is not installed", repair="install it: apt install gdb, dnf install gdb")
     with own_broker() as session:
-        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed)
-        before = {name: array.copy() for name, array in arguments.items()}
+        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed, device=where(capsule, device))
+        restore = kept_as_they_are(arguments)
         _run(session, capsule, arguments, backend, timeout_s or START_S)
-        for name, array in arguments.items():
-            array[...] = before[name]
+        restore()
         attached = _Gdb(program, _worker(session, backend), core)
         try:
             interrupt = threading.Timer(min(HANG_S, (timeout_s or START_S) / 2), attached.interrupt)
@@ -52,7 +58,7 @@ def under_gdb(
 
 def _run(session: Any, capsule: Capsule, arguments: dict[str, Any], backend: str, timeout_s: float) -> str:
     try:
-        session.run(request_of(capsule.op, capsule.params, arguments, backend, timeout_s))
+        session.run_apart(request_of(capsule.op, capsule.params, arguments, backend, timeout_s))
     except LayerZeroError as exc:
         return why_of(exc)[0]
     return "ok"
