@@ -154,8 +154,7 @@ def test_arguments_are_held_until_their_call_is_done_and_only_where_their_bytes_
             assert (block() is not None) == is_held, mode
         finish()
         lz.synchronize(PATIENCE_S)
-        gc.collect()
-        assert block() is None
+        wait_until(lambda: gc.collect() >= 0 and block() is None)  # noqa: B023
         assert result.size == values.size
         lz.disconnect()
 
@@ -205,7 +204,7 @@ def test_workers_run_under_a_sanitizer_where_there_is_one(
     )
     assert found["two"].runs == {"ok": 1}
     assert not found["one"].is_right
-    assert under.findings(written["one"]) == ["COMPUTE-SANITIZER", "ERROR SUMMARY: 70 as exit code"]
+    assert under.findings(written["one"])[:2] == ["COMPUTE-SANITIZER", "ERROR SUMMARY: 70 as exit code"]
 
 
 def test_a_call_on_the_cpu_in_place_of_the_gpu(new: Sites, capsules: Path, monkeypatch: pytest.MonkeyPatch) -> None:

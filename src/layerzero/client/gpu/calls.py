@@ -479,7 +479,6 @@ class GpuCalls:
             gpu.wait_all(timeout_s)
         if self._gpus:
             self._session.ask("ping")  # what the broker has said of them is here when the answer is
-            self.deaths.sweep()
         self.outcomes.raise_failure()
 
     def finish(self, timeout_s: float) -> None:

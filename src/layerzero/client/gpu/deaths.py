@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 NOTE_S = 10.0  # so long a report waits for the capsule that it names
 READY_S = 5.0  # so long the inputs of a failed call are waited for
 LOOK_S = 0.001
+LINGER_S = 1.0  # after a call is done its worker's death may not have been heard of yet
+SWEEP_S = 0.25
 MAX_PIDS = 1024
 APART = 1 << 48  # between arenas, of which only numbers are known: offsets in them are less
 
@@ -68,11 +71,11 @@ class Deaths:
     def __init__(self, capsules: Capsules, link: Link) -> None:
         self.holds = capsules.keeps_data
         self._capsules, self._link = capsules, link
-        self._held: list[Enqueued] = []
-        self._queue: SimpleQueue[tuple[Enqueued, _Taken] | None] = SimpleQueue()
+        self._held: dict[Enqueued, float] = {}  # and until when, once it was seen to be done
+        self._queue: SimpleQueue[tuple[Enqueued, _Taken] | None] = SimpleQueue()  # None: look
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._is_relaxed = False
+        self._is_relaxed = self._is_finished = False
         self._pids: set[int] = set()  # of dead workers of which a call was kept
 
     # --- before a failure
@@ -88,21 +91,26 @@ class Deaths:
             enqueued.given = Given(arrays, versions, not is_direct or bool(OPS[enqueued.op].in_place))
 
     def hold(self, enqueued: Enqueued) -> None:
-        """After it was sent; lets go of those that are done."""
+        """After it was sent: until it is done, and its worker's death would have been heard of."""
         if self.holds:
-            self.sweep()
             with self._lock:
-                self._held.append(enqueued)
+                is_first = not self._held
+                self._held[enqueued] = math.inf
+            if is_first:
+                self._put(None)
 
     def sweep(self) -> None:
-        """Let go of the arguments of calls that are done and did not fail."""
+        """Let go of the arguments of calls that were done LINGER_S ago."""
         if self._held:
             self._link.read_nowait()  # a failure is heard of before its arguments go
+            now_s = time.monotonic()
             with self._lock:
-                for one in (held := self._held):
-                    if one.gpu.order.page.is_done(one.point):
+                for one, until_s in list(self._held.items()):
+                    if until_s == math.inf and one.gpu.order.page.is_done(one.point):
+                        self._held[one] = now_s + LINGER_S
+                    elif until_s <= now_s or one.taken:
+                        del self._held[one]
                         one.given = one.given if one.taken else None
-                self._held = [one for one in held if one.given is not None and not one.taken]
 
     # --- after one
 
@@ -113,11 +121,14 @@ class Deaths:
             return
         taken = _Taken()
         enqueued.taken = (*enqueued.taken, taken)
+        self._put((enqueued, taken))
+
+    def _put(self, found: tuple[Enqueued, _Taken] | None) -> None:
         with self._lock:
-            if self._thread is None:
+            if self._thread is None and not self._is_finished:
                 self._thread = threading.Thread(target=self._run, name="lz-capsules", daemon=True)
                 self._thread.start()
-        self._queue.put((enqueued, taken))
+        self._queue.put(found)
 
     def note_of(self, enqueued: Enqueued) -> str:
         """Of the capsule of a call; "" where there is none. Waits for one that is being taken."""
@@ -129,23 +140,35 @@ class Deaths:
     def finish(self) -> None:
         """Wait for what is being taken, not for ever."""
         with self._lock:
-            thread, self._thread = self._thread, None
+            self._is_finished, thread = True, self._thread
         if thread is not None:
             self._queue.put(None)
             thread.join(NOTE_S)
+        self._held.clear()
 
     def _run(self) -> None:
-        while (found := self._queue.get()) is not None:
-            enqueued, taken = found
+        while True:
             try:
-                taken.note = self._take(enqueued)
-            except Exception as exc:  # the call has its result or its error all the same
-                log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
-                taken.note = f"no capsule of the failure was kept: {exc}"
-            finally:
-                taken.is_done.set()
-                enqueued.given = None
-            del enqueued, found
+                found = self._queue.get(timeout=SWEEP_S if self._held else None)
+            except Empty:
+                found = None
+            if found is not None:
+                self._keep(*found)
+                del found
+                continue
+            self.sweep()
+            if self._is_finished and self._queue.empty():
+                return
+
+    def _keep(self, enqueued: Enqueued, taken: _Taken) -> None:
+        try:
+            taken.note = self._take(enqueued)
+        except Exception as exc:  # the call has its result or its error all the same
+            log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
+            taken.note = f"no capsule of the failure was kept: {exc}"
+        finally:
+            taken.is_done.set()
+            enqueued.given = None
 
     def _take(self, enqueued: Enqueued) -> str:
         report, route = enqueued.outcomes.plain_report(enqueued), enqueued.route
