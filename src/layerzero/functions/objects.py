@@ -226,6 +226,11 @@ class Remote(Stay):
         self._express: dict[str, MethodExpress | None] = {}  # by method; None for those that go another way
         self.take(hold)
 
+    @property
+    def maker(self) -> tuple[Owner, Any, Any] | None:
+        """What it would be constructed by again, and of which arguments."""
+        return self._again
+
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
         self.take(self.owner._construct(maker, args, kwargs, self.backend))
 

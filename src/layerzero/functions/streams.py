@@ -150,6 +150,8 @@ class _Next(Call):
     def _frame(self, given: Arguments) -> Frame:
         return Frame([frames.NEXT, self._reference.place, _root_logger.level])
 
+    def _asked(self) -> None:
+        """The next item of what runs there: nothing that could be begun from here."""
 
 class ItemExpress(Express):
     """Of the items of one stream, on the express lane. It keeps no object."""

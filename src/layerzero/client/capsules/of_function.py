@@ -3,6 +3,7 @@ can be shown: texts and bytes by their lengths alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,8 +12,7 @@ from layerzero.ipc.functions import values
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-CALL, MANY, METHOD, GET, SET = "call", "many", "method", "get", "set"
-KINDS = (CALL, MANY, METHOD, GET, SET)
+KINDS = CALL, MANY, LOAD, METHOD, GET, SET, ITSELF = ("call", "many", "load", "method", "get", "set", "itself")
 MAX_PARTS, MAX_TARGETS, MAX_SHOWN = 2, 64, 120
 TEXT, BYTES, INTEGER = "text", "bytes", "integer"  # the key of what stands for such a value
 
@@ -43,13 +43,15 @@ class Target:
 class Part:
     """One frame that was sent: the construction of an object, or the call itself. `kind`: one of KINDS; `name`: of a
     method or an attribute. `stays`: what of the result does. `given`: arguments, and those by name. `memory`: the
-    segments of its frame and of what it lent; none where the call has no arrays and no data was kept."""
+    segments of its trees, of the arrays beside them, and of what it lent. `outs`: of results that have their memory
+    before the call: library, dtype, shape, strides."""
 
     kind: str
     name: str
     stays: int
     given: tuple[Any, Any]
     memory: tuple[int, ...]
+    outs: tuple[Any, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -66,6 +68,11 @@ class FunctionCall:
     targets: tuple[Target, ...]
     parts: tuple[Part, ...]
     problem: str = ""
+
+    @property
+    def short(self) -> str:
+        """The last part of its name, for the name of a file."""
+        return re.sub(r"[^A-Za-z0-9_]", "", self.label.partition(" ")[0].rpartition(".")[2])[:40] or "function"
 
     @property
     def text(self) -> str:
@@ -98,7 +105,10 @@ def _part(value: Mapping[str, Any]) -> Part:
         raise ValueError("no call of a function")
     if any(type(n) is not int or n < 0 for n in value["memory"]):
         raise ValueError("no numbers of memory")
-    part = Part(value["kind"], value["name"], value["stays"], (args, kwargs), tuple(value["memory"]))
+    if len(value["memory"]) < 2:
+        raise ValueError("arguments without memory")
+    outs = tuple(map(tuple, value["outs"]))
+    part = Part(value["kind"], value["name"], value["stays"], (args, kwargs), tuple(value["memory"]), outs)
     if type(args) is not list or type(kwargs) is not list or args[:1] != [values.LIST] or kwargs[:1] != [values.DICT]:
         raise ValueError("no arguments")
     for one in arrays(part.given):

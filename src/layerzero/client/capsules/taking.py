@@ -184,7 +184,8 @@ class Capsules:
     def _write(self, failed: Failed, memory: Memory) -> str:
         first, made_s = failed.failures[0], time.time()
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(made_s))
-        name = f"{when}-{failed.op}-{_word(first)}-{os.urandom(3).hex()}"
+        what = failed.op if failed.function is None else failed.function.short
+        name = f"{when}-{what}-{_word(first)}-{os.urandom(3).hex()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = self._folder / f".{name}"
         draft.mkdir(mode=0o700)

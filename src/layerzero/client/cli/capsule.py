@@ -13,6 +13,7 @@ from layerzero.client.cli.options import Json
 
 if TYPE_CHECKING:
     from layerzero.client.capsules.form import Capsule
+    from layerzero.client.capsules.of_function import FunctionCall
 
 capsule_app = typer.Typer(help="Look at calls whose worker died or hung, as they were kept.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of lz capsule list, its beginning, or a folder.")]
@@ -104,15 +105,28 @@ def show(name: Name, as_json: Json = False) -> None:
         said.append(
             f"  {a.name}: {a.spec.dtype}{list(a.spec.shape)}{strides}, in memory {a.segment} from byte {a.start}"
         )
+    if capsule.function is not None:
+        said += _function_lines(capsule.function)
     said += [f"  {name} = {value!r:.120}" for name, value in capsule.params.items() if value is not None]
     said += [f"attempt on {f.kernel_id} ({f.backend}): {f.what}: {f.detail}" for f in capsule.failures]
     said.append(f"answered by {capsule.served_by}" if capsule.served_by else "no kernel answered")
     kept = f"{capsule.nbytes:,} bytes in {len(capsule.segments)} pieces"
     said.append(f"arguments: {kept if capsule.has_data else f'not kept: {capsule.left_out}'}")
-    said += [f"{key}: {value}" for key, value in capsule.facts.items()]
+    facts = {k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in capsule.facts.items()}
+    said += [f"{key}: {value}" for key, value in facts.items()]
     if lines:
         said += ["end of the worker's log:", *(f"  {line}" for line in _last_words(lines))]
     out().print(Text("\n".join(said)), soft_wrap=True)
+
+
+def _function_lines(function: FunctionCall) -> list[str]:
+    said = []
+    for part in function.parts[:-1]:
+        said.append(f"  of an object that was constructed before; {len(part.given[0]) - 1} arguments of that are kept")
+    for target in function.targets:
+        of = f"{target.file} (SHA-256 {target.sha256[:12]})" if target.file else "a package of the environment"
+        said.append(f"  {target.module}.{target.qualname} of {of}, in {target.env}")
+    return [*said, *([f"  not to be made again: {function.problem}"] if function.problem else [])]
 
 
 @capsule_app.command()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,7 @@ from layerzero.client.cli.options import Json
 
 if TYPE_CHECKING:
     from layerzero.client.capsules.form import Capsule
+    from layerzero.client.tools.debugger import Runs
     from layerzero.client.tools.replay import Outcome
 
 WHY_LINES = 4
@@ -49,6 +51,12 @@ def replay(
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1. Default: where the capsule's call was.")
     ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Of a capsule of a function: where its file is, in the place of where it was."
+        ),
+    ] = None,
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="In place of a capsule: a record of lz up --record.")
     ] = None,
@@ -68,6 +76,7 @@ def replay(
         raise typer.Exit(_replay_log(log, name, call, worker, as_json=as_json))
     from layerzero.client.capsules import form, store
     from layerzero.client.cli.output import FAILED, err, note, print_json
+    from layerzero.client.tools.debugger import runs_of
     from layerzero.client.tools.replay import is_far, replay
     from layerzero.client.tools.under import COREDUMP, GDB, SANITIZER, TOOLS, findings, variables
     from layerzero.ipc.errors import InvalidArgument
@@ -78,6 +87,8 @@ def replay(
         raise InvalidArgument(f"--under {under!r:.40}; allowed: {', '.join(TOOLS)}")
     if env not in (None, "all"):
         raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
+    if env is not None and backend:
+        raise InvalidArgument("name --env all or --backend NAME, not both")
     with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
         if name.endswith(".tar.gz"):
             folder = store.unpack(Path(name), Path(unpacked))
@@ -87,12 +98,17 @@ def replay(
         data = form.memory(folder, capsule) if capsule.has_data else []
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
+    if file is not None and capsule.function is None:
+        raise InvalidArgument(f"leave --file out: {capsule.name} is of the op {capsule.op}, not of a function")
     own = [capsule.failed.backend]
     if capsule.failed.outcome == form.WRONG:
         if shrink or under:
             raise InvalidArgument("replay it without --shrink and --under: they look at deaths, and its worker lived")
         own.append(capsule.served_by.partition(".")[0])  # wrong beside what
     wanted = None if env == "all" else list(dict.fromkeys(backend or own))
+    if capsule.function is not None:
+        how = (backend, times, timeout_s, seed, file, under, core)
+        raise typer.Exit(_replay_function(capsule, data, how, everywhere=env == "all", shrink=shrink, as_json=as_json))
     if shrink:
         if env == "all" or (wanted is not None and len(wanted) > 1):
             raise InvalidArgument(
@@ -103,8 +119,8 @@ def replay(
         return
     if under in (GDB, COREDUMP):
         one = (wanted or own)[0]
-        file = (core or Path(f"core.{capsule.name}")).absolute() if under == COREDUMP else None
-        _under_gdb(capsule, data, one, file, timeout_s, seed, device or "", as_json=as_json)
+        kept_in = _core_file(capsule, core) if under == COREDUMP else None
+        _under_gdb(capsule, runs_of(capsule, data, one, seed, device or ""), one, kept_in, timeout_s, as_json=as_json)
         return
     written: dict[str, str] = {}
     with err().status(f"{capsule.op} ...") as status:
@@ -136,14 +152,16 @@ def replay(
         raise typer.Exit(FAILED)
 
 
+def _core_file(capsule: Capsule, core: Path | None) -> Path:
+    return (core or Path(f"core.{capsule.name}")).absolute()
+
+
 def _under_gdb(
     capsule: Capsule,
-    data: list[bytes],
+    runs: Callable[[Any], Runs],
     backend: str,
     core: Path | None,
     timeout_s: float | None,
-    seed: int,
-    device: str,
     *,
     as_json: bool,
 ) -> None:
@@ -156,7 +174,7 @@ def _under_gdb(
     if core is not None and (core.exists() or any(one.isspace() for one in str(core))):
         raise InvalidArgument(f"{core} is there already, or has a space in it; name another file: --core FILE")
     with err().status(f"{capsule.op} on {backend}, and gdb at its worker ..."):
-        what, said = under_gdb(capsule, data, backend, core=core, timeout_s=timeout_s, seed=seed, device=device)
+        what, said = under_gdb(runs, core=core, timeout_s=timeout_s)
     if as_json:
         print_json({"capsule": capsule.name, "backend": backend, "ended": what, "gdb": said})
     else:
@@ -166,6 +184,56 @@ def _under_gdb(
             note(f"{core}: {core.stat().st_size:,} bytes, with all of the worker's memory; gdb PYTHON {core} reads it")
     if what != "ok":
         raise typer.Exit(FAILED)
+
+
+def _replay_function(
+    capsule: Capsule,
+    data: list[bytes],
+    how: tuple[list[str] | None, int, float | None, int, Path | None, str | None, Path | None],
+    *,
+    everywhere: bool,
+    shrink: bool,
+    as_json: bool,
+) -> int:
+    """The exit code."""
+    from layerzero.client.cli.output import FAILED, err, print_json
+    from layerzero.client.tools.replay import is_far
+    from layerzero.client.tools.under import COREDUMP, GDB, variables
+    from layerzero.functions import replaying
+    from layerzero.ipc.errors import InvalidArgument
+
+    backends, times, timeout_s, seed, file, under, core = how
+    if shrink:
+        raise InvalidArgument(
+            "replay it without --shrink: arguments of functions have no order to make them smaller in"
+        )
+    if under is not None and under not in (GDB, COREDUMP):
+        variables(under, capsule)
+    if under is not None:
+        one = (backends or [capsule.failed.backend])[0]
+        kept_in = _core_file(capsule, core) if under == COREDUMP else None
+        runs = replaying.runs_of(capsule, data, one, seed, file)
+        _under_gdb(capsule, runs, one, kept_in, timeout_s, as_json=as_json)
+        return 0
+    label = capsule.label
+    with err().status(f"{label} ...") as status:
+        found = replaying.replay(
+            capsule,
+            data,
+            backends=None if everywhere else backends or (),
+            times=times,
+            timeout_s=timeout_s,
+            seed=seed,
+            begins=lambda one: status.update(f"{label} in {one} ..."),
+            file=file,
+        )
+    far = {one.backend for one in found if is_far(one, capsule)}
+    if as_json:
+        rows = [{**one.to_dict(), "is_far": one.backend in far} for one in found]
+        print_json({"capsule": capsule.name, "call": label, "has_data": capsule.has_data, "backends": rows})
+    else:
+        _show_outcomes(capsule, found, far)
+    return int(FAILED) if far or not all(one.is_right for one in found) else 0
 
 
 def _shrink(
@@ -244,7 +312,7 @@ def _show_outcomes(capsule: Capsule, found: list[Outcome], far: set[str]) -> Non
         table.add_column(head, overflow="fold")
     for one in found:
         runs = ", ".join(f"{what} {count}" for what, count in one.runs.items())
-        error = "" if one.error is None else "same numbers" if not one.error else f"{one.error:.1e}"
+        error = one.difference or ("" if one.error is None else "same numbers" if not one.error else f"{one.error:.1e}")
         error += ", WRONG" if one.backend in far else ""
         error += ", other bits at each run" if not one.is_same else ""
         kernel = time_text(statistics.median(one.kernel_us)) if one.kernel_us else ""

@@ -46,7 +46,8 @@ START_S = 300.0  # until a worker has answered its first call
 class Outcome:
     """What became of the runs on one backend. `runs`: by what they ended in, "ok" for an answer. `kernel_us`: of each
     that ended well. `error`: how far the furthest result is from the reference, as a share of its largest number; None
-    where there is nothing to compare. `is_same`: all results have the same bits."""
+    where there is nothing to compare. `is_same`: all results have the same bits. `difference`: of a function's result
+    from the reference, in words."""
 
     backend: str
     runs: dict[str, int] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Outcome:
     kernel_us: list[float] = field(default_factory=list)
     error: float | None = None
     is_same: bool = True
+    difference: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -332,7 +334,9 @@ def distance(one: Any, other: Any) -> float:
 
 def is_far(outcome: Outcome, capsule: Capsule) -> bool:
     """Whether its results are further from the reference than kernels of that dtype may be."""
-    return outcome.error is not None and outcome.error > most_of(a.spec.dtype for a in capsule.arguments)
+    return bool(outcome.difference) or (
+        outcome.error is not None and outcome.error > most_of(a.spec.dtype for a in capsule.arguments)
+    )
 
 
 def most_of(dtypes: Iterable[str]) -> float:
