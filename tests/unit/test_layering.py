@@ -60,6 +60,7 @@ EXTRA: dict[str, set[str]] = {
     # Of measured times, which the broker keeps, the calls that were made.
     "client/cli/profile.py": {"broker", "capabilities", "rich"},
     "client/cli/cluster.py": {"cluster", "rich"},
+    "client/cli/bisect_function.py": {"functions"},
     "client/cli/replay.py": {"functions"},  # whose calls leave capsules, too
     "client/cli/dashboard.py": {"cluster", "dashboard"},
     "client/cli/top.py": {"top"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,19 @@ def find_capsule(name: str) -> tuple[Path, Capsule]:
 
     folder = find(capsules_folder(), name)
     return folder, read(folder)
+
+
+def opened(name: str) -> tuple[Capsule, list[bytes]]:
+    """A capsule and its memory, by a name of `lz capsule list`, a folder or a .tar.gz."""
+    from layerzero.client.capsules import form, store
+
+    with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
+        if name.endswith(".tar.gz"):
+            folder = store.unpack(Path(name), Path(unpacked))
+            capsule = form.read(folder)
+        else:
+            folder, capsule = find_capsule(name)
+        return capsule, form.memory(folder, capsule) if capsule.has_data else []
 
 
 @capsule_app.command("list")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.client.cli.capsule import capsules_folder, find_capsule
+from layerzero.client.cli.capsule import capsules_folder, opened
 from layerzero.client.cli.options import Json
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def replay(
     Ends with 1 when a run gave no answer, or a wrong one, or the core did something else."""
     if log is not None:
         raise typer.Exit(_replay_log(log, name, call, worker, as_json=as_json))
-    from layerzero.client.capsules import form, store
+    from layerzero.client.capsules import form
     from layerzero.client.cli.output import FAILED, err, note, print_json
     from layerzero.client.tools.debugger import runs_of
     from layerzero.client.tools.replay import is_far, replay
@@ -89,13 +88,7 @@ def replay(
         raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
     if env is not None and backend:
         raise InvalidArgument("name --env all or --backend NAME, not both")
-    with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
-        if name.endswith(".tar.gz"):
-            folder = store.unpack(Path(name), Path(unpacked))
-            capsule = form.read(folder)
-        else:
-            folder, capsule = find_capsule(name)
-        data = form.memory(folder, capsule) if capsule.has_data else []
+    capsule, data = opened(name)
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
     if file is not None and capsule.function is None:

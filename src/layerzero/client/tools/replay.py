@@ -29,7 +29,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
 
 # The broker of a replay: a worker that dies is there again at once, and inputs may kill as many as they are sent to.
-_SETTINGS = {
+SETTINGS = {
     "LAYERZERO_RESTART_BUDGET": "100000",
     "LAYERZERO_BACKOFF_S": "0.01",
     "LAYERZERO_BACKOFF_MAX_S": "0.01",
@@ -104,7 +104,7 @@ def replay(
         for name in sorted(named, key=lambda one: (one != "torch", one)):
             begins(name)
             found[name] = outcome = Outcome(name)
-            reference = _run(session, capsule, arguments, outcome, times, timeout_s, reference)
+            reference = outcome_on(session, capsule, arguments, outcome, times, timeout_s, reference)
             log(name, _written(session, name))
     return [found[name] for name in named]
 
@@ -135,7 +135,7 @@ def own_broker(**more: str) -> Iterator[Any]:
     """A session with a broker for this process alone, in a folder of its own. `more`: of its variables."""
     with (
         tempfile.TemporaryDirectory(prefix="lz-replay-") as folder,
-        mock.patch.dict(os.environ, {**_SETTINGS, **more, "LAYERZERO_RUNTIME_DIR": folder}),
+        mock.patch.dict(os.environ, {**SETTINGS, **more, "LAYERZERO_RUNTIME_DIR": folder}),
     ):
         default_session.connect(runtime_dir=Path(folder))
         try:
@@ -258,7 +258,7 @@ def request_of(
     return api.request(function, **tensors, **params, backend=backend, timeout_s=timeout_s)
 
 
-def _run(
+def outcome_on(
     session: Any,
     capsule: Capsule,
     arguments: dict[str, Any],
@@ -267,7 +267,8 @@ def _run(
     timeout_s: float | None,
     reference: list[Any] | None,
 ) -> list[Any] | None:
-    """Fill the outcome; the reference for those that follow."""
+    """Make the call `times` on the outcome's backend, and fill that in. Returns the results that those which follow are
+    compared with: `reference`, or these where there was none; None for no answer."""
     restore = kept_as_they_are(arguments)
     first: list[Any] | None = None
     for number in range(times):
