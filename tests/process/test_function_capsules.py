@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,3 +231,24 @@ def test_functions_of_others_are_refused_where_they_are_damaged(site: Site, caps
         path.write_text(json.dumps({**call, "function": {**call["function"], **change}}))
         with pytest.raises(InvalidArgument, match="damaged"):
             form.read(capsules / capsule.name)
+
+
+def test_a_script_makes_the_call_without_layerzero(site: Site, capsules: Path, tmp_path: Path) -> None:
+    """With arrays, keywords and what a method's object was constructed of; it dies as the worker did."""
+    site.start().connect()
+    given = np.arange(6.0).reshape(2, 3)[:, ::2]
+    given[0, 0] = 13
+    with pytest.raises(lz_.BackendError):
+        fn.scaled(lz_.share(given)[:, 0], by=3.0, label=(1, float("inf")))
+    counter = fn.Counter(7)
+    with pytest.raises(lz_.BackendError):
+        counter.add(13)
+    lz_.disconnect()
+    for name in store.names(capsules):
+        script = tmp_path / f"{name}.py"
+        done = lz(site, "capsule", "script", name, "--data", "-o", str(script))
+        assert done.returncode == DONE, done.stderr
+        ran = subprocess.run([sys.executable, "-I", str(script)], capture_output=True, text=True, check=False)
+        expected = -signal.SIGSEGV if "scaled" in name else 3
+        assert ran.returncode == expected, ran.stderr + ran.stdout
+        assert "calling" in ran.stdout

@@ -172,7 +172,8 @@ def script(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of random arguments.")] = 0,
 ) -> None:
-    """Write a Python program that makes a capsule's call with its library alone, for an issue of that library."""
+    """Write a Python program that makes a capsule's call with its library alone, or with a function's file, for an
+    issue of that library."""
     from layerzero.client.capsules.form import memory
     from layerzero.client.cli.output import note, out
     from layerzero.client.tools.script import write
@@ -185,13 +186,19 @@ def script(
         if path.exists():
             raise InvalidArgument(f"{path} is there already; name another file")
     data = memory(folder, capsule) if with_data else []
-    text = write(capsule, data, _locked(capsule.failed.backend), output, seed)
+    if capsule.function is not None:
+        from layerzero.functions.capsule_script import write as write_function
+
+        text = write_function(capsule, data, output, seed)
+    else:
+        text = write(capsule, data, _locked(capsule.failed.backend), output, seed)
     if output is None:
         out().print(text, soft_wrap=True, end="", markup=False, highlight=False)
         return
     output.write_text(text)
     held = "its arguments' bytes" if data else "random numbers"
-    note(f"{output}: needs the library and NumPy alone; with {held}. Look at it before you send it")
+    what = "the library" if capsule.function is None else "the environment's packages, the function's file"
+    note(f"{output}: needs {what} and NumPy alone; with {held}. Look at it before you send it")
 
 
 def _locked(backend: str) -> list[str]:
