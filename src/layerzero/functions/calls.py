@@ -398,7 +398,7 @@ class Call:
         told = self._told() if failures else None
         if report is None or told is None:
             return
-        self._capsule = take(self._session.capsules, told, failures, report.backend or "", report.to_dict())
+        self._capsule = take(self._session.capsules, told, failures, report.backend or "", report)
         if error is not None and self._capsule:
             self._record = replace(report, notes=(*report.notes, self._capsule))
             error.report = self._record  # type: ignore[attr-defined]
@@ -424,7 +424,7 @@ class Call:
             told = self._told() if found else None
             if told is not None:
                 wrong = Failure(served_by, served_by, WRONG, f"{found}, of {others[0].backend}", None, None)
-                self._capsule = take(self._session.capsules, told, [wrong], others[0].backend, {})
+                self._capsule = take(self._session.capsules, told, [wrong], others[0].backend)
         except LayerZeroError as exc:
             found = exc.message.partition("\n")[0]
             self._shadow = f"{others[0].name} failed: {found}"

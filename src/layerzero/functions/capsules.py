@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from layerzero.client.capsules.form import ALIGNMENTS, Failure, Segment
 from layerzero.client.capsules.of_function import FunctionCall, Part, Target, shown_of
-from layerzero.client.capsules.taking import Capsules, Failed, Memory
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, pids_of
+from layerzero.client.connection.report import SelectionReport
 from layerzero.functions.calling import Arguments
 from layerzero.functions.places import Candidate
 from layerzero.ipc.errors import LayerZeroError
@@ -42,7 +43,9 @@ class Told(NamedTuple):
     tolerance: float
 
 
-def take(capsules: Capsules, told: Told, failures: Sequence[Failure], served_by: str, report: Mapping[str, Any]) -> str:
+def take(
+    capsules: Capsules, told: Told, failures: Sequence[Failure], served_by: str, report: SelectionReport | None = None
+) -> str:
     """A note that names the capsule, "" where there is none. Costs nothing but a comparison where capsules are off."""
     if not capsules.is_on or not failures:
         return ""
@@ -76,9 +79,10 @@ def take(capsules: Capsules, told: Told, failures: Sequence[Failure], served_by:
         failed = Failed(
             *(FUNCTION, failures, None, {"tolerance": told.tolerance}),
             served_by=served_by,
-            report=json.dumps(report, default=str) if report else "",
+            report="" if report is None else json.dumps(report.to_dict(), default=str),
             function=function,
-            facts={"environment": _locked(inside[0])},
+            facts={"environment": locked} if (locked := _locked(inside[0])) else {},
+            pids=() if report is None else pids_of(report),
         )
         return failed, Memory(tuple(segments), load)
 

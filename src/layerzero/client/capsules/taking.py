@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from layerzero.client.capsules.form import (
     memory_name,
 )
 from layerzero.client.capsules.form import CPU as IN_HOST
+from layerzero.client.capsules.kernel_log import lines_of
 from layerzero.client.capsules.of_function import FunctionCall
 from layerzero.client.capsules.store import folder_of, keep_within
 from layerzero.client.connection import arena as arenas
@@ -93,6 +94,7 @@ class Failed:
     device: str = IN_HOST
     function: FunctionCall | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    pids: Collection[int] = ()  # of the workers
 
 
 class Capsules:
@@ -121,7 +123,8 @@ class Capsules:
         if not failures or not self.is_on or not _can_be_kept(submitted):
             return ""
         told = json.dumps(report.to_dict(), default=str)
-        return self._keep_op(submitted, lambda: _given(submitted), failures, report.kernel_id or "", told)
+        pids = pids_of(report)
+        return self._keep_op(submitted, lambda: _given(submitted), failures, report.kernel_id or "", told, pids)
 
     def take_wrong(
         self, submitted: Submitted, blocks: Sequence[memoryview], kernel_id: str, reference: str, error: float
@@ -145,6 +148,7 @@ class Capsules:
         failures: Sequence[Failure],
         served_by: str,
         report: str,
+        pids: Collection[int] = (),
     ) -> str:
         op, outs = submitted.request.op, submitted.outs
         own: dict[str, Any] = {}  # until the bytes are written
@@ -153,7 +157,7 @@ class Capsules:
             arguments, segments, blocks = lay_out(given(), own)
             output = outs[0].spec if len(outs) == 1 else None
             params = dict(submitted.request.params)
-            failed = Failed(op, failures, None, params, arguments, output, served_by, report)
+            failed = Failed(op, failures, None, params, arguments, output, served_by, report, pids=pids)
             return failed, Memory(segments, lambda: blocks)
 
         likeness = (op, tuple(None if array is None else array.spec for array in submitted.arrays))
@@ -202,7 +206,7 @@ class Capsules:
                 tuple(failed.failures),
                 failed.served_by,
                 left_out,
-                {**self._facts(first.backend, OPS[failed.op].in_place), **failed.facts},
+                {**self._facts(first.backend, OPS[failed.op].in_place, failed.pids), **failed.facts},
                 failed.device,
                 failed.function,
             )
@@ -239,7 +243,7 @@ class Capsules:
             kept.append(replace(segment, sha256=hashlib.sha256(block).hexdigest()))
         return tuple(kept), ""
 
-    def _facts(self, backend: str, in_place: Sequence[str]) -> dict[str, Any]:
+    def _facts(self, backend: str, in_place: Sequence[str], pids: Collection[int]) -> dict[str, Any]:
         import platform  # only where a capsule is made
 
         facts: dict[str, Any] = {
@@ -248,6 +252,8 @@ class Capsules:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "program": Path(sys.argv[0]).name if sys.argv else "",
         }
+        if said := lines_of(pids):
+            facts["kernel's log"] = said
         if in_place:
             facts["written in place"] = f"{', '.join(in_place)}: as the failed attempts left them"
         with suppress(LayerZeroError):
@@ -270,6 +276,11 @@ def _most_bytes(environ: Mapping[str, str]) -> int:
     if not text.isdecimal() or not int(text):
         raise ConfigError(f"LAYERZERO_CAPSULE_MIB: {text!r:.40}; allowed: MiB that all capsules may take together")
     return int(text) << 20
+
+
+def pids_of(report: SelectionReport) -> list[int]:
+    """Of the workers of attempts that failed."""
+    return [one.worker_pid for one in report.attempts if one.outcome is not None]
 
 
 def failures_of(attempts: Iterable[Attempt], *, waited: bool = False) -> list[Failure]:

@@ -121,7 +121,8 @@ def show(name: Name, as_json: Json = False) -> None:
         )
     if capsule.function is not None:
         said += _function_lines(capsule.function)
-    said += [f"  {name} = {value!r:.120}" for name, value in capsule.params.items() if value is not None]
+    else:
+        said += [f"  {name} = {value!r:.120}" for name, value in capsule.params.items() if value is not None]
     said += [f"attempt on {f.kernel_id} ({f.backend}): {f.what}: {f.detail}" for f in capsule.failures]
     said.append(f"answered by {capsule.served_by}" if capsule.served_by else "no kernel answered")
     kept = f"{capsule.nbytes:,} bytes in {len(capsule.segments)} pieces"

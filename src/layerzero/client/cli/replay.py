@@ -166,13 +166,14 @@ def _under_gdb(
 
     if core is not None and (core.exists() or any(one.isspace() for one in str(core))):
         raise InvalidArgument(f"{core} is there already, or has a space in it; name another file: --core FILE")
-    with err().status(f"{capsule.op} on {backend}, and gdb at its worker ..."):
+    call = capsule.op if capsule.function is None else capsule.function.label
+    with err().status(f"{call} on {backend}, and gdb at its worker ..."):
         what, said = under_gdb(runs, core=core, timeout_s=timeout_s)
     if as_json:
         print_json({"capsule": capsule.name, "backend": backend, "ended": what, "gdb": said})
     else:
         out().print(Text(said), soft_wrap=True)
-        note(f"{capsule.op} on {backend}: {what}")
+        note(f"{call} on {backend}: {what}")
         if core is not None and core.exists():
             note(f"{core}: {core.stat().st_size:,} bytes, with all of the worker's memory; gdb PYTHON {core} reads it")
     if what != "ok":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.capsules.form import CUDA, Failure, Segment
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, pids_of
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import SelectionReport
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
@@ -199,6 +199,7 @@ class Deaths:
             failed = Failed(
                 *(enqueued.op, failures, None, dict(params), arguments, output, served_by, told, CUDA),
                 facts=facts,
+                pids=pids_of(report),
             )
             return failed, self._memory(enqueued, segments, starts)
 
