@@ -64,3 +64,14 @@ def twice(value: float) -> float:
 @twice.implementation(OTHER)
 def thrice(value: float) -> float:
     return 3 * value
+
+
+@lz.isolated(ONE)
+def either(value: int) -> int:
+    _strike("exit")
+    return value
+
+
+@either.implementation(OTHER)
+def another(value: int) -> int:
+    return value + 1

@@ -113,13 +113,27 @@ def test_texts_are_left_out_by_default_and_a_replay_says_so(site: Site, capsules
     assert run(site, second.name)[fn.ONE.backend]["runs"] == {"signal 11": 1}
 
 
-def test_a_deadline_is_kept_and_so_is_a_call_that_a_second_worker_served(site: Site, capsules: Path) -> None:
+def test_a_deadline_is_kept(site: Site, capsules: Path) -> None:
     site.start().connect()
     with pytest.raises(lz_.DeadlineExceeded):
         fn.scaled.options(timeout_s=0.3)(np.ones(2), how="hang")
     capsule, _ = only(capsules)
     assert capsule.failed.what == "deadline"
     assert run(site, capsule.name, "--timeout", "0.5")[fn.ONE.backend]["runs"] == {"DEADLINE": 1}
+
+
+def test_a_call_that_another_environment_served_is_kept_and_its_report_names_it(site: Site, capsules: Path) -> None:
+    with site.environment():
+        fn.OTHER.build(quiet=True)
+    site.start().connect()
+    assert fn.either(3) == 4
+    capsule, _ = only(capsules)
+    assert fn.either.last_report().capsule.endswith(capsule.name)
+    assert (capsule.failed.backend, capsule.served_by) == (fn.ONE.backend, fn.OTHER.backend)
+    lz_.disconnect()
+    rows = run(site, capsule.name, "--env", "all")
+    assert rows[fn.ONE.backend]["runs"] == {"exit 3": 1}
+    assert rows[fn.OTHER.backend]["runs"] == {"ok": 1}
 
 
 def test_a_method_dies_again_on_an_object_that_is_constructed_anew(site: Site, capsules: Path) -> None:
