@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from layerzero.client.capsules.form import WRONG, Failure
@@ -32,6 +30,7 @@ from layerzero.functions.capsules import Asked, Told, take
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold
+from layerzero.functions.options import Options
 from layerzero.functions.places import Places
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.warned import Warned
@@ -48,13 +47,10 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame, Reference
-from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 _log = logging.getLogger("layerzero.functions")
-PROCESSES = ("pool", "own")
-PLACEMENTS = ("worker", "auto", "in_process")
 MAX_REBUILDS = 3  # in one call
 UNKNOWN_NS = 1 << 63
 SHORT_NS = 10_000_000  # what took no longer there may be sent past the broker, which watches over its time else
@@ -74,20 +70,6 @@ class Placement(NamedTuple):
 IN_WORKER = Placement(False, "")
 # What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
 _FINAL = (RemoteError, InvalidArgument, NotConnected)
-
-
-@dataclass(frozen=True)
-class Options:
-    timeout_s: float | None = None
-    fallback: Callable[..., Any] | None = None
-    idempotent: bool = False
-    keep: bool = False
-    shapes: Callable[..., Any] | None = None
-    workers: int | None = None
-    shadow: float = 0.0
-    tolerance: float = 1e-5
-    process: str = "pool"
-    placement: str = "worker"
 
 
 class Owner(Protocol):
@@ -503,32 +485,3 @@ def warm_up(owner: Owner) -> float:
     for call in calls:
         call.finish()
     return time.monotonic() - start_s
-
-
-def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
-    unknown = given.keys() - Options.__dataclass_fields__.keys()
-    if unknown:
-        known = ", ".join(Options.__dataclass_fields__)
-        raise InvalidArgument(f"lz.isolated has no option {min(unknown)}; allowed: {known}")
-    made = make(*args, **given)
-    if made.fallback is not None and not callable(made.fallback):
-        raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
-    if made.process not in PROCESSES:
-        raise InvalidArgument(f"lz.isolated: process is {made.process!r:.80}; allowed: {', '.join(PROCESSES)}")
-    if made.placement not in PLACEMENTS:
-        raise InvalidArgument(f"lz.isolated: placement is {made.placement!r:.80}; allowed: {', '.join(PLACEMENTS)}")
-    if inspect.iscoroutinefunction(made.fallback):
-        name = getattr(made.fallback, "__qualname__", repr(made.fallback))
-        raise InvalidArgument(f"lz.isolated: fallback {name} is asynchronous; define it without async")
-    if type(made.shadow) not in (int, float) or not 0 <= made.shadow <= 1:
-        raise InvalidArgument(f"lz.isolated: shadow is {made.shadow!r:.80}; allowed: a share of calls, from 0 to 1")
-    if type(made.tolerance) not in (int, float) or not 0 <= made.tolerance < math.inf:
-        raise InvalidArgument(f"lz.isolated: tolerance is {made.tolerance!r:.80}; allowed: 0 or more")
-    if made.workers is not None:
-        pools.demand_workers(made.workers)
-    if type(made.keep) is not bool:
-        raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
-    if made.shapes is not None and (made.keep or not callable(made.shapes)):
-        text = "what stays there with keep=True needs none" if made.keep else f"shapes is {made.shapes!r:.80}"
-        raise InvalidArgument(f"lz.isolated: {text}; allowed: a function of the same arguments, without keep=True")
-    return made

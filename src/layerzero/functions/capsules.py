@@ -19,6 +19,7 @@ from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 
+ON_GPU = "of arrays on a GPU among its arguments the shapes are kept alone"
 OBJECTS = "objects among its arguments are in their worker alone"
 
 
@@ -50,6 +51,7 @@ def take(
     if not capsules.is_on or not failures:
         return ""
     problem = told.problem or (OBJECTS if any(one.given.loans for one in told.asked) else "")
+    problem = problem or (ON_GPU if any(one.given.on_gpu is not None for one in told.asked) else "")
 
     def describe() -> tuple[Failed, Memory]:
         parts, segments, loads = [], list[Segment](), list[Any]()

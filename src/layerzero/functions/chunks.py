@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from layerzero.client.capsules.of_function import MANY
 from layerzero.functions.calling import Arguments
-from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.calls import Call, Owner
 from layerzero.functions.capsules import Asked
+from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame

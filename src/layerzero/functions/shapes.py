@@ -11,8 +11,9 @@ from layerzero.client.arrays.recognition import describe
 from layerzero.client.capsules.of_function import CALL
 from layerzero.client.gpu.arrays import give, new_like
 from layerzero.functions.calling import Arguments
-from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.calls import Call, Owner
 from layerzero.functions.capsules import Asked
+from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame

@@ -9,9 +9,10 @@ from layerzero.client.capsules.of_function import CALL, GET, ITSELF, METHOD, SET
 from layerzero.client.connection.call import Request
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments
-from layerzero.functions.calls import Call, Options, Owner, Wrap
+from layerzero.functions.calls import Call, Owner, Wrap
 from layerzero.functions.capsules import Asked
 from layerzero.functions.held import Lent, Stay
+from layerzero.functions.options import Options
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
 

@@ -75,8 +75,7 @@ class GpuCalls:
         self._session, self._link = session, link
         self._gpus: dict[int, Gpu] = {}
         self.is_used = False  # there was a call on a GPU
-        self._lock = threading.Lock()
-        self._count = itertools.count(1)
+        self._lock, self._count = threading.Lock(), itertools.count(1)
         self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
         self.known: dict[Hashable, Known] = {}
         self.is_closing = False  # no call is begun any more
@@ -269,11 +268,10 @@ class GpuCalls:
                     may_pass = may_pass and not is_first and not gpu.is_behind()
                     arenas = arenas_of(memory.refs)
                     place = self._lane_of(gpu, route, arenas) if may_pass else None
-                    enqueued: OnRing | Sent
                     its = (request.op, route, memory.copies, start_ns)
                     if place is not None:
-                        lane, lease = place
-                        enqueued = put = OnRing(self.outcomes, gpu, lane, lease, *its)
+                        put = OnRing(self.outcomes, gpu, place[0], place[1], *its)
+                        enqueued: OnRing | Sent = put
                     else:
                         enqueued = sent = Sent(self.outcomes, gpu, transport, *its)
                         sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
@@ -300,7 +298,7 @@ class GpuCalls:
                     raise
                 self._dense.add(dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
                 return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
-        if isinstance(enqueued, OnRing) and transport == "ipc" and not self.deaths.holds:
+        if isinstance(enqueued, OnRing) and transport == "ipc":
             self._remember(placed, enqueued, memory)
         if not point.value % LOOK_EVERY:
             gpu.wait_for_room(point)
@@ -310,7 +308,7 @@ class GpuCalls:
 
     def _remember(self, placed: Placed, enqueued: OnRing, memory: Memory) -> None:
         like = placed.like
-        if like.kind in ("dlpack", "own") or not memory.is_in_place:
+        if like.kind in ("dlpack", "own") or not memory.is_in_place or self.deaths.holds:
             return
         if self._repeats is not None:
             learn(self._repeats, like)
