@@ -293,7 +293,9 @@ def test_damaged_capsules_are_refused_by_name(kept: tuple[Site, form.Capsule], c
     assert "the capsule is damaged" in done.stderr
     call = json.loads((folder / form.CALL).read_text())
     for change in (
-        {"schema": 2},
+        {"schema": 3},
+        {"schema": 2, "device": "tpu"},
+        {"op": "function"},
         {"op": "rm"},
         {"segments": [{"nbytes": -1, "offset": 0, "sha256": ""}]},
         {"segments": []},

@@ -60,12 +60,16 @@ EXTRA: dict[str, set[str]] = {
     # Of measured times, which the broker keeps, the calls that were made.
     "client/cli/profile.py": {"broker", "capabilities", "rich"},
     "client/cli/cluster.py": {"cluster", "rich"},
+    "client/cli/bisect_function.py": {"functions"},
+    "client/cli/capsule.py": {"functions", "rich"},
+    "client/cli/replay.py": {"functions"},  # whose calls leave capsules, too
     "client/cli/dashboard.py": {"cluster", "dashboard"},
     "client/cli/top.py": {"top"},
     # Which dtypes ops take is asked with the calls that certify kernels, by rules that the broker has.
     "client/cli/types.py": {"capabilities", "workers"},
     "groups/inside": {"torch"},  # runs in torch's environment, and imports it there
     "groups/nccl.py": {"torch"},  # of a process that has given its tensors
+    "functions/capsule_script.py": {"numpy"},  # writes arrays of a capsule beside a script
     "functions/isolated.py": {"torch"},  # as_torch_op, when it is called
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},

@@ -55,6 +55,17 @@ def folders(store: Path, named: Sequence[Path] = ()) -> tuple[Path, ...]:
     return (*named, ours) if ours.is_dir() and not is_known else tuple(named)
 
 
+def all_built(store: Path) -> list[str]:
+    """The environments that can be called, by their backends."""
+    found = []
+    for path in sorted(folder(store).glob("*.toml")):
+        with contextlib.suppress(ConfigError, EnvError):
+            manifest = manifests.load(path)
+            if is_ours(manifest) and manifest.image is None and find(manifest, store=store.absolute()).is_built:
+                found.append(manifest.name)
+    return found
+
+
 def is_ours(manifest: EnvManifest) -> bool:
     """Whether a declaration wrote this manifest."""
     return manifest.provider == "functions"

@@ -140,6 +140,18 @@ class Arguments:
         """The frame of a call that is given memory of its answer for these results."""
         return Frame([frames.PLACE, [*call, *self.trees], outs], self._payload)
 
+    @property
+    def memory(self) -> tuple[int, list[tuple[int, int]]]:
+        """Bytes beside the trees, and where what is lent lies: address and bytes."""
+        return self._payload.nbytes, [(arena.address + offset, nbytes) for arena, offset, nbytes in self.ranges]
+
+    def payload(self) -> bytes:
+        """The bytes beside the trees, of arrays as they are now."""
+        found = bytearray(self._payload.nbytes)
+        for offset, nbytes, write in self._payload.parts:
+            write(memoryview(found)[offset : offset + nbytes])
+        return bytes(found)
+
     def note_kept(self, reason: str) -> None:
         """The worker copies all arrays."""
         if self.loan is not None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from layerzero.client.capsules.form import WRONG, Failure
+from layerzero.client.capsules.of_function import CALL, LOAD
+from layerzero.client.capsules.taking import failures_of
 from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request
-from layerzero.client.connection.report import Attempt
+from layerzero.client.connection.report import Attempt, SelectionReport
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
@@ -25,9 +26,11 @@ from layerzero.client.session.session import Session
 from layerzero.functions import breakpoints
 from layerzero.functions.agreement import difference
 from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost, Place
+from layerzero.functions.capsules import Asked, Told, take
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold
+from layerzero.functions.options import Options
 from layerzero.functions.places import Places
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.warned import Warned
@@ -44,13 +47,10 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame, Reference
-from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 _log = logging.getLogger("layerzero.functions")
-PROCESSES = ("pool", "own")
-PLACEMENTS = ("worker", "auto", "in_process")
 MAX_REBUILDS = 3  # in one call
 UNKNOWN_NS = 1 << 63
 SHORT_NS = 10_000_000  # what took no longer there may be sent past the broker, which watches over its time else
@@ -70,20 +70,6 @@ class Placement(NamedTuple):
 IN_WORKER = Placement(False, "")
 # What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
 _FINAL = (RemoteError, InvalidArgument, NotConnected)
-
-
-@dataclass(frozen=True)
-class Options:
-    timeout_s: float | None = None
-    fallback: Callable[..., Any] | None = None
-    idempotent: bool = False
-    keep: bool = False
-    shapes: Callable[..., Any] | None = None
-    workers: int | None = None
-    shadow: float = 0.0
-    tolerance: float = 1e-5
-    process: str = "pool"
-    placement: str = "worker"
 
 
 class Owner(Protocol):
@@ -141,7 +127,7 @@ class Call:
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = self._placed_bytes = 0
         self._has_repeated = self._is_taught = self._has_digest = False
-        self._shadow = ""
+        self._shadow = self._capsule = ""
         self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
@@ -183,10 +169,13 @@ class Call:
                     self._note("")
                     raise
                 self._record = getattr(exc, "report", None)
+                self._keep(self._session.report_of(self._record), exc)
                 error = self._understood(exc)
             if error is None:
                 wrap, served_by = self._wrap, answer.served_by
-                self._record = self._session.last_record if sent is None else sent.record
+                record = self._record = self._session.last_record if sent is None else sent.record
+                if type(record) is tuple and (record[5] or record[7]):  # of attempts before
+                    self._keep(self._session.report_of(record))
                 if self.options.shadow and wrap is None:
                     self._check(answer.value, served_by)
                 self._note(served_by, answer.value)
@@ -373,6 +362,29 @@ class Call:
         value = fallback(*self.args, **self.kwargs)
         return value.result() if isinstance(value, FunctionFuture) else value  # of an isolated coroutine function
 
+    # --- capsules
+
+    def _asked(self) -> tuple[Sequence[Asked], str] | None:
+        """What was sent, and why it cannot be made again; None where there is nothing that could be kept."""
+        assert self.given is not None
+        return [Asked(CALL, "", self._stays, self.given)], ""
+
+    def _told(self) -> Told | None:
+        candidates = self.owner._places.candidates
+        asked = None if self.given is None or candidates[0].code.is_model else self._asked()
+        return None if asked is None else Told(self.label, candidates, *asked, self.options.tolerance)
+
+    def _keep(self, report: SelectionReport | None, error: LayerZeroError | None = None) -> None:
+        """A capsule of an attempt whose worker died or hung; the error's report names it, too."""
+        failures = [] if report is None else failures_of(report.attempts)
+        told = self._told() if failures else None
+        if report is None or told is None:
+            return
+        self._capsule = take(self._session.capsules, told, failures, report.backend or "", report)
+        if error is not None and self._capsule:
+            self._record = replace(report, notes=(*report.notes, self._capsule))
+            error.report = self._record  # type: ignore[attr-defined]
+
     def _check(self, value: Any, served_by: str) -> None:
         """Now and then the next environment computes it, too, before the caller may change the arguments."""
         places = self.owner._places
@@ -388,9 +400,13 @@ class Call:
         options = replace(self.options, shadow=0.0, fallback=None, idempotent=False)
         try:
             given = Arguments(self.args, self.kwargs, places.backends_of(others[0]))
-            told = self._again(given, options).finish()
-            found = difference(value, told, self.options.tolerance)
+            its = self._again(given, options).finish()
+            found = difference(value, its, self.options.tolerance)
             self._shadow = f"differs from {others[0].name}: {found}" if found else f"agrees with {others[0].name}"
+            told = self._told() if found else None
+            if told is not None:
+                wrong = Failure(served_by, served_by, WRONG, f"{found}, of {others[0].backend}", None, None)
+                self._capsule = take(self._session.capsules, told, [wrong], others[0].backend)
         except LayerZeroError as exc:
             found = exc.message.partition("\n")[0]
             self._shadow = f"{others[0].name} failed: {found}"
@@ -434,6 +450,7 @@ class Call:
             self._shadow,
             "in_process" if self.placed.is_here else "worker",
             self.placed.reason,
+            self._capsule,
         )
 
     def _failed(self, attempts: Sequence[Attempt]) -> list[str]:
@@ -450,6 +467,10 @@ class Call:
 class _Load(Call):
     """The import of a module in one worker."""
 
+    def _asked(self) -> tuple[Sequence[Asked], str]:
+        assert self.given is not None
+        return [Asked(LOAD, "", frames.NOTHING, self.given)], ""
+
     def _frame(self, given: Arguments) -> Frame:
         return Frame([frames.LOAD, self.owner._places.tree(given.backends)])
 
@@ -464,32 +485,3 @@ def warm_up(owner: Owner) -> float:
     for call in calls:
         call.finish()
     return time.monotonic() - start_s
-
-
-def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
-    unknown = given.keys() - Options.__dataclass_fields__.keys()
-    if unknown:
-        known = ", ".join(Options.__dataclass_fields__)
-        raise InvalidArgument(f"lz.isolated has no option {min(unknown)}; allowed: {known}")
-    made = make(*args, **given)
-    if made.fallback is not None and not callable(made.fallback):
-        raise InvalidArgument(f"lz.isolated: fallback is {made.fallback!r:.80}; allowed: a function")
-    if made.process not in PROCESSES:
-        raise InvalidArgument(f"lz.isolated: process is {made.process!r:.80}; allowed: {', '.join(PROCESSES)}")
-    if made.placement not in PLACEMENTS:
-        raise InvalidArgument(f"lz.isolated: placement is {made.placement!r:.80}; allowed: {', '.join(PLACEMENTS)}")
-    if inspect.iscoroutinefunction(made.fallback):
-        name = getattr(made.fallback, "__qualname__", repr(made.fallback))
-        raise InvalidArgument(f"lz.isolated: fallback {name} is asynchronous; define it without async")
-    if type(made.shadow) not in (int, float) or not 0 <= made.shadow <= 1:
-        raise InvalidArgument(f"lz.isolated: shadow is {made.shadow!r:.80}; allowed: a share of calls, from 0 to 1")
-    if type(made.tolerance) not in (int, float) or not 0 <= made.tolerance < math.inf:
-        raise InvalidArgument(f"lz.isolated: tolerance is {made.tolerance!r:.80}; allowed: 0 or more")
-    if made.workers is not None:
-        pools.demand_workers(made.workers)
-    if type(made.keep) is not bool:
-        raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
-    if made.shapes is not None and (made.keep or not callable(made.shapes)):
-        text = "what stays there with keep=True needs none" if made.keep else f"shapes is {made.shapes!r:.80}"
-        raise InvalidArgument(f"lz.isolated: {text}; allowed: a function of the same arguments, without keep=True")
-    return made

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from layerzero.client.capsules.of_function import MANY
 from layerzero.functions.calling import Arguments
-from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.calls import Call, Owner
+from layerzero.functions.capsules import Asked
+from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
@@ -28,6 +31,10 @@ class ChunkCall(Call):
 
     def _frame(self, given: Arguments) -> Frame:
         return given.frame(frames.MANY, self.owner._places.tree(given.backends))
+
+    def _asked(self) -> tuple[Sequence[Asked], str]:
+        assert self.given is not None
+        return [Asked(MANY, "", frames.NOTHING, self.given)], ""
 
     def _timeout_s(self) -> float:
         one_s = self.options.timeout_s

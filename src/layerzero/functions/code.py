@@ -59,10 +59,10 @@ def _reference(function: Any, name: str) -> Code:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as exc:
         raise InvalidArgument(f"lz.isolated: {file} cannot be read: {exc.strerror}") from exc
-    return Code(function.__module__, name, str(file), digest, _root(function.__module__, file, is_main), is_main)
+    return Code(function.__module__, name, str(file), digest, root_of(function.__module__, file, is_main), is_main)
 
 
-def _root(module: str, file: Path, is_main: bool) -> str:
+def root_of(module: str, file: Path, is_main: bool) -> str:
     """The folder from which the module is imported."""
     if is_main:
         return str(file.parent)

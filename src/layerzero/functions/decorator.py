@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
-from layerzero.functions.calls import Options, options_of
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.isolated import Isolated
 from layerzero.functions.objects import IsolatedClass
+from layerzero.functions.options import Options, options_of
 from layerzero.functions.places import Candidate
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions.surface import surface_of

@@ -209,6 +209,13 @@ class FunctionEnv:
 
         return functions.found(self._declared, self._store)
 
+    def locked(self) -> list[str]:
+        """What it has, as requirements with versions; nothing where it has no lock. Raises EnvError, ConfigError."""
+        from layerzero.envs import functions
+
+        pins = {} if self.image else functions.pins(self._declared, self._store)
+        return [f"{name}=={version}" for name, version in sorted(pins.items())]
+
     def __repr__(self) -> str:
         asked = ", ".join(self.requires) or "no packages"
         where = f"Python {self.python}" if self.python else self.interpreter or f"image {self.image}"

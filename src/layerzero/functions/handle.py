@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.functions.calling import Inside
-from layerzero.functions.calls import Options, Owner, options_of
+from layerzero.functions.calls import Owner
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold, Lent, Stay
+from layerzero.functions.options import Options, options_of
 from layerzero.functions.streams import Stream, iterate
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import InvalidArgument, RemoteError

@@ -144,6 +144,11 @@ class Stay:
         self._backend = where.backend
 
     @property
+    def maker(self) -> tuple[Any, Any, Any] | None:
+        """The owner that would construct it again, and its arguments; None where that is not kept."""
+        return None
+
+    @property
     def is_closed(self) -> bool:
         return self._hold is None
 

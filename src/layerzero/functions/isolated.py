@@ -23,22 +23,14 @@ from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import (
-    IN_WORKER,
-    SHORT_NS,
-    UNKNOWN_NS,
-    Call,
-    Options,
-    Wrap,
-    options_of,
-    warm_up,
-)
+from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, Wrap, warm_up
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.express import Express
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.handle import Handle
+from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport

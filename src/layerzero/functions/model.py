@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.functions.calls import Options, options_of
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.model_file import ONNX, SAFETENSORS, ModelFile
 from layerzero.functions.objects import IsolatedClass
+from layerzero.functions.options import Options, options_of
 from layerzero.functions.ports import Port, Signature, ports
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.use import Use

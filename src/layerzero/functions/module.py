@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.functions.calls import Options, options_of
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.isolated import Isolated
 from layerzero.functions.names import look_up
 from layerzero.functions.objects import IsolatedClass
+from layerzero.functions.options import Options, options_of
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code

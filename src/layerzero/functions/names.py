@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.functions.calling import MIN_ROOM, Arguments
-from layerzero.functions.calls import UNKNOWN_NS, Call, Options
+from layerzero.functions.calls import UNKNOWN_NS, Call
 from layerzero.functions.environment import FunctionEnv
+from layerzero.functions.options import Options
 from layerzero.functions.places import Candidate, Places
 from layerzero.ipc.errors import BackendError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames

@@ -12,7 +12,7 @@ from typing import Any
 
 from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Options, Owner, options_of, warm_up
+from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Owner, warm_up
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.express import ExpressCall
 from layerzero.functions.futures import FunctionFuture
@@ -20,6 +20,7 @@ from layerzero.functions.held import Hold, Lent, Reserved, Stay
 from layerzero.functions.isolated import Isolated, plain_count, wrap_of
 from layerzero.functions.methods import Borrowed, MethodExpress
 from layerzero.functions.names import look_up
+from layerzero.functions.options import Options, options_of
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.streams import iterate
@@ -225,6 +226,11 @@ class Remote(Stay):
         self._again = (maker, args, kwargs) if owner._on_death == "rebuild" else None
         self._express: dict[str, MethodExpress | None] = {}  # by method; None for those that go another way
         self.take(hold)
+
+    @property
+    def maker(self) -> tuple[Owner, Any, Any] | None:
+        """What it would be constructed by again, and of which arguments."""
+        return self._again
 
     def _construct(self, maker: Owner, args: Any, kwargs: Any) -> None:
         self.take(self.owner._construct(maker, args, kwargs, self.backend))

@@ -15,7 +15,8 @@ class FunctionReport:
     arrays that crossed as they lay, results included. `selection`: the broker's report of the last attempt there; None
     where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
     check of it; empty where there was none. `placement`: "in_process" where this process made the call, else "worker";
-    `placement_reason`: why, where the function's option left a choice."""
+    `placement_reason`: why, where the function's option left a choice. `capsule`: what names the capsule of its
+    failure; empty where there is none."""
 
     function: str
     env: str
@@ -30,6 +31,7 @@ class FunctionReport:
     shadow: str = ""
     placement: str = "worker"
     placement_reason: str = ""
+    capsule: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -41,5 +43,6 @@ class FunctionReport:
         lines += [f"  failed: {text}" for text in self.failures]
         lines += ["  an object of it was constructed again"] if self.is_rebuilt else []
         lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
+        lines += [f"  {self.capsule}"] if self.capsule else []
         lines += [f"  {self.placement_reason}"] if self.placement_reason else []
         return "\n".join(lines)

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerzero.client.arrays.recognition import describe
+from layerzero.client.capsules.of_function import CALL
 from layerzero.client.gpu.arrays import give, new_like
 from layerzero.functions.calling import Arguments
-from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.calls import Call, Owner
+from layerzero.functions.capsules import Asked
+from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
@@ -88,6 +91,10 @@ class ShapedCall(Call):
 
     def _again(self, given: Arguments, options: Options) -> Call:
         return ShapedCall(self.owner, given, self.args, self.kwargs, options, self._shaped, has_out=self._has_out)
+
+    def _asked(self) -> tuple[Sequence[Asked], str]:
+        assert self.given is not None
+        return [Asked(CALL, "", frames.NOTHING, self.given, self._shaped.nodes if self._has_out else ())], ""
 
     def _frame(self, given: Arguments) -> Frame:
         if not self._has_out:

@@ -12,9 +12,10 @@ from typing import Any
 
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments, ObjectLost
-from layerzero.functions.calls import Call, Options, Owner
+from layerzero.functions.calls import Call, Owner
 from layerzero.functions.express import Express, ExpressCall, Given
 from layerzero.functions.held import Hold, Stay
+from layerzero.functions.options import Options
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
@@ -149,6 +150,9 @@ class _Next(Call):
 
     def _frame(self, given: Arguments) -> Frame:
         return Frame([frames.NEXT, self._reference.place, _root_logger.level])
+
+    def _asked(self) -> None:
+        """The next item of what runs there: nothing that could be begun from here."""
 
 
 class ItemExpress(Express):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from layerzero.client.capsules.of_function import CALL, GET, ITSELF, METHOD, SET
 from layerzero.client.connection.call import Request
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments
-from layerzero.functions.calls import Call, Options, Owner, Wrap
+from layerzero.functions.calls import Call, Owner, Wrap
+from layerzero.functions.capsules import Asked
 from layerzero.functions.held import Lent, Stay
+from layerzero.functions.options import Options
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
+
+_KINDS = {frames.METHOD: METHOD, frames.GET: GET, frames.SET: SET, frames.ITSELF: ITSELF}
 
 
 class Use(Call):
@@ -45,6 +51,17 @@ class Use(Call):
             given.note_kept("an object may keep what it is given")
         assert self._loan is not None
         return given.frame(frames.USE, self._loan.reference.place, self._how, self._name, stays=self._stays)
+
+    def _asked(self) -> tuple[Sequence[Asked], str]:
+        assert self.given is not None
+        own = Asked(_KINDS[self._how], self._name, self._stays, self.given)
+        maker = None if self._stay is None else self._stay.maker
+        if maker is None:
+            return [own], 'what made its object is not kept; on_death="rebuild" keeps it'
+        owner, args, kwargs = maker
+        if owner is not self.owner:
+            return [own], "its object was made by a method of its class"
+        return [Asked(CALL, "", frames.ALL, Arguments(args, kwargs, owner._places.backends)), own], ""
 
     def _request(self) -> Request:
         assert self._stay is not None

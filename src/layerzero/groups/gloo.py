@@ -14,9 +14,9 @@ from typing import Any
 from layerzero.client.facade import default_session
 from layerzero.envs.build.build import find, resolve
 from layerzero.envs.functions import default_store
-from layerzero.functions.calls import Options
 from layerzero.functions.environment import FunctionEnv, env
 from layerzero.functions.objects import IsolatedClass
+from layerzero.functions.options import Options
 from layerzero.groups import faults
 from layerzero.groups.choices import START_S
 from layerzero.groups.inside import lz_gloo

@@ -60,10 +60,11 @@ def read_graph_bytes(environ: Mapping[str, str]) -> int:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the broker ends, however it ends."""
+    """Ask the kernel for SIGKILL when the parent ends, however it ends: the broker, or, with 0, what it started the
+    worker by."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it ended before the call above took effect
+    if parent_pid and os.getppid() != parent_pid:  # it ended before the call above took effect
         os._exit(1)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import select
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -22,6 +24,8 @@ from layerzero.ipc.shm import memory
 from layerzero.ipc.vocabulary.worker_codes import phase_name
 
 STDERR_TAIL_BYTES = 2048
+UNDER = "LAYERZERO_UNDER"  # variable: a program that workers are started by, and its arguments, as a shell has them
+UNDER_S = 5.0  # so long that program has to say it
 LOG_LIMIT_BYTES = 16 << 20
 LOG_KEPT_BYTES = 1 << 20  # of one that has become too long while its worker runs
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN, errno.EDQUOT)  # there may be room soon
@@ -52,13 +56,16 @@ class Process:
     log_start: int
     oom_watch: oom.Watch
     look: stacks.Look | None = None  # where it was in a long call
+    is_under: bool = False  # it was started by another program, which may have something to say when it has ended
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
     def kill(self) -> None:
-        """SIGKILL to the worker and everything it started."""
+        """SIGKILL to the worker and everything it started. Waits where another program started it, of a replay."""
+        if self.is_under:
+            select.select([self.pidfd], [], [], UNDER_S)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -118,13 +125,14 @@ def spawn(
     """Start a worker. Call it from a thread that lives as long as the broker: the kernel ties the worker's life to
     the thread that started it. Raises OSError."""
     ticket = secrets.token_bytes(16)
+    under = shlex.split(os.environ.get(UNDER, ""))
     boot = msgpack.packb(
         {
             "control_path": str(control_path),
             "ticket": ticket,
             "provider": launch.provider,
             "backend": backend,
-            "parent_pid": os.getpid(),
+            "parent_pid": 0 if under else os.getpid(),
             "package": package,
             "failpoints": failpoints,
             "lifts": launch.lifts,
@@ -142,7 +150,7 @@ def spawn(
         passed.callback(os.close, log_fd)
         log_start = os.fstat(log_fd).st_size
         popen = subprocess.Popen(
-            [str(launch.python), "-m", "layerzero.workers", "--boot-fd", str(boot_fd)],
+            [*under, str(launch.python), "-m", "layerzero.workers", "--boot-fd", str(boot_fd)],
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
@@ -158,7 +166,8 @@ def spawn(
         kept.pop_all()
     fd_reserve.hand_down(popen.pid)
     watch = oom_kills.watch(popen.pid)
-    return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start, watch)
+    its = (ticket, page_fd, page, log, log_start, watch)
+    return Process(backend, generation, popen, pidfd, *its, is_under=bool(under))
 
 
 def start_error(exc: OSError, backend: str) -> LayerZeroError:

@@ -152,6 +152,7 @@ def _backend(server: BrokerView, name: str, now_s: float) -> dict[str, Any]:
             for one in server.state.lifecycle.succession.of(name)[1:]
         ],
         "ops": sorted(server.launcher.capabilities[name].ops),
+        "platform": str(server.launcher.capabilities[name].platform),
         "versions": worker.versions,
         "answered": worker.answered,
         "failed": worker.failed,

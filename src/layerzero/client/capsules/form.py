@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from layerzero.client.capsules.of_function import FunctionCall
 from layerzero.ipc import files
 from layerzero.ipc.errors import DeadlineExceeded, InvalidArgument, LayerZeroError
-from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
+from layerzero.ipc.vocabulary.ops import FUNCTION, OPS, PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
 
-SCHEMA = 1
+SCHEMA, WIDER = 1, 2  # WIDER: of a function, or of a call on a GPU, which older versions do not know
+DEVICES = CPU, CUDA = "cpu", "cuda"
 CALL, REPORT, LOG = "call.json", "report.json", "worker.log"  # files of a capsule, beside memory_name(n)
 WRONG = "WRONG"  # the outcome of an attempt whose result a shadow check found too far off
 MAX_TEXT_BYTES = 4 << 20  # of each of those
@@ -68,6 +71,8 @@ class Failure:
             return self.outcome.lower()
         if self.exit_signal is not None:
             return f"signal{self.exit_signal}"
+        if self.exit_code == STICKY_EXIT:
+            return "gpu-lost"
         return f"exit{self.exit_code}" if self.exit_code is not None else self.outcome.lower()
 
 
@@ -75,7 +80,8 @@ class Failure:
 class Capsule:
     """A call. `arguments`: its tensors in the op's order, without those left out. `params`: its other values, as its
     planner takes them. `output`: the spec of `out=`, where one was given. `left_out`: why no memory was kept, "" where
-    it was. `facts`: of the machine and the libraries, for people."""
+    it was. `facts`: of the machine and the libraries, for people. `device`: where the arguments were. `function`: of a
+    call of one, whose `op` is "function"; its arguments are in there."""
 
     name: str
     op: str
@@ -88,6 +94,8 @@ class Capsule:
     served_by: str
     left_out: str
     facts: Mapping[str, Any]
+    device: str = CPU
+    function: FunctionCall | None = None
 
     @property
     def failed(self) -> Failure:
@@ -105,9 +113,11 @@ class Capsule:
     @property
     def label(self) -> str:
         """The call in a line."""
+        if self.function is not None:
+            return self.function.text
         shapes = [f"{'x'.join(map(str, a.spec.shape))}:{a.spec.dtype}" for a in self.arguments]
         params = [f"{name}={value!r:.24}" for name, value in self.params.items() if value is not None]
-        return f"{self.op}({', '.join((*shapes, *params))})"
+        return f"{self.op}({', '.join((*shapes, *params))})" + ("" if self.device == CPU else f" on {self.device}")
 
     def without_data(self) -> Capsule:
         """The same without any bytes of the caller's."""
@@ -116,8 +126,11 @@ class Capsule:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
+        is_wider = self.function is not None or self.device != CPU
         return {
-            "schema": SCHEMA,
+            "schema": WIDER if is_wider else SCHEMA,
+            **({"device": self.device} if is_wider else {}),
+            **({} if self.function is None else {"function": self.function.to_dict()}),
             "name": self.name,
             "op": self.op,
             "made_s": self.made_s,
@@ -168,12 +181,15 @@ def memory(folder: Path, capsule: Capsule) -> list[bytes]:
 
 
 def _of(name: str, value: Any) -> Capsule:
-    if value["schema"] != SCHEMA:
-        raise ValueError(f"schema {value['schema']!r:.20}; this version reads {SCHEMA}")
-    op = str(value["op"])
-    if op not in PUBLIC_OPS:
-        raise ValueError(f"no op is called {op!r:.40}")
+    if value["schema"] not in (SCHEMA, WIDER):
+        raise ValueError(f"schema {value['schema']!r:.20}; this version reads {SCHEMA} and {WIDER}")
+    op, device = str(value["op"]), value.get("device", CPU)
+    function = FunctionCall.of(value["function"]) if op == FUNCTION else None
+    if (op not in PUBLIC_OPS and function is None) or device not in DEVICES:
+        raise ValueError(f"no op is called {op!r:.40}, or it is on {device!r:.40}")
     arguments, segments = arguments_of(op, value)
+    if function is not None and max((n for part in function.parts for n in part.memory), default=-1) >= len(segments):
+        raise ValueError("arguments lie in memory that it does not have")
     failures = tuple(Failure(**{key: one[key] for key in Failure.__annotations__}) for one in value["failures"])
     if not failures or not isinstance(value["params"], dict) or not isinstance(value["facts"], dict):
         raise ValueError("fields are missing")
@@ -190,6 +206,8 @@ def _of(name: str, value: Any) -> Capsule:
         str(value["served_by"]),
         str(value["left_out"]),
         value["facts"],
+        device,
+        function,
     )
 
 

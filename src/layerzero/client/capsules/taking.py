@@ -13,9 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,13 @@ from layerzero.client.capsules.form import (
     Segment,
     memory_name,
 )
+from layerzero.client.capsules.form import CPU as IN_HOST
+from layerzero.client.capsules.kernel_log import lines_of
+from layerzero.client.capsules.of_function import FunctionCall
 from layerzero.client.capsules.store import folder_of, keep_within
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.call import Submitted
-from layerzero.client.connection.report import SelectionReport
+from layerzero.client.connection.report import Attempt, SelectionReport
 from layerzero.ipc.errors import ConfigError, DeadlineExceeded, LayerZeroError
 from layerzero.ipc.logs import log
 from layerzero.ipc.version import __version__
@@ -53,6 +56,7 @@ FULL_BYTES = 1 << 30
 TAIL_BYTES = 8192  # of the worker's log
 AGAIN_S = 60.0  # a failure like one of before gets no other capsule so soon
 ASK_S = 1.0
+WAITED = "queued"  # the phase of an attempt of a call that its worker had not begun
 _LEFT_OUT = "LAYERZERO_CAPSULES=shapes; small and full keep the arguments' bytes, too"
 
 
@@ -63,6 +67,34 @@ class Kept:
     address: int
     spec: TensorSpec
     needs_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a call's arguments. `load`: the bytes of each segment, asked for once and only where they are to be kept; may
+    raise LayerZeroError, whose message says then why there are none. `left_out`: why they cannot be had at all."""
+
+    segments: tuple[Segment, ...]
+    load: Callable[[], Sequence[Any]]
+    left_out: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call that ended badly, as a capsule tells of it. `likeness`: equal for calls of which one is enough."""
+
+    op: str
+    failures: Sequence[Failure]
+    likeness: Hashable
+    params: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[Argument, ...] = ()
+    output: TensorSpec | None = None
+    served_by: str = ""
+    report: str = ""  # JSON
+    device: str = IN_HOST
+    function: FunctionCall | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    pids: Collection[int] = ()  # of the workers
 
 
 class Capsules:
@@ -76,23 +108,23 @@ class Capsules:
         self._taken_s: dict[tuple[object, ...], float] = {}
         self._lock = threading.Lock()
 
+    @property
+    def is_on(self) -> bool:
+        return self._mode != OFF
+
+    @property
+    def keeps_data(self) -> bool:
+        """Whether bytes of arguments may be kept."""
+        return self._mode in (SMALL, FULL)
+
     def take(self, submitted: Submitted, report: SelectionReport) -> str:
         """A note that names the capsule of a call, "" where there is none to be had."""
-        failures = [
-            Failure(a.backend, a.kernel_id, a.outcome, a.detail[:1000], a.exit_signal, a.exit_code)
-            for a in report.attempts
-            if a.outcome is not None and _is_end(a.outcome, a.exit_signal, a.exit_code)
-        ]
-        if not failures or self._mode == OFF or not _can_be_kept(submitted) or not self._is_new(submitted, failures[0]):
+        failures = failures_of(report.attempts)
+        if not failures or not self.is_on or not _can_be_kept(submitted):
             return ""
         told = json.dumps(report.to_dict(), default=str)
-        try:
-            given = _given(submitted)
-            name = self._write(submitted, given, failures, report.kernel_id or "", told)
-        except OSError as exc:  # a full disk must not cost the caller its result
-            log("capsule.failed", error=str(exc), folder=str(self._folder))
-            return f"no capsule of the failure was kept: {exc.strerror or exc}"
-        return f"capsule of the failure: lz replay {name}"
+        pids = pids_of(report)
+        return self._keep_op(submitted, lambda: _given(submitted), failures, report.kernel_id or "", told, pids)
 
     def take_wrong(
         self, submitted: Submitted, blocks: Sequence[memoryview], kernel_id: str, reference: str, error: float
@@ -101,20 +133,49 @@ class Capsules:
         `blocks`: a copy of each argument's memory, as kernels got it."""
         detail = f"{error:.3g} from {reference}, found by a shadow check"
         failure = Failure(kernel_id.partition(".")[0], kernel_id, WRONG, detail, None, None)
-        if self._mode == OFF or not _can_be_kept(submitted) or not self._is_new(submitted, failure):
+        if not self.is_on or not _can_be_kept(submitted):
             return
         pairs = list(zip(blocks, _given(submitted), strict=True))
         if any(block.nbytes != spec.span_bytes or not block.nbytes for block, (_, _, spec) in pairs):
             return  # the kernel got it in another shape
         given = [(name, Kept(address_of(block), spec), spec) for block, (name, _, spec) in pairs]
-        try:
-            self._write(submitted, given, [failure], reference, "")
-        except OSError as exc:
-            log("capsule.failed", error=str(exc), folder=str(self._folder))
+        self._keep_op(submitted, lambda: given, [failure], reference, "")
 
-    def _is_new(self, submitted: Submitted, first: Failure) -> bool:
-        specs = tuple(None if array is None else array.spec for array in submitted.arrays)
-        key = (submitted.request.op, first.kernel_id, first.what, specs)
+    def _keep_op(
+        self,
+        submitted: Submitted,
+        given: Callable[[], Sequence[tuple[str, Any, TensorSpec]]],
+        failures: Sequence[Failure],
+        served_by: str,
+        report: str,
+        pids: Collection[int] = (),
+    ) -> str:
+        op, outs = submitted.request.op, submitted.outs
+        own: dict[str, Any] = {}  # until the bytes are written
+
+        def describe() -> tuple[Failed, Memory]:
+            arguments, segments, blocks = lay_out(given(), own)
+            output = outs[0].spec if len(outs) == 1 else None
+            params = dict(submitted.request.params)
+            failed = Failed(op, failures, None, params, arguments, output, served_by, report, pids=pids)
+            return failed, Memory(segments, lambda: blocks)
+
+        likeness = (op, tuple(None if array is None else array.spec for array in submitted.arrays))
+        return self.keep(failures[0], likeness, describe)
+
+    def keep(self, first: Failure, likeness: Hashable, describe: Callable[[], tuple[Failed, Memory]]) -> str:
+        """A note that names the capsule of a failed call, "" where one like it was kept a moment ago. Raises
+        nothing: what fails is the note."""
+        if not self._is_new((first.kernel_id, first.what, likeness)):
+            return ""
+        try:
+            name = self._write(*describe())
+        except OSError as exc:  # a full disk must not cost the caller its result
+            log("capsule.failed", error=str(exc), folder=str(self._folder))
+            return f"no capsule of the failure was kept: {exc.strerror or exc}"
+        return f"capsule of the failure: lz replay {name}"
+
+    def _is_new(self, key: tuple[object, ...]) -> bool:
         now_s = time.monotonic()
         with self._lock:
             if now_s - self._taken_s.get(key, -AGAIN_S) < AGAIN_S:
@@ -124,41 +185,36 @@ class Capsules:
             self._taken_s[key] = now_s
         return True
 
-    def _write(
-        self,
-        submitted: Submitted,
-        given: Sequence[tuple[str, Any, TensorSpec]],
-        failures: Sequence[Failure],
-        served_by: str,
-        report: str,
-    ) -> str:
-        op, made_s = submitted.request.op, time.time()
+    def _write(self, failed: Failed, memory: Memory) -> str:
+        first, made_s = failed.failures[0], time.time()
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(made_s))
-        name = f"{when}-{op}-{_word(failures[0])}-{os.urandom(3).hex()}"
+        what = failed.op if failed.function is None else failed.function.short
+        name = f"{when}-{what}-{_word(first)}-{os.urandom(3).hex()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = self._folder / f".{name}"
         draft.mkdir(mode=0o700)
         try:
-            arguments, segments, left_out = self._keep_memory(given, draft)
-            outs = submitted.outs
+            segments, left_out = self._keep_memory(memory, draft)
             capsule = Capsule(
                 name,
-                op,
+                failed.op,
                 made_s,
-                arguments,
+                failed.arguments,
                 segments,
-                dict(submitted.request.params),
-                outs[0].spec if len(outs) == 1 else None,
-                tuple(failures),
-                served_by,
+                failed.params,
+                failed.output,
+                tuple(failed.failures),
+                failed.served_by,
                 left_out,
-                self._facts(failures[0].backend, OPS[op].in_place),
+                {**self._facts(first.backend, OPS[failed.op].in_place, failed.pids), **failed.facts},
+                failed.device,
+                failed.function,
             )
             (draft / CALL).write_text(json.dumps(capsule.to_dict(), indent=1))
-            if report:
-                (draft / REPORT).write_text(report[:MAX_TEXT_BYTES])
+            if failed.report:
+                (draft / REPORT).write_text(failed.report[:MAX_TEXT_BYTES])
             with suppress(OSError):
-                (draft / LOG).write_bytes(_tail(self._log_of(failures[0].backend)))
+                (draft / LOG).write_bytes(_tail(self._log_of(first.backend)))
             draft.rename(self._folder / name)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
@@ -166,25 +222,28 @@ class Capsules:
         keep_within(self._folder, self._most_bytes)
         return name
 
-    def _keep_memory(
-        self, given: Sequence[tuple[str, Any, TensorSpec]], draft: Path
-    ) -> tuple[tuple[Argument, ...], tuple[Segment, ...], str]:
-        own: dict[str, Any] = {}  # until the bytes are written
-        arguments, segments, blocks = lay_out(given, own)
+    def _keep_memory(self, memory: Memory, draft: Path) -> tuple[tuple[Segment, ...], str]:
+        segments = memory.segments
         nbytes = sum(segment.nbytes for segment in segments)
         most = {SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
         if self._mode == SHAPES:
-            return arguments, segments, _LEFT_OUT
+            return segments, _LEFT_OUT
+        if memory.left_out:
+            return segments, memory.left_out
         if nbytes > most:
-            return arguments, segments, f"{nbytes:,} bytes of arguments; LAYERZERO_CAPSULES={self._mode} keeps {most:,}"
+            return segments, f"{nbytes:,} bytes of arguments; LAYERZERO_CAPSULES={self._mode} keeps {most:,}"
+        try:
+            blocks = memory.load()
+        except LayerZeroError as exc:
+            return segments, exc.message
         kept = []
         for number, (segment, block) in enumerate(zip(segments, blocks, strict=True)):
             with (draft / memory_name(number)).open("xb") as file:
                 file.write(block)
             kept.append(replace(segment, sha256=hashlib.sha256(block).hexdigest()))
-        return arguments, tuple(kept), ""
+        return tuple(kept), ""
 
-    def _facts(self, backend: str, in_place: Sequence[str]) -> dict[str, Any]:
+    def _facts(self, backend: str, in_place: Sequence[str], pids: Collection[int]) -> dict[str, Any]:
         import platform  # only where a capsule is made
 
         facts: dict[str, Any] = {
@@ -193,6 +252,8 @@ class Capsules:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "program": Path(sys.argv[0]).name if sys.argv else "",
         }
+        if said := lines_of(pids):
+            facts["kernel's log"] = said
         if in_place:
             facts["written in place"] = f"{', '.join(in_place)}: as the failed attempts left them"
         with suppress(LayerZeroError):
@@ -217,14 +278,27 @@ def _most_bytes(environ: Mapping[str, str]) -> int:
     return int(text) << 20
 
 
-def _is_end(outcome: str, exit_signal: int | None, exit_code: int | None) -> bool:
-    """Whether its worker died of it, or was killed for it; an exception of a kernel tells all by itself."""
-    return exit_signal is not None or exit_code is not None or outcome == DeadlineExceeded.code
+def pids_of(report: SelectionReport) -> list[int]:
+    """Of the workers of attempts that failed."""
+    return [one.worker_pid for one in report.attempts if one.outcome is not None]
+
+
+def failures_of(attempts: Iterable[Attempt], *, waited: bool = False) -> list[Failure]:
+    """Of attempts those that a capsule is made for: their worker died of the call, or was killed for it. An exception
+    of a kernel tells all by itself; a call that only waited for a worker that died is not what that died of, unless
+    `waited`."""
+    return [
+        Failure(a.backend, a.kernel_id, a.outcome, a.detail[:1000], a.exit_signal, a.exit_code)
+        for a in attempts
+        if a.outcome is not None
+        and (waited or a.phase != WAITED)
+        and (a.exit_signal is not None or a.exit_code is not None or a.outcome == DeadlineExceeded.code)
+    ]
 
 
 def _can_be_kept(submitted: Submitted) -> bool:
-    """Texts, functions and what came from another node have no arguments that a capsule describes; memory of a GPU may
-    be lost with it."""
+    """Texts and what came from another node have no arguments that a capsule describes; those of functions are
+    described where they are made (functions/capsules.py), those on a GPU in client/gpu/deaths.py."""
     request = submitted.request
     return (
         request.places is None
@@ -265,6 +339,15 @@ def lay_out(
             if spec.span_bytes:
                 copy_into(array, _bytes_at(address, spec.span_bytes))
         places[name] = address, spec
+    arguments, segments, starts = merge(places)
+    blocks = [_bytes_at(start, segment.nbytes) for start, segment in zip(starts, segments, strict=True)]
+    return arguments, segments, blocks
+
+
+def merge(
+    places: Mapping[str, tuple[int, TensorSpec]],
+) -> tuple[tuple[Argument, ...], tuple[Segment, ...], list[int]]:
+    """Arguments by address and spec, those that share memory in one piece; and the address of each piece."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted((address, address + spec.span_bytes) for address, spec in places.values()):
         if merged and start < merged[-1][1]:
@@ -272,12 +355,11 @@ def lay_out(
         else:
             merged.append((start, end))
     segments = tuple(Segment(end - start, start % ALIGNMENTS) for start, end in merged)
-    blocks = [_bytes_at(start, end - start) for start, end in merged]
     arguments = []
     for name, (address, spec) in places.items():
         at = next(n for n, (start, end) in enumerate(merged) if start <= address and address + spec.span_bytes <= end)
         arguments.append(Argument(name, spec, at, address - merged[at][0]))
-    return tuple(arguments), segments, blocks
+    return tuple(arguments), segments, [start for start, _ in merged]
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:

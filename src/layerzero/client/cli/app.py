@@ -19,7 +19,7 @@ from layerzero.client.cli import rollout as cli_rollout
 from layerzero.client.cli.attach import attach
 from layerzero.client.cli.bundle import bundle_app
 from layerzero.client.cli.cache import cache_app
-from layerzero.client.cli.capsule import capsule_app, replay
+from layerzero.client.cli.capsule import capsule_app
 from layerzero.client.cli.cluster import cluster_app
 from layerzero.client.cli.compare import compare
 from layerzero.client.cli.dashboard import dashboard
@@ -39,6 +39,7 @@ from layerzero.client.cli.options import (
     Words,
 )
 from layerzero.client.cli.profile import profile_app
+from layerzero.client.cli.replay import replay
 from layerzero.client.cli.selftest import selftest
 from layerzero.client.cli.status import status
 from layerzero.client.cli.top import report, top

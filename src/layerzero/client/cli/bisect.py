@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from layerzero.client.cli.options import Json, Params
 
 if TYPE_CHECKING:
+    from layerzero.client.cli.trying import Versions
     from layerzero.envs.build.installers import Uv
     from layerzero.envs.build.interpreters import Python
     from layerzero.envs.matrix.bisect import Found, Range, Tried
@@ -24,8 +26,9 @@ def bisect(
     requirement: Annotated[str, typer.Argument(metavar="REQUIREMENT", help="A distribution: onnxruntime.")],
     span: Annotated[str, typer.Argument(metavar="LOW..HIGH", help="Its releases, both included: 1.16..1.19")],
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="FILE.py, FILE.py::TEST, MODULE:FUNCTION or an op, with its arrays.")
-    ],
+        str | None,
+        typer.Argument(metavar="TARGET", help="FILE.py, FILE.py::TEST, MODULE:FUNCTION or an op, with its arrays."),
+    ] = None,
     words: Annotated[list[str] | None, typer.Argument(metavar="[SHAPE:DTYPE]...", help="Of an op.")] = None,
     beside: Annotated[
         list[str] | None,
@@ -59,7 +62,19 @@ def bisect(
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one try may take.")] = 180.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Try again what earlier runs have found.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Of an op: keep the versions that were built.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Of an op or --call: keep what was built.")] = False,
+    call: Annotated[
+        str | None,
+        typer.Option(
+            "--call", metavar="CAPSULE", help="In place of TARGET: the call of a capsule, of an op or function."
+        ),
+    ] = None,
+    times: Annotated[int, typer.Option("--times", "-n", min=1, help="Of --call: so often with each version.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of --call: of random arguments, where the capsule has no data.")] = 0,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Of --call: as of lz replay.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --call of a function: where its file is now.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the first release with which a script, a test, a function or an op call fails, or passes again. Exit code 0
@@ -71,6 +86,19 @@ def bisect(
     from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
     root = store or default_store(_environ())
+    if (target is None) == (call is None):
+        raise typer.BadParameter("name a TARGET, or a capsule: --call NAME", param_hint="TARGET")
+    if call is None and (times != 1 or seed or device or file):
+        raise typer.BadParameter("--times, --seed, --device and --file belong to --call", param_hint="TARGET")
+    if target is None:
+        if words or param:
+            raise typer.BadParameter("a capsule has its arrays and parameters", param_hint="--call")
+        wanted, tool = _range(f"{requirement} {span}"), _tool(wheelhouse)
+        how = _OfCall(str(call), beside, python, backend, reference, keep, times, seed, device or "", file)
+        with _call_trier(how, wanted, root, manifests or (), tool, wheelhouse, timeout) as (versions, run):
+            found = _search(wanted, versions, run)
+        _show(wanted.name, versions, found, as_json=as_json)
+        raise typer.Exit(0 if found.at else NOT_FOUND)
     is_op = target in PUBLIC_OPS
     if not is_op and (words or param or backend or reference or keep):
         raise typer.BadParameter(
@@ -93,6 +121,55 @@ def bisect(
         versions, found = _of_target(wanted, together, (), aim, minor, root, tool, timeout, is_fresh=fresh)
     _show(wanted.name, versions, found, as_json=as_json)
     raise typer.Exit(0 if found.at else NOT_FOUND)
+
+
+class _OfCall(NamedTuple):
+    """What is wanted of the call of a capsule, as the words of `lz bisect` say it."""
+
+    name: str
+    beside: list[str] | None
+    python: str | None
+    backend: str | None
+    reference: str | None
+    keep: bool
+    times: int
+    seed: int
+    device: str
+    file: Path | None
+
+
+@contextlib.contextmanager
+def _call_trier(
+    how: _OfCall,
+    wanted: Range,
+    root: Path,
+    folders: Sequence[Path],
+    tool: Uv,
+    wheelhouse: Path | None,
+    timeout_s: float,
+) -> Iterator[Versions]:
+    """Raises InvalidArgument, EnvError, ConfigError."""
+    from layerzero.client.cli.bisect_function import FunctionTrial, function_trier
+    from layerzero.client.cli.bisect_op import CapsuleTrial, op_trier
+    from layerzero.client.cli.capsule import opened
+    from layerzero.client.cli.output import note
+
+    capsule, data = opened(how.name)
+    if not capsule.has_data:
+        note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {how.seed}")
+    if capsule.function is not None:
+        if how.backend or how.reference or how.device:
+            raise typer.BadParameter("--backend, --reference and --device belong to an op", param_hint="--call")
+        its = (capsule, data, how.beside, how.python, how.keep, how.times, how.seed, how.file)
+        with function_trier(FunctionTrial(*its), wanted, root, tool, wheelhouse, timeout_s) as found:
+            yield found
+        return
+    if how.beside or how.python or how.file:
+        raise typer.BadParameter("the backend's manifest says what an op needs", param_hint="--with, --python")
+    backend = how.backend or capsule.failed.backend.partition("@")[0]
+    trial = CapsuleTrial(capsule, data, backend, how.reference, how.keep, how.times, how.seed, how.device)
+    with op_trier(trial, wanted, root, folders, tool, wheelhouse, timeout_s) as found:
+        yield found
 
 
 def of_matrix(

@@ -1,4 +1,4 @@
-"""An op call tried with one version of a backend after the other, beside a reference that is trusted."""
+"""An op call, or that of a capsule, tried with one version of a backend after the other, beside a reference."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Protocol, TypeAlias
 
+from layerzero.client.capsules.form import Capsule
 from layerzero.client.cli.bisect import list_versions
 from layerzero.client.cli.matrix import ending_on_sigterm
 from layerzero.client.cli.output import note
+from layerzero.client.cli.trying import Versions
 from layerzero.client.cli.tune import parse_calls
 from layerzero.client.facade import default_session
 from layerzero.client.session.shadow import REFERENCES
 from layerzero.client.tools.calls import Call
 from layerzero.client.tools.compare import compare_call
 from layerzero.client.tools.compare_report import Compared
+from layerzero.client.tools.replay import SETTINGS, is_far, lay_out, outcome_on, where
+from layerzero.client.tools.replay import Outcome as ReplayOutcome
 from layerzero.envs import functions
 from layerzero.envs.build import interpreters
 from layerzero.envs.build import store as locks
@@ -40,28 +44,85 @@ BUDGET_S = 0.2  # of timed runs of each version
 GONE_S = 10.0  # so long a broker's worker may take to end
 
 
+Try: TypeAlias = Callable[[str], tuple[Outcome, str]]
+"""What came of a call on the backend of this name, and why."""
+
+
+class Trial(Protocol):
+    """`backend`: whose versions. `reference`: a backend to compare with; None: chosen by the trial. `keeps`: versions
+    that are built now stay. `settings`: variables of its broker."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def reference(self) -> str | None: ...
+    @property
+    def keeps(self) -> bool: ...
+    @property
+    def settings(self) -> Mapping[str, str]: ...
+
+    def begin(self, session: Any) -> Try:
+        """With the broker that is there now. Raises InvalidArgument, EnvError."""
+
+
 @dataclass(frozen=True)
 class OpTrial:
-    """`words`: the op and its arrays, as `lz run` has them. `backend`: whose versions. `reference`: None for the most
-    trusted that serves the call. `keeps`: versions that are built now stay."""
+    """`words`: the op and its arrays, as `lz run` has them. Compared with the most trusted backend that serves the
+    call."""
 
     words: Sequence[str]
     params: Sequence[str]
     backend: str
     reference: str | None
     keeps: bool
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def begin(self, session: Any) -> Try:
+        call, *_ = parse_calls(self.words, self.params, None)
+        reference = self.reference or _reference(call, self.backend)
+        note(f"compared with {reference}")
+        return lambda name: _judge(compare_call(call, [reference, name], call.arguments(), budget_s=BUDGET_S).rows[0])
 
 
-class Versions(NamedTuple):
-    """The releases, and what tries one."""
+@dataclass(frozen=True)
+class CapsuleTrial:
+    """The call of a capsule, with its arguments or random ones. Compared with the backend that answered then, where
+    that gives an answer now."""
 
-    versions: list[str]
-    run: Callable[[str], Tried]
+    capsule: Capsule
+    data: Sequence[bytes]
+    backend: str
+    reference: str | None
+    keeps: bool
+    times: int
+    seed: int
+    device: str
+    settings: Mapping[str, str] = field(default_factory=lambda: SETTINGS)  # several versions may die of it
+
+    def begin(self, session: Any) -> Try:
+        capsule = self.capsule
+        ordinal = where(capsule, self.device)
+        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, self.data, self.seed, device=ordinal)
+        reference, results = self.reference or capsule.served_by.partition(".")[0], None
+        if reference:
+            first = ReplayOutcome(reference)
+            results = outcome_on(session, capsule, arguments, first, 1, None, None)
+            told = "" if first.is_right else f", which gives no answer here: {', '.join(first.runs)}"
+            note(f"compared with {reference}{told}")
+        if results is None:
+            note("compared with nothing: a version fails that gives no answer")
+
+        def run(name: str) -> tuple[Outcome, str]:
+            outcome = ReplayOutcome(name)
+            outcome_on(session, capsule, arguments, outcome, self.times, None, results)
+            return judge_replay(outcome, capsule)
+
+        return run
 
 
 @contextlib.contextmanager
 def op_trier(
-    trial: OpTrial,
+    trial: Trial,
     wanted: Range,
     store: Path,
     folders: Sequence[Path],
@@ -70,7 +131,6 @@ def op_trier(
     timeout_s: float,
 ) -> Iterator[Versions]:
     """Has a broker of its own, which ends with this. Raises InvalidArgument, EnvError, ConfigError."""
-    call, *_ = parse_calls(trial.words, trial.params, None)
     if any(name.startswith(f"{trial.backend}@") for name in ("", trial.reference or "")):
         raise InvalidArgument(f"--reference {trial.reference}: is one of those that are tried; name another backend")
     manifests = discover(functions.folders(store, folders))[0]
@@ -78,13 +138,12 @@ def op_trier(
     if (main := choice.main_requirement(base, "cpu")).name != wanted.name:
         raise InvalidArgument(f"versions of {base.name} are those of {main.name}, not of {wanted.name}")
     versions = list_versions(tool, wanted, interpreters.find(base.pythons[0], base.name))
-    os.environ["LAYERZERO_STORE"] = str(store.absolute())  # of the broker that is started now
+    os.environ.update({"LAYERZERO_STORE": str(store.absolute()), **trial.settings})  # of the broker that is started now
     made: list[Env] = []
     with tempfile.TemporaryDirectory(prefix="lz-bisect-") as folder, ending_on_sigterm():
         session = default_session.connect(runtime_dir=Path(folder))
         try:
-            reference = trial.reference or _reference(call, trial.backend)
-            note(f"compared with {reference}")
+            attempt = trial.begin(session)
 
             def run(version: str) -> Tried:
                 start_s = time.monotonic()
@@ -93,15 +152,14 @@ def op_trier(
                 except (EnvError, ConfigError) as exc:
                     return Tried(version, Outcome.SKIPPED, exc.message.partition("\n")[0], exc.message)
                 session.ask("learn")
-                row = compare_call(call, [reference, name], call.arguments(), budget_s=BUDGET_S).rows[0]
-                outcome, why = _judge(row)
+                outcome, why = attempt(name)
                 return Tried(version, outcome, why, "", round(time.monotonic() - start_s, 2))
 
             yield Versions(versions, run)
         finally:
             default_session.disconnect()
             if not trial.keeps:
-                _forget(made, store)
+                forget(made, store, declaration.remove)
 
 
 def _reference(call: Call, backend: str) -> str:
@@ -145,11 +203,24 @@ def _judge(row: Compared) -> tuple[Outcome, str]:
     return (Outcome.FAILED if row.is_beyond else Outcome.PASSED), error + speed
 
 
-def _forget(made: Sequence[Env], store: Path) -> None:
+def judge_replay(outcome: ReplayOutcome, capsule: Capsule) -> tuple[Outcome, str]:
+    """Of the runs of a capsule's call with one version."""
+    why = ", ".join(f"{what} {count}" for what, count in outcome.runs.items())
+    if is_far(outcome, capsule):
+        return Outcome.FAILED, outcome.difference or f"error {outcome.error:.2g}"
+    if outcome.is_right:
+        error = "" if outcome.error is None else f", error {outcome.error:.2g}"
+        return Outcome.PASSED, why + error
+    detail = next((told for what, told in outcome.details.items() if what != "ok"), "")
+    told = f"{why}: {detail.partition(chr(10))[0]}" if detail else why
+    return (Outcome.SKIPPED if "NOT_INSTALLED" in detail else Outcome.FAILED), told
+
+
+def forget(made: Sequence[Env], store: Path, remove: Callable[[str, Path], object]) -> None:
     """Versions that were declared for this alone, and their environments; `lz env gc` has what is still in use."""
     end_s = time.monotonic() + GONE_S
     for env in made:
-        declaration.remove(env.name, store)
+        remove(env.name, store)
         while time.monotonic() < end_s:
             with suppress(locks.InUse), locks.locked_now(env.lock_target):
                 locks.discard(env.prefix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -118,6 +118,7 @@ class Route:
     kind: Hashable = None  # what its neighbours have in common
     near: Route | None = None  # whose lease its calls have, as neighbours
     is_told: bool = False  # the broker knows it
+    asks: tuple[Mapping[str, Any], tuple[TensorSpec | None, ...]] | None = None  # on a GPU: params, specs of the inputs
     not_lifted: str = ""  # on a GPU: why the broker does not let this process launch its kernel
     awaits: str = ""  # and what it waits for before it says so, or does
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def ask(link: Link, method: str, params: dict[str, Any], within_s: float = math.
     if pending.header.kind == _FAILED:
         raise error_of(pending.body)[0]
     return unpack_body(pending.body)
+
+
+def asker(path: Path, key: bytes | None) -> Callable[[str], dict[str, Any]]:
+    """What asks the broker whose socket that is, by a connection that stays: each time costs both sides two fifths of
+    what `ask_once` does. It makes no calls. Raises as a connection does."""
+    link = Link(path, __version__, _heed_not, _heed_not, key)
+    return lambda method: dict(ask(link, method, {}))
 
 
 def ask_once(path: Path, key: bytes | None, method: str) -> dict[str, Any]:

@@ -25,17 +25,17 @@ from layerzero.client.connection.call import (
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.overlay import Overlay
-from layerzero.client.connection.record import failure_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu import torch_graphs
 from layerzero.client.gpu.arrays import current_stream, device_name, give, refuse_mixture
 from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
 from layerzero.client.gpu.capture import Captures, unsettled
+from layerzero.client.gpu.deaths import Deaths
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.fastpath import MISS, learn, repeats_of
 from layerzero.client.gpu.memory import memory_of, uuid_of
 from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
-from layerzero.client.gpu.placement import Memory, Placing
+from layerzero.client.gpu.placement import Memory, Placing, dense_key
 from layerzero.client.gpu.results import copied_to, result_like
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.client.gpu.samples import complete, sampled
@@ -75,13 +75,13 @@ class GpuCalls:
         self._session, self._link = session, link
         self._gpus: dict[int, Gpu] = {}
         self.is_used = False  # there was a call on a GPU
-        self._lock = threading.Lock()
-        self._count = itertools.count(1)
+        self._lock, self._count = threading.Lock(), itertools.count(1)
         self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
         self.known: dict[Hashable, Known] = {}
         self.is_closing = False  # no call is begun any more
         self._lanes: dict[int, GpuLane] = {}
-        self.outcomes = Outcomes(link, session.ask)
+        self.deaths = Deaths(session.capsules, link)
+        self.outcomes = Outcomes(link, session.ask, self.deaths)
         self._repeats = repeats_of(self, link, session.last)
         self.run_again = self.run_known if self._repeats is None else self._repeats.run
         self._captures = Captures(session, link, self.outcomes)
@@ -216,13 +216,15 @@ class GpuCalls:
     ) -> tuple[Route, tuple[TensorSpec | None, ...]]:
         """The call's route, and the specs of its inputs as a worker gets them."""
         specs = tuple([None if array is None else array.spec for array in arrays])
-        if self._dense and _dense_key(request, specs) in self._dense:
+        if self._dense and dense_key(request, specs) in self._dense:
             specs = tuple([None if s is None else TensorSpec.contiguous(s.dtype, s.shape) for s in specs])
         bake = overlay.baked.get()
         policy = overlay.current() if bake is None else bake(request, specs, gpu.uuid)
         policy = overlay.on_top(policy, AS_IT_LIES)
         outs = () if out is None else (out,)
-        return self._session.routes.find(self._link, request, specs, outs, policy, device=gpu.uuid), specs
+        route = self._session.routes.find(self._link, request, specs, outs, policy, device=gpu.uuid)
+        route.asks = route.asks or (request.params, specs)
+        return route, specs
 
     def _run(
         self,
@@ -266,17 +268,19 @@ class GpuCalls:
                     may_pass = may_pass and not is_first and not gpu.is_behind()
                     arenas = arenas_of(memory.refs)
                     place = self._lane_of(gpu, route, arenas) if may_pass else None
+                    its = (request.op, route, memory.copies, start_ns)
                     if place is not None:
-                        lane, lease = place
-                        put = OnRing(self.outcomes, gpu, lane, lease, request.op, route, memory.copies, start_ns)
+                        put = OnRing(self.outcomes, gpu, place[0], place[1], *its)
                         enqueued: OnRing | Sent = put
+                    else:
+                        enqueued = sent = Sent(self.outcomes, gpu, transport, *its)
+                        sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
+                    self.deaths.give(enqueued, memory.refs, arrays, out, is_direct=is_direct)
+                    if place is not None:
                         point = self._put(put, stream, memory.refs, hold)
                     else:
-                        enqueued = sent = Sent(
-                            self.outcomes, gpu, transport, request.op, route, memory.copies, start_ns
-                        )
-                        sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
                         point = self.send(request, sent, stream, memory.refs, hold)
+                self.deaths.hold(enqueued)
                 placing.take_outputs(route.plan, arrays, address)
                 if sample is not None and isinstance(enqueued, Sent):
                     complete(self._session.sampler, sample, enqueued, address, like.device, stream)
@@ -292,7 +296,7 @@ class GpuCalls:
             except NoBackend:
                 if OPS[request.op].in_place or all(spec is None or spec.is_contiguous for spec in specs):
                     raise
-                self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
+                self._dense.add(dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
                 return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
         if isinstance(enqueued, OnRing) and transport == "ipc":
             self._remember(placed, enqueued, memory)
@@ -304,7 +308,7 @@ class GpuCalls:
 
     def _remember(self, placed: Placed, enqueued: OnRing, memory: Memory) -> None:
         like = placed.like
-        if like.kind in ("dlpack", "own") or not memory.is_in_place:
+        if like.kind in ("dlpack", "own") or not memory.is_in_place or self.deaths.holds:
             return
         if self._repeats is not None:
             learn(self._repeats, like)
@@ -440,7 +444,7 @@ class GpuCalls:
             told = told or {error.code: error.message}
             if list(told) == [NoTransport.code]:
                 raise NoTransport(error.message, reason=told[NoTransport.code])
-            error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+            error.report = self.outcomes.failed_report(enqueued, outcome)  # type: ignore[attr-defined]
             self._session.note(error.report)  # type: ignore[attr-defined]
             raise error
         decision = route.decisions.get(header.aux)
@@ -483,6 +487,7 @@ class GpuCalls:
                 pass
         with contextlib.suppress(LayerZeroError):
             self.synchronize(timeout_s)
+        self.deaths.finish()
 
     def close(self) -> None:
         """The link must have been closed."""
@@ -493,7 +498,3 @@ class GpuCalls:
             lane.close()
         self._lanes.clear()
         self.known.clear()
-
-
-def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
-    return (request.op, specs, tuple(request.params.items()))

@@ -54,6 +54,7 @@ class Captured(Sent):
     def answer_again(self, header: wire.Header, body: bytes) -> None:
         """A worker has died, and another has taken the call over, or none can."""
         self.header, self.body = header, body
+        self.outcomes.look_at_attempts(self)
         if header.kind == _FAILED:
             self.gpu.graph_slots.fail(self.graph_slot)
         else:

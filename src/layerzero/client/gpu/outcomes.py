@@ -16,6 +16,7 @@ from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.record import failure_of, report_of, waited
 from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.gpu.deaths import Deaths, Given, with_note
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.ipc.errors import LayerZeroError
@@ -41,6 +42,10 @@ class Enqueued:
     end_ns = 0
     point = TimelinePoint(0, 0)
     call = 0  # on a ring
+    refs = b""  # where its tensors lie, as its worker was told
+    has_out = False  # the caller's own memory takes the result
+    given: Given | None = None  # its arguments, where they are held until it is done
+    taken: tuple[Any, ...] = ()  # its capsules
 
     def __init__(
         self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, copies: Sequence[Copy], start_ns: int
@@ -51,6 +56,7 @@ class Enqueued:
     def answer_again(self, header: Header, body: bytes) -> None:
         """The worker died, or left the call to the broker: what counts is how the call ended elsewhere."""
         self.header, self.body = header, body
+        self.outcomes.look_at_attempts(self)
         if header.kind == _FAILED:
             self.outcomes.note_failure(self)
 
@@ -101,6 +107,8 @@ class Sent(Enqueued, Pending):
         self.arenas: frozenset[int] = frozenset()
 
     def finish(self) -> None:
+        if self.header is not None:
+            self.outcomes.look_at_attempts(self)  # before anybody who waits asks for its capsule
         super().finish()
         if self.header is None:
             return
@@ -115,9 +123,9 @@ class Sent(Enqueued, Pending):
 class Outcomes:
     """Of one connection. Threads may share it."""
 
-    def __init__(self, link: Link, ask: Callable[..., Any]) -> None:
+    def __init__(self, link: Link, ask: Callable[..., Any], deaths: Deaths) -> None:
         """`ask` puts a question to the broker."""
-        self._link, self._ask = link, ask
+        self._link, self._ask, self.deaths = link, ask, deaths
         self.failed: deque[Enqueued] = deque()
         self.late: dict[int, Enqueued] = {}
         self._kept: dict[int, Enqueued] = {}
@@ -149,6 +157,19 @@ class Outcomes:
         if enqueued is not None:
             enqueued.answer_again(header, body)
 
+    def look_at_attempts(self, enqueued: Enqueued) -> None:
+        """The broker has said what became of a call: some of its workers may have died."""
+        header = enqueued.header
+        assert header is not None
+        is_told = header.kind != _FAILED and header.flags & wire.HAS_OUTCOME
+        if header.kind == _FAILED or (is_told and messages.decode(enqueued.body, messages.Outcome).attempts):
+            self.deaths.note(enqueued)
+
+    def failed_report(self, enqueued: Enqueued, outcome: messages.Outcome) -> SelectionReport:
+        """Of a call that nobody could serve, with its capsule."""
+        report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)
+        return with_note(report, self.deaths.note_of(enqueued))
+
     def note_failure(self, enqueued: Enqueued) -> None:
         """It is raised by the next call, which is waited for if it is on the same route."""
         enqueued.route.is_armed = False
@@ -165,7 +186,7 @@ class Outcomes:
             error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
             error.args = (error.message,)
             error.facts = {**error.facts, "is_earlier": True}
-            error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+            error.report = self.failed_report(enqueued, outcome)  # type: ignore[attr-defined]
             raise error
 
     def error_of(self, enqueued: Sent) -> LayerZeroError | None:
@@ -176,11 +197,16 @@ class Outcomes:
         if enqueued.error is not None or enqueued.header is None or enqueued.header.kind != _FAILED:
             return enqueued.error
         error, outcome = error_of(enqueued.body)
-        error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+        error.report = self.failed_report(enqueued, outcome)  # type: ignore[attr-defined]
         return error
 
     def report_of(self, enqueued: Enqueued) -> SelectionReport:
         """As far as it is known: waits until a worker has taken it, not for the GPU. Raises the link's error."""
+        report = self.plain_report(enqueued)
+        return with_note(report, self.deaths.note_of(enqueued))
+
+    def plain_report(self, enqueued: Enqueued) -> SelectionReport:
+        """As `report_of`, without its capsule."""
         decision = None
         if isinstance(enqueued, OnRing):
             self._wait_taken(enqueued, enqueued.lane)

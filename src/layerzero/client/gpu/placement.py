@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
-from layerzero.client.connection.call import BACK, Route
+from layerzero.client.connection.call import BACK, Request, Route
 from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import new_like
 from layerzero.client.gpu.device import Gpu
@@ -138,6 +138,11 @@ class Placing:
         for place in self._places:
             if place is not None and place.block is not None:
                 pool.give(place.block)
+
+
+def dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
+    """Equal for calls that need the same copies."""
+    return (request.op, specs, tuple(request.params.items()))
 
 
 def _dense_copy(array: Array, spec: TensorSpec) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from layerzero.client.arrays.recognition import Array
+from layerzero.client.capsules.taking import Capsules
 from layerzero.client.connection import overlay
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import Refusal, Request, Route
@@ -80,6 +81,7 @@ class SessionView(Protocol):
     last: Any
     arena_registry: ArenaRegistry
     routes: Routes
+    capsules: Capsules
 
     @property
     def sampler(self) -> Sampler:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import threading
 from pathlib import Path
-from typing import Any
 
 from layerzero.client.connection import companion, start
-from layerzero.client.connection.question import ask_once
+from layerzero.client.connection.question import asker
 from layerzero.client.history.history_file import HistoryFile, path_of
 from layerzero.client.history.recorder import record
 from layerzero.ipc.transport.endpoints import Endpoints
@@ -29,10 +28,8 @@ def main() -> int:
     while (file := HistoryFile.write(path)) is None:
         over.wait(AGAIN_S)
 
-    def ask() -> dict[str, Any]:
-        return ask_once(Endpoints(args.runtime_dir).control, key, "metrics")
-
-    record(ask, file, over.wait)
+    ask = asker(Endpoints(args.runtime_dir).control, key)  # as an observer it keeps no idle broker
+    record(lambda: ask("metrics"), file, over.wait)
     return 0
 
 

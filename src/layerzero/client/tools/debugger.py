@@ -8,12 +8,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerzero.client.capsules.form import Capsule
-from layerzero.client.tools.replay import START_S, lay_out, own_broker, request_of, why_of
+from layerzero.client.tools.replay import START_S, kept_as_they_are, lay_out, own_broker, request_of, where, why_of
 from layerzero.ipc.errors import EnvError, LayerZeroError
 
 ATTACH_S = 120.0  # gdb reads the symbols of all that the worker has loaded
@@ -24,35 +25,57 @@ MARK = "layerzero: attached"
 DEADLY = "SIGSEGV SIGABRT SIGBUS SIGFPE SIGILL"
 
 
-def under_gdb(
-    capsule: Capsule, data: Sequence[bytes], backend: str, *, core: Path | None, timeout_s: float | None, seed: int
-) -> tuple[str, str]:
-    """Make the call once, so that its worker is there, and again with gdb at that one. Returns what it ended in ("ok"
+@dataclass(frozen=True)
+class Runs:
+    """A call that can be made again and again on a backend. `run` raises what the call raises; `restore` makes the
+    arguments what they were."""
+
+    backend: str
+    run: Callable[[float], object]
+    restore: Callable[[], None] = lambda: None
+
+
+def runs_of(capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, device: str) -> Callable[[Any], Runs]:
+    """Of an op's call, for a session."""
+
+    def runs(session: Any) -> Runs:
+        ordinal = where(capsule, device)
+        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed, device=ordinal)
+
+        def run(timeout_s: float) -> None:
+            session.run_apart(request_of(capsule.op, capsule.params, arguments, backend, timeout_s))
+
+        return Runs(backend, run, kept_as_they_are(arguments))
+
+    return runs
+
+
+def under_gdb(runs_of: Callable[[Any], Runs], *, core: Path | None, timeout_s: float | None) -> tuple[str, str]:
+    """Make a call once, so that its worker is there, and again with gdb at that one. Returns what it ended in ("ok"
     for an answer) and what gdb has said. `core`: where to write a core dump, which has all of the worker's memory.
     Raises EnvError without gdb, or where it may not look at other processes."""
     program = shutil.which("gdb")
     if program is None:
         raise EnvError("gdb is not installed", repair="install it: apt install gdb, dnf install gdb")
+    within_s = timeout_s or START_S
     with own_broker() as session:
-        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed)
-        before = {name: array.copy() for name, array in arguments.items()}
-        _run(session, capsule, arguments, backend, timeout_s or START_S)
-        for name, array in arguments.items():
-            array[...] = before[name]
-        attached = _Gdb(program, _worker(session, backend), core)
+        runs = runs_of(session)
+        _run(runs, within_s)
+        runs.restore()
+        attached = _Gdb(program, _worker(session, runs.backend), core)
         try:
-            interrupt = threading.Timer(min(HANG_S, (timeout_s or START_S) / 2), attached.interrupt)
+            interrupt = threading.Timer(min(HANG_S, within_s / 2), attached.interrupt)
             interrupt.start()
-            what = _run(session, capsule, arguments, backend, timeout_s or START_S)
+            what = _run(runs, within_s)
             interrupt.cancel()
             return what, attached.end(has_died=what != "ok")
         finally:
             attached.close()
 
 
-def _run(session: Any, capsule: Capsule, arguments: dict[str, Any], backend: str, timeout_s: float) -> str:
+def _run(runs: Runs, timeout_s: float) -> str:
     try:
-        session.run(request_of(capsule.op, capsule.params, arguments, backend, timeout_s))
+        runs.run(timeout_s)
     except LayerZeroError as exc:
         return why_of(exc)[0]
     return "ok"

@@ -9,21 +9,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-from layerzero.client.capsules.form import ALIGNMENTS, Argument, Capsule, Segment
+from layerzero.client.arrays.recognition import CPU
+from layerzero.client.capsules.form import ALIGNMENTS, CUDA, Argument, Capsule, Segment
 from layerzero.client.connection.call import Request
-from layerzero.client.connection.report import SelectionReport
 from layerzero.client.facade import api, default_session
 from layerzero.client.facade.memory import empty
+from layerzero.client.gpu.memory import ordinal_of
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import DeadlineExceeded, EnvError, InvalidArgument, LayerZeroError, NoBackend
+from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.vocabulary.numerics import TOLERANCE
 from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
 
 # The broker of a replay: a worker that dies is there again at once, and inputs may kill as many as they are sent to.
-_SETTINGS = {
+SETTINGS = {
     "LAYERZERO_RESTART_BUDGET": "100000",
     "LAYERZERO_BACKOFF_S": "0.01",
     "LAYERZERO_BACKOFF_MAX_S": "0.01",
@@ -32,6 +38,7 @@ _SETTINGS = {
     "LAYERZERO_CAPSULES": "off",
     "LAYERZERO_STANDBY": "0",
 }
+MAX_LOG_BYTES = 1 << 20
 START_S = 300.0  # until a worker has answered its first call
 
 
@@ -39,7 +46,8 @@ START_S = 300.0  # until a worker has answered its first call
 class Outcome:
     """What became of the runs on one backend. `runs`: by what they ended in, "ok" for an answer. `kernel_us`: of each
     that ended well. `error`: how far the furthest result is from the reference, as a share of its largest number; None
-    where there is nothing to compare. `is_same`: all results have the same bits."""
+    where there is nothing to compare. `is_same`: all results have the same bits. `difference`: of a function's result
+    from the reference, in words."""
 
     backend: str
     runs: dict[str, int] = field(default_factory=dict)
@@ -47,6 +55,7 @@ class Outcome:
     kernel_us: list[float] = field(default_factory=list)
     error: float | None = None
     is_same: bool = True
+    difference: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -70,26 +79,55 @@ def replay(
     timeout_s: float | None = None,
     seed: int = 0,
     begins: Callable[[str], None] = lambda _: None,
+    device: str = "",
+    variables: Mapping[str, str] = MappingProxyType({}),
+    log: Callable[[str, str], None] = lambda _backend, _text: None,
 ) -> list[Outcome]:
     """Make the call on each of the backends; None: on all that have the op and can serve here. `data`: the capsule's
     memory; where that is empty, random numbers of this seed. Results are compared with those of the first backend that
-    gave one, torch before the others. Needs NumPy, and ml_dtypes for dtypes that NumPy lacks. Raises EnvError without,
-    InvalidArgument for backends that are not there."""
-    with own_broker() as session:
+    gave one, torch before the others. `device`: as torch says it; where the capsule's call was when left out.
+    `variables`: of the broker and its workers. `log` gets what each backend's workers have written. Needs NumPy, and
+    ml_dtypes for dtypes that NumPy lacks. Raises EnvError without, InvalidArgument for backends or a device that are
+    not there."""
+    ordinal = where(capsule, device)
+    with own_broker(**variables) as session:
         known = {row["name"]: row for row in session.ask("status")["backends"]}
         able = [name for name, row in known.items() if capsule.op in row["ops"] and not row["unavailable"]]
+        able = [name for name in able if (known[name]["platform"] == CUDA) == (ordinal != CPU)]
         named = able if backends is None else backends
         for name in named:
             if name not in known:
                 raise InvalidArgument(f"no backend is called {name!r:.80}; known: {', '.join(known)}")
-        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed)
+        arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed, device=ordinal)
         found: dict[str, Outcome] = {}
         reference: list[Any] | None = None
         for name in sorted(named, key=lambda one: (one != "torch", one)):
             begins(name)
             found[name] = outcome = Outcome(name)
-            reference = _run(session, capsule, arguments, outcome, times, timeout_s, reference)
+            reference = outcome_on(session, capsule, arguments, outcome, times, timeout_s, reference)
+            log(name, _written(session, name))
     return [found[name] for name in named]
+
+
+def where(capsule: Capsule, device: str = "") -> int:
+    """The ordinal of the GPU that the call is made on; CPU for none. Raises InvalidArgument, saying what else there is
+    for a call on a GPU."""
+    try:
+        return ordinal_of(device or capsule.device)
+    except InvalidArgument as exc:
+        if device or capsule.device != CUDA:
+            raise
+        text = "replay it on a machine with an NVIDIA GPU, or with --device cpu on backends for CPUs: its call was on a"
+        raise InvalidArgument(f"{text} GPU, and {exc.message}") from exc
+
+
+def _written(session: Any, backend: str) -> str:
+    """The end of what the workers of a backend have written."""
+    try:
+        data = Endpoints(session.path.parent).worker_log(backend).read_bytes()
+    except OSError:
+        return ""
+    return data[-MAX_LOG_BYTES:].decode(errors="replace")
 
 
 @contextmanager
@@ -97,7 +135,7 @@ def own_broker(**more: str) -> Iterator[Any]:
     """A session with a broker for this process alone, in a folder of its own. `more`: of its variables."""
     with (
         tempfile.TemporaryDirectory(prefix="lz-replay-") as folder,
-        mock.patch.dict(os.environ, {**_SETTINGS, **more, "LAYERZERO_RUNTIME_DIR": folder}),
+        mock.patch.dict(os.environ, {**SETTINGS, **more, "LAYERZERO_RUNTIME_DIR": folder}),
     ):
         default_session.connect(runtime_dir=Path(folder))
         try:
@@ -107,11 +145,20 @@ def own_broker(**more: str) -> Iterator[Any]:
 
 
 def lay_out(
-    op: str, given: Sequence[Argument], segments: Sequence[Segment], data: Sequence[bytes], seed: int
+    op: str,
+    given: Sequence[Argument],
+    segments: Sequence[Segment],
+    data: Sequence[bytes],
+    seed: int,
+    *,
+    device: int = CPU,
 ) -> dict[str, Any]:
     """The arguments of a call as NumPy's arrays in shared memory: with the strides, the overlaps and the alignment that
-    kernels met. Without data: random numbers, which share no memory. Raises EnvError, OutOfMemory."""
+    kernels met. Without data: random numbers, which share no memory. `device`: the ordinal of a GPU, where they lie
+    then, in memory of ours. Raises EnvError, OutOfMemory."""
     specs = {a.name: a.spec for a in given}
+    if device != CPU:
+        return _on_gpu(op, given, segments, data, seed, device)
     if not data and given:
         return random_inputs(op, specs, seed)
     try:
@@ -149,6 +196,55 @@ def lay_out(
     return made
 
 
+def _on_gpu(
+    op: str, given: Sequence[Argument], segments: Sequence[Segment], data: Sequence[bytes], seed: int, device: int
+) -> dict[str, Any]:
+    blocks, starts = [], []
+    for number, segment in enumerate(segments):
+        room = GpuArray(device, TensorSpec.contiguous("uint8", (segment.nbytes + ALIGNMENTS,)))
+        blocks.append(room)
+        starts.append((segment.offset - room.address) % ALIGNMENTS)
+        if data and segment.nbytes:
+            whole = TensorSpec.contiguous("uint8", (segment.nbytes,))
+            room.part(whole, starts[-1]).store(memoryview(bytearray(data[number])))
+    made = {a.name: blocks[a.segment].part(a.spec, starts[a.segment] + a.start) for a in given}
+    if not data:
+        for name, values in random_inputs(op, {a.name: a.spec for a in given}, seed, device=device).items():
+            made[name].store(memoryview(bytearray(values.load())))
+    return made
+
+
+def kept_as_they_are(arguments: Mapping[str, Any]) -> Callable[[], None]:
+    """What makes them so again: ops in place write to them, and so do kernels where they must not."""
+    before = {name: a.load() if isinstance(a, GpuArray) else a.copy() for name, a in arguments.items()}
+
+    def restore() -> None:
+        for name, array in arguments.items():
+            if isinstance(array, GpuArray):
+                array.store(memoryview(bytearray(before[name])))
+            else:
+                array[...] = before[name]
+
+    return restore
+
+
+def on_host(array: Any) -> Any:
+    """A result as NumPy's array; bfloat16 as float32 where NumPy does not know it."""
+    if not isinstance(array, GpuArray):
+        return array
+    import numpy as np
+
+    spec, data = array.spec, array.load()
+    if spec.dtype == "bfloat16":
+        wide = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+        data, dtype, itemsize = wide.tobytes(), "float32", 4
+    else:
+        dtype, itemsize = spec.dtype, spec.itemsize
+    if not spec.numel:
+        return np.empty(spec.shape, dtype)
+    return np.ndarray(spec.shape, dtype, data, 0, tuple(step * itemsize for step in spec.strides))
+
+
 def request_of(
     op: str, params: Mapping[str, Any], arguments: Mapping[str, Any], backend: str | None, timeout_s: float | None
 ) -> Request:
@@ -162,7 +258,7 @@ def request_of(
     return api.request(function, **tensors, **params, backend=backend, timeout_s=timeout_s)
 
 
-def _run(
+def outcome_on(
     session: Any,
     capsule: Capsule,
     arguments: dict[str, Any],
@@ -171,22 +267,23 @@ def _run(
     timeout_s: float | None,
     reference: list[Any] | None,
 ) -> list[Any] | None:
-    """Fill the outcome; the reference for those that follow."""
-    before = {name: array.copy() for name, array in arguments.items()}
+    """Make the call `times` on the outcome's backend, and fill that in. Returns the results that those which follow are
+    compared with: `reference`, or these where there was none; None for no answer."""
+    restore = kept_as_they_are(arguments)
     first: list[Any] | None = None
     for number in range(times):
         within_s = timeout_s if number else timeout_s or START_S
         request = request_of(capsule.op, capsule.params, arguments, outcome.backend, within_s)
         try:
-            results = results_of(session.run(request), request)
+            value, report = session.run_apart(request)
+            results = list(map(on_host, results_of(value, request)))
         except LayerZeroError as exc:
             outcome.note(*why_of(exc))
             if isinstance(exc, (NoBackend, InvalidArgument)):
                 break  # it will say so each time
         else:
-            report = session.last_report()
             outcome.note("ok")
-            if isinstance(report, SelectionReport) and report.kernel_us:
+            if report.kernel_us:
                 outcome.kernel_us.append(report.kernel_us)
             if first is not None and any(a.tobytes() != b.tobytes() for a, b in zip(first, results, strict=True)):
                 outcome.is_same = False
@@ -194,8 +291,7 @@ def _run(
             if reference is not None:
                 far = max((distance(a, b) for a, b in zip(results, reference, strict=True)), default=0.0)
                 outcome.error = max(far, outcome.error or 0.0)
-        for name, array in arguments.items():  # ops in place, and kernels that write where they must not
-            array[...] = before[name]
+        restore()
     return reference if reference is not None else first
 
 
@@ -215,6 +311,8 @@ def why_of(exc: LayerZeroError) -> tuple[str, str]:
     ends = [a for a in (report.attempts if report is not None else ()) if a.outcome is not None]
     if ends and ends[-1].exit_signal is not None:
         return f"signal {ends[-1].exit_signal}", ends[-1].detail
+    if ends and ends[-1].exit_code == STICKY_EXIT:
+        return "GPU lost", ends[-1].detail
     if ends and ends[-1].exit_code is not None:
         return f"exit {ends[-1].exit_code}", ends[-1].detail
     return exc.code, exc.message
@@ -237,7 +335,9 @@ def distance(one: Any, other: Any) -> float:
 
 def is_far(outcome: Outcome, capsule: Capsule) -> bool:
     """Whether its results are further from the reference than kernels of that dtype may be."""
-    return outcome.error is not None and outcome.error > most_of(a.spec.dtype for a in capsule.arguments)
+    return bool(outcome.difference) or (
+        outcome.error is not None and outcome.error > most_of(a.spec.dtype for a in capsule.arguments)
+    )
 
 
 def most_of(dtypes: Iterable[str]) -> float:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.capsules.form import ALIGNMENTS, CALL, Argument, Capsule, Segment, memory_name
 from layerzero.client.facade.memory import empty
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.tools.replay import START_S, request_of, why_of
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary.ops import OPS
@@ -45,11 +47,14 @@ def shrink(
     *,
     times: int = 1,
     timeout_s: float | None = None,
+    device: int = CPU,
     tried: Callable[[str], None] = lambda _: None,
 ) -> Shrunk:
     """Halve the extents of the arguments, equal ones together, as long as one of `times` calls on the backend fails as
     the whole one does; first the front half is kept, then the back half. What is kept are the numbers, the strides and
-    the gaps of the whole. Raises InvalidArgument for a call that does not fail here, and for an op with indices, whose
+    the gaps of the whole. `device`: the ordinal of a GPU that each call is made on.
+
+    Raises InvalidArgument for a call that does not fail here, and for an op with indices, whose
     numbers say what there must be."""
     if OPS[capsule.op].indices:
         raise InvalidArgument(
@@ -65,7 +70,8 @@ def shrink(
             within_s = timeout_s or START_S
             tries += 1
             try:
-                session.run(request_of(capsule.op, capsule.params, given, backend, within_s))
+                placed = given if device == CPU else to_gpu(given, device)
+                session.run_apart(request_of(capsule.op, capsule.params, placed, backend, within_s))
             except LayerZeroError as exc:
                 return why_of(exc)[0]
             for name, one in given.items():
@@ -88,6 +94,18 @@ def shrink(
             if tries >= MAX_TRIES:
                 break
     return Shrunk(kept, what, tries)
+
+
+def to_gpu(arrays: Mapping[str, Any], device: int) -> dict[str, GpuArray]:
+    """NumPy's arrays in memory of ours on a GPU, with their strides and gaps, aligned as they are here."""
+    found = {}
+    for name, array in arrays.items():
+        spec = TensorSpec(str(array.dtype), tuple(array.shape), tuple(step // array.itemsize for step in array.strides))
+        room = GpuArray(device, TensorSpec.contiguous("uint8", (spec.span_bytes + ALIGNMENTS,)))
+        found[name] = made = room.part(spec, (array.ctypes.data - room.address) % ALIGNMENTS)
+        if spec.span_bytes:
+            made.store(memoryview(bytearray(ctypes.string_at(array.ctypes.data, spec.span_bytes))))
+    return found
 
 
 def _smaller(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

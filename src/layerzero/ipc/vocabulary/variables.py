@@ -128,6 +128,13 @@ OTHERS = (
     ),
     Variable("CAPSULE_DIR", "capsules in the store", "the folder that they are kept in", "client"),
     Variable("CAPSULE_MIB", "1024", "MiB that all capsules may take together", "client"),
+    Variable(
+        "UNDER",
+        "",
+        "a program, and its arguments, that the broker's workers are started by; `lz replay --under sanitizer` sets it "
+        "for its own broker",
+        "broker",
+    ),
     Variable("TRACE_DIR", "traces in the store", "the folder of traces that policy or lz trace on ask for", "client"),
     Variable("DEBUG", "", "1: each call is waited for, checked and told on stderr (docs/debugging.md)", "client"),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),

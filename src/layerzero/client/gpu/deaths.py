@@ -1,0 +1,287 @@
+"""Capsules of calls on a GPU: taken on a thread of their own once the broker has told what became of a call whose
+worker died. The client's context is intact then. Without LAYERZERO_CAPSULES=small or full no argument is held for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerzero.client.arrays.recognition import Array
+from layerzero.client.capsules.form import CUDA, Failure, Segment
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, pids_of
+from layerzero.client.connection.link import Link
+from layerzero.client.connection.report import SelectionReport
+from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
+from layerzero.ipc.errors import BackendError, LayerZeroError
+from layerzero.ipc.logs import log
+from layerzero.ipc.transport.wire import NO_ARENA, REF
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.gpu.outcomes import Enqueued
+
+NOTE_S = 10.0  # so long a report waits for the capsule that it names
+READY_S = 5.0  # so long the inputs of a failed call are waited for
+LOOK_S = 0.001
+LINGER_S = 1.0  # after a call is done its worker's death may not have been heard of yet
+SWEEP_S = 0.25
+MAX_PIDS = 1024
+APART = 1 << 48  # between arenas, of which only numbers are known: offsets in them are less
+
+
+class Given(NamedTuple):
+    """The arguments of a call while they are held. `versions`: torch's counters of writes, None where there is none.
+    `is_written`: the call writes into them."""
+
+    arrays: tuple[Array | None, ...]
+    versions: tuple[int | None, ...]
+    is_written: bool
+
+    def problem(self, names: Sequence[str]) -> str:
+        """Why their bytes are not those that the kernel met; "" where they are, as far as that can be seen."""
+        if self.is_written:
+            return "the call writes into its arguments, and was made again elsewhere"
+        for name, array, version in zip(names, self.arrays, self.versions, strict=True):
+            if array is not None and _version(array) != version:
+                return f"the program has written to {name} since the call"
+            if array is not None and array.needs_copy:
+                return f"{name} has strides that cannot be described"
+        return ""
+
+
+class _Taken:
+    """What became of a capsule."""
+
+    def __init__(self) -> None:
+        self.is_done, self.note = threading.Event(), ""
+
+
+class Deaths:
+    """Of one connection. Threads may share it."""
+
+    def __init__(self, capsules: Capsules, link: Link) -> None:
+        self.holds = capsules.keeps_data
+        self._capsules, self._link = capsules, link
+        self._held: dict[Enqueued, float] = {}  # and until when, once it was seen to be done
+        self._queue: SimpleQueue[tuple[Enqueued, _Taken] | None] = SimpleQueue()  # None: look
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_relaxed = self._is_finished = False
+        self._pids: set[int] = set()  # of dead workers of which a call was kept
+
+    # --- before a failure
+
+    def give(
+        self, enqueued: Enqueued, refs: bytes, arrays: tuple[Array | None, ...], out: Array | None, *, is_direct: bool
+    ) -> None:
+        """What a capsule of a call is made of, before that is sent. Where `holds`, its arguments stay until it is done.
+        `is_direct`: its result is not written over them."""
+        enqueued.refs, enqueued.has_out = refs, out is not None
+        if self.holds:
+            versions = tuple([None if array is None else _version(array) for array in arrays])
+            enqueued.given = Given(arrays, versions, not is_direct or bool(OPS[enqueued.op].in_place))
+
+    def hold(self, enqueued: Enqueued) -> None:
+        """After it was sent: until it is done, and its worker's death would have been heard of."""
+        if self.holds:
+            with self._lock:
+                is_first = not self._held
+                self._held[enqueued] = math.inf
+            if is_first:
+                self._put(None)
+
+    def sweep(self) -> None:
+        """Let go of the arguments of calls that were done LINGER_S ago."""
+        if self._held:
+            self._link.read_nowait()  # a failure is heard of before its arguments go
+            now_s = time.monotonic()
+            with self._lock:
+                for one, until_s in list(self._held.items()):
+                    if until_s == math.inf and one.gpu.order.page.is_done(one.point):
+                        self._held[one] = now_s + LINGER_S
+                    elif until_s <= now_s or one.taken:
+                        del self._held[one]
+                        one.given = one.given if one.taken else None
+
+    # --- after one
+
+    def note(self, enqueued: Enqueued) -> None:
+        """The broker has told of attempts that failed. Called where its answers are read: what is to be done takes a
+        thread."""
+        if not self._capsules.is_on:
+            return
+        taken = _Taken()
+        enqueued.taken = (*enqueued.taken, taken)
+        self._put((enqueued, taken))
+
+    def _put(self, found: tuple[Enqueued, _Taken] | None) -> None:
+        with self._lock:
+            if self._thread is None and not self._is_finished:
+                self._thread = threading.Thread(target=self._run, name="lz-capsules", daemon=True)
+                self._thread.start()
+        self._queue.put(found)
+
+    def note_of(self, enqueued: Enqueued) -> str:
+        """Of the capsule of a call; "" where there is none. Waits for one that is being taken."""
+        until_s = time.monotonic() + NOTE_S
+        for taken in enqueued.taken:
+            taken.is_done.wait(max(until_s - time.monotonic(), 0.0))
+        return next((taken.note for taken in enqueued.taken if taken.note), "")
+
+    def finish(self) -> None:
+        """Wait for what is being taken, not for ever."""
+        with self._lock:
+            self._is_finished, thread = True, self._thread
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(NOTE_S)
+        self._held.clear()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                found = self._queue.get(timeout=SWEEP_S if self._held else None)
+            except Empty:
+                found = None
+            if found is not None:
+                self._keep(*found)
+                del found
+                continue
+            self.sweep()
+            if self._is_finished and self._queue.empty():
+                return
+
+    def _keep(self, enqueued: Enqueued, taken: _Taken) -> None:
+        try:
+            taken.note = self._take(enqueued)
+        except Exception as exc:  # the call has its result or its error all the same
+            log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
+            taken.note = f"no capsule of the failure was kept: {exc}"
+        finally:
+            taken.is_done.set()
+            enqueued.given = None
+
+    def _take(self, enqueued: Enqueued) -> str:
+        report, route = enqueued.outcomes.plain_report(enqueued), enqueued.route
+        failures = self._failures(report)
+        if not failures or route.asks is None:
+            return ""
+        params, specs = route.asks
+        names = OPS[enqueued.op].inputs
+
+        def describe() -> tuple[Failed, Memory]:
+            facts: dict[str, Any] = {"gpu": _gpu(enqueued), "memory crosses by": enqueued.gpu.transport}
+            given, places = enqueued.given, dict[str, tuple[int, TensorSpec]]()
+            if given is not None:
+                pairs = zip(names, given.arrays, strict=True)
+                places = {name: (array.address, array.spec) for name, array in pairs if array is not None}
+            else:
+                places, is_known = _places(names, specs, enqueued.refs)
+                if not is_known:
+                    facts["alignment"] = "not known: 256 bytes"
+            arguments, segments, starts = merge(places)
+            if given is not None and None in [
+                version for array, version in zip(given.arrays, given.versions, strict=True) if array is not None
+            ]:
+                facts["arguments"] = "as they were when the failure was heard of: not all of them count their writes"
+            output = route.plan.results[0] if len(route.plan.results) == 1 and enqueued.has_out else None
+            told = json.dumps(report.to_dict(), default=str)
+            served_by = report.kernel_id or ""
+            failed = Failed(
+                *(enqueued.op, failures, None, dict(params), arguments, output, served_by, told, CUDA),
+                facts=facts,
+                pids=pids_of(report),
+            )
+            return failed, self._memory(enqueued, segments, starts)
+
+        return self._capsules.keep(failures[0], (enqueued.op, specs), describe)
+
+    def _failures(self, report: SelectionReport) -> list[Failure]:
+        """Whom the broker blames; where it blames nobody, of each dead worker the first call that is heard of, which is
+        the oldest that was open: what a GPU was in when it was lost is not always seen."""
+        found = failures_of(report.attempts)
+        pids = {one.worker_pid for one in report.attempts if one.outcome is not None}
+        is_first = not pids <= self._pids
+        if len(self._pids) >= MAX_PIDS:
+            self._pids.clear()
+        self._pids |= pids
+        return found or (failures_of(report.attempts, waited=True) if is_first else [])
+
+    def _memory(self, enqueued: Enqueued, segments: tuple[Segment, ...], starts: Sequence[int]) -> Memory:
+        given = enqueued.given
+        if given is None:
+            why = "a call in a graph of the program" if self.holds else "not held"
+            return Memory(segments, lambda: (), f"its arguments are gone: {why}")
+        problem = given.problem(OPS[enqueued.op].inputs)
+        return Memory(segments, lambda: self._load(enqueued, given, segments, starts), problem)
+
+    def _load(
+        self, enqueued: Enqueued, given: Given, segments: Sequence[Segment], starts: Sequence[int]
+    ) -> list[bytearray]:
+        """Raises LayerZeroError, CudaError too."""
+        gpu, until_s = enqueued.gpu, time.monotonic() + READY_S
+        while not gpu.order.page.is_ready(enqueued.point):
+            if time.monotonic() >= until_s:
+                raise BackendError(f"its arguments were not there within {READY_S:g} s")
+            time.sleep(LOOK_S)
+        blocks = [bytearray(segment.nbytes) for segment in segments]
+        with gpu.memory.context as context:
+            driver, stream = context.driver, gpu.memory.own_stream()
+            if not self._is_relaxed:
+                driver.exchange_capture_mode(CAPTURE_RELAXED)  # nothing here breaks the program's captures
+                self._is_relaxed = True
+            for block, start in zip(blocks, starts, strict=True):
+                if block:
+                    target = (ctypes.c_char * len(block)).from_buffer(block)
+                    driver.copy_to_host(ctypes.addressof(target), start, len(block), stream)
+            driver.synchronize_stream(stream)
+        problem = given.problem(OPS[enqueued.op].inputs)  # meanwhile
+        if problem:
+            raise BackendError(problem)
+        return blocks
+
+
+def _version(array: Array) -> int | None:
+    if array.kind != "torch":
+        return None
+    try:
+        return int(array.owner._version)
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def _places(
+    names: Sequence[str], specs: Sequence[TensorSpec | None], refs: bytes
+) -> tuple[dict[str, tuple[int, TensorSpec]], bool]:
+    """Where arguments lie relative to each other: by what was lent, where that is known, else apart."""
+    known = [REF.unpack_from(refs, n * REF.size) for n in range(len(refs) // REF.size)]
+    places = {}
+    for number, (name, spec) in enumerate(zip(names, specs, strict=True)):
+        if spec is None:
+            continue
+        arena, _, offset, _ = known[number] if number < len(known) else (number + 1, 0, 0, 0)
+        places[name] = (offset if arena == NO_ARENA else (arena + 1) * APART + offset, spec)
+    return places, bool(known)
+
+
+def _gpu(enqueued: Enqueued) -> str:
+    context = enqueued.gpu.memory.context
+    try:
+        name, version = context.driver.name(context.ordinal), context.driver.version()
+    except LayerZeroError:
+        return enqueued.gpu.uuid
+    return f"{name}, driver's CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def with_note(report: SelectionReport, note: str) -> SelectionReport:
+    """The report, with what names a capsule."""
+    return replace(report, notes=(*report.notes, note)) if note else report

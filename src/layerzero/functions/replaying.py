@@ -1,0 +1,241 @@
+"""The call of a capsule of a function once more, in its environment and in others: from what crossed then, without the
+program that called."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from layerzero.client.capsules import of_function
+from layerzero.client.capsules.form import ALIGNMENTS, Capsule, Segment
+from layerzero.client.capsules.of_function import FunctionCall, Part
+from layerzero.client.connection import arena as arenas
+from layerzero.client.tools.debugger import Runs
+from layerzero.client.tools.inputs import random_inputs
+from layerzero.client.tools.replay import START_S, Outcome, own_broker, why_of
+from layerzero.envs import functions as environments
+from layerzero.functions.agreement import difference
+from layerzero.functions.calling import MAX_LENT, Exchange, Place
+from layerzero.functions.code import root_of
+from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Code, Frame, Payload, Reference
+from layerzero.ipc.transport.plain import unpack_tree
+from layerzero.ipc.vocabulary import pools
+
+UNREADABLE = "its result cannot be read here"  # of a call that has run (functions/calling.py)
+TOLERANCE = 1e-5
+_HOW = {
+    of_function.METHOD: frames.METHOD,
+    of_function.GET: frames.GET,
+    of_function.SET: frames.SET,
+    of_function.ITSELF: frames.ITSELF,
+}
+Memory = tuple[list[Any], bytes, list[tuple[bytes, int]]]
+"""Trees of the arguments, the bytes beside them, and what was lent, with its address modulo ALIGNMENTS."""
+
+
+def replay(
+    capsule: Capsule,
+    data: Sequence[bytes],
+    *,
+    backends: Sequence[str] | None = (),
+    times: int = 1,
+    timeout_s: float | None = None,
+    seed: int = 0,
+    begins: Callable[[str], None] = lambda _: None,
+    file: Path | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> list[Outcome]:
+    """Make the call in each of the environments, by their names; none: in the one that failed; None: in all that are
+    built here. `file`: where the function's file is, in the place of where it was. Results are compared with those of
+    the first environment that gave one; of a capsule of a wrong result, with those that it was compared with.
+
+    Needs NumPy. Raises InvalidArgument for a call that cannot be made again, and where the file is not the one that it
+    was of; EnvError for an environment that is not built."""
+    function = _again(capsule)
+    told = function_memory(capsule, data, seed)
+    own = [function.targets[0].env, *([capsule.served_by] if capsule.failed.outcome == "WRONG" else [])]
+    store = environments.default_store(os.environ)
+    named = [environments.full_name(pools.environment_of(one), store) for one in backends or own]
+    names = list(dict.fromkeys(named)) if backends is not None else environments.all_built(store)
+    codes = {name: code_of(function, name, file) for name in names}
+    tolerance = capsule.params.get("tolerance")
+    allowed = float(tolerance) if isinstance(tolerance, (int, float)) else TOLERANCE
+    found: dict[str, Outcome] = {}
+    reference: list[Any] = []
+    with own_broker(**variables) as session:
+        for name in sorted(names, key=lambda one: one != pools.environment_of(capsule.served_by)):
+            begins(name)
+            outcome = found[name] = Outcome(name)
+            learn(session, name)
+            first: list[Any] = []
+            for number in range(times):
+                within_s = timeout_s if number else timeout_s or START_S
+                try:
+                    value = run(session, function, codes[name], name, told, within_s)
+                except LayerZeroError as exc:
+                    outcome.note(*_why(exc))
+                    continue
+                outcome.note("ok")
+                if first:
+                    outcome.is_same = outcome.is_same and not difference(value, first[0], 0.0)
+                first = first or [value]
+                if reference:
+                    outcome.difference = outcome.difference or difference(value, reference[0], allowed)
+            reference = reference or first
+    return [found[name] for name in names]
+
+
+def runs_of(
+    capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, file: Path | None
+) -> Callable[[Any], Runs]:
+    """For a debugger: the call in one environment, for a session. Raises as `replay`."""
+    name = environments.full_name(pools.environment_of(backend), environments.default_store(os.environ))
+    function, told = _again(capsule), function_memory(capsule, data, seed)
+    code = code_of(function, name, file)
+
+    def runs(session: Any) -> Runs:
+        learn(session, name)
+        return Runs(name, lambda timeout_s: run(session, function, code, name, told, timeout_s))
+
+    return runs
+
+
+def _again(capsule: Capsule) -> FunctionCall:
+    function = capsule.function
+    assert function is not None
+    if function.problem:
+        raise InvalidArgument(
+            f"{capsule.name} shows what is known of the call, which cannot be made: {function.problem}"
+        )
+    return function
+
+
+def function_memory(capsule: Capsule, data: Sequence[bytes], seed: int) -> list[Memory]:
+    """What each part of the call takes along: as it was kept, or arrays of random numbers. Raises InvalidArgument where
+    texts or bytes are missing that were not kept."""
+    function = _again(capsule)
+    if not data and not all(part.is_whole for part in function.parts):
+        raise InvalidArgument(
+            "let it fail again with LAYERZERO_CAPSULES=small: texts and bytes among the arguments were not kept "
+            f"({capsule.left_out}), and none stand for them"
+        )
+    return [_memory(part, capsule.segments, data, seed) for part in function.parts]
+
+
+def _memory(part: Part, segments: Sequence[Segment], data: Sequence[bytes], seed: int) -> Memory:
+    trees_at, payload_at, *lent_at = part.memory
+    offsets = [segments[n].offset for n in lent_at]
+    if data:
+        trees = unpack_tree(data[trees_at])
+        if type(trees) is not list or len(trees) != 2:
+            raise InvalidArgument("the capsule is damaged: no arguments")
+        return trees, data[payload_at], list(zip([data[n] for n in lent_at], offsets, strict=True))
+    trees = [of_function.tree_of(one) for one in part.given]
+    memories = [bytearray(segments[n].nbytes) for n in (payload_at, *lent_at)]
+    for number, node in enumerate(of_function.arrays(trees)):
+        spec = of_function.spec_of(node)
+        if not spec.numel:
+            continue
+        made = random_inputs("silu", {"x": spec}, seed + number)["x"]
+        memory, start = memories[node[4] + 1], node[5]
+        memory[start : start + spec.span_bytes] = ctypes.string_at(made.ctypes.data, spec.span_bytes)
+    return trees, bytes(memories[0]), list(zip(map(bytes, memories[1:]), offsets, strict=True))
+
+
+def code_of(function: FunctionCall, env: str, file: Path | None) -> Code:
+    """What is called in an environment. Raises InvalidArgument where that file is not here, or is another by now."""
+    target = next((one for one in function.targets if one.env == env), function.targets[0])
+    code = target.code
+    if file is not None and not code.is_installed:
+        path = file.resolve()
+        code = replace(code, file=str(path), root=root_of(code.module, path, code.is_main))
+    if code.is_installed:
+        return code
+    try:
+        sha256 = hashlib.sha256(Path(code.file).read_bytes()).hexdigest()
+    except OSError as exc:
+        sha256, said = "", exc.strerror or str(exc)
+    else:
+        said = f"its SHA-256 begins with {sha256[:12]} now"
+    if sha256 != code.sha256:
+        raise InvalidArgument(
+            f"name the file with {code.label} as it was, of SHA-256 {code.sha256[:12]}..., by --file FILE, for "
+            f"instance from version control: {code.file}: {said}"
+        )
+    return code
+
+
+def learn(session: Any, env: str) -> None:
+    """Have the broker know an environment. Raises EnvError for one that is not built."""
+    if not session.ask("learn", backend=env, workers=1, is_built=True)["serves"]:
+        raise EnvError(f"run: lz env build {env}\nenvironment {env} is not built here", env=env)
+
+
+def run(
+    session: Any, function: FunctionCall, code: Code, env: str, told: Sequence[Memory], timeout_s: float | None
+) -> Any:
+    """The result of one run; None for one that cannot be shown here. Raises what the call raises."""
+    held: list[Reference] = []
+    value: Any = None
+    for part, memory in zip(function.parts, told, strict=True):
+        exchange = Exchange(session, (env,), function.label, env.rpartition(".")[0], part.stays)
+        exchange.library = "numpy"
+        frame, lent, keep = _frame(part, code, memory, held)
+        answer = session.run(exchange.request(frame, lent, timeout_s=timeout_s, keep=keep))
+        if answer.error is not None and UNREADABLE in answer.error.message:
+            return None
+        if answer.error is not None:
+            raise answer.error
+        value = answer.value
+        held += [value] if isinstance(value, Reference) else []
+    if function.parts[-1].kind == of_function.MANY:
+        results, failure = value
+        if failure is not None:
+            raise failure
+        return results
+    return None if isinstance(value, Reference) else value
+
+
+def _frame(part: Part, code: Code, memory: Memory, held: Sequence[Reference]) -> tuple[Frame, tuple[Any, ...], Any]:
+    trees, beside, ranges = memory
+    payload = Payload()
+    if beside:
+        payload.add(len(beside), lambda target: target.__setitem__(slice(None), beside))
+    given = [*trees, logging.WARNING]
+    head: list[Any]
+    if part.kind == of_function.LOAD:
+        return Frame([frames.LOAD, code.to_tree()]), (None,) * MAX_LENT, None
+    if part.kind in _HOW:
+        if not held:
+            raise InvalidArgument("the capsule is damaged: a method without an object")
+        head = [frames.USE, held[-1].place, _HOW[part.kind], part.name, *given]
+    else:
+        head = [frames.MANY if part.kind == of_function.MANY else frames.CALL, code.to_tree(), *given]
+    if part.outs:
+        head = [frames.PLACE, head, [list(one) for one in part.outs]]
+    elif part.stays != frames.NOTHING:
+        head = [frames.HOLD, head, part.stays]
+    lent: list[Place | None] = []
+    keep: list[Any] = []
+    for data, offset in ranges:
+        block, arena, start = arenas.pool.allocate(len(data) + ALIGNMENTS)
+        start += (offset - arena.address - start) % ALIGNMENTS
+        ctypes.memmove(arena.address + start, data, len(data))
+        lent.append((arena, start, len(data)))
+        keep.append(block)
+    return Frame(head, payload), (*lent, *(None,) * (MAX_LENT - len(lent))), keep
+
+
+def _why(exc: LayerZeroError) -> tuple[str, str]:
+    if isinstance(exc, RemoteError):
+        return f"raised {exc.facts.get('type', '')}", exc.message
+    return why_of(exc)
