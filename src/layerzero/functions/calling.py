@@ -288,18 +288,21 @@ class Exchange:
         noted = [] if copies is None else copies
 
         def finish(outputs: list[memoryview], _: bytes) -> Answer:
+            """Knows nothing of the request: one that nobody takes lets go of its memory by itself."""
             held.clear()  # nobody reads it any more
-            if made.served_by != self._backend:
-                self._backend, self._backends = made.served_by, (made.served_by,)
-                self._env = pools.environment_of(made.served_by).partition(".")[0]
             answer = self._read(outputs[0], noted, timeout_s)
             answer.served_by = self._backend
             return answer
 
         pinned = pools.joined(self._backends)
         made = Request(FUNCTION, (), self._params, plan, None, pinned, timeout_s, (room,), finish)
-        made.copies, made.places = noted, (place, *lent)
+        made.copies, made.places, made.serves = noted, (place, *lent), self._serves
         return made
+
+    def _serves(self, backend: str) -> None:
+        if backend != self._backend:
+            self._backend, self._backends = backend, (backend,)
+            self._env = pools.environment_of(backend).partition(".")[0]
 
     def _read(self, memory: memoryview, copies: list[Copy], timeout_s: float | None) -> Answer:
         try:

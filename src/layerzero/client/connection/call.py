@@ -44,7 +44,7 @@ class Request:
     copies: list[Copy] | None = None  # what was copied before; what is copied later is added
     # Of a function: arena, offset and bytes of each input, in place of `args`. Nobody but its maker calls again.
     places: tuple[tuple[Any, int, int] | None, ...] | None = None
-    served_by: str = ""  # of a function: the backend, known before `finish`
+    serves: Callable[[str], None] | None = None  # of a function: is told the backend, before `finish`
     on_gpu: Any = None  # of a function with arrays on a GPU: client/gpu/lent.py's GpuLoan, whose ranges are in `places`
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 

@@ -99,7 +99,8 @@ class Lanes:
         """The result of a call that has ended well."""
         self._repeats.remember(submitted, lane, lease)
         submitted.pending.finish()
-        submitted.request.served_by = lease.decision.backend
+        if submitted.request.serves is not None:
+            submitted.request.serves(lease.decision.backend)
         result = submitted.result(ran.said)
         route, copies, start_ns = submitted.route, submitted.copies, submitted.start_ns
         self.note(route, lease, (start_ns, time.perf_counter_ns()), ran.kernel_ns, copies)

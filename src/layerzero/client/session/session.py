@@ -351,8 +351,8 @@ class Session:
             attempts, body = outcome.attempts, outcome.result
             waits = waited(outcome)
         decision = submitted.decision or submitted.route.decisions[header.aux]
-        if submitted.request.places is not None:
-            submitted.request.served_by = decision.backend
+        if submitted.request.serves is not None:
+            submitted.request.serves(decision.backend)
         if submitted.request.on_gpu is not None:
             waits = "; ".join(filter(None, (waits, lent_calls.take(submitted, decision))))
         result = submitted.result(body)
