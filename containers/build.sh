@@ -56,7 +56,10 @@ if [ -n "$ENVIRONMENT" ]; then
     mv $root/store $root/environment $root/code /image$root
 else
     [ -z "$EXTRA" ] || install "containers/locks/$EXTRA.txt"
-    [ "$EXTRA" != demo ] || cp -r examples /image$root
+    case $EXTRA in
+    demo) cp -r examples /image$root ;;
+    ray) cp containers/node.py /image$root ;;
+    esac
     pip uninstall --quiet --yes setuptools pip
     mv $root/venv /image$root
 fi

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.containers.engine import Engine, NoEngine, engine
-from tests.containers.stack import Stack, stack
+from tests.containers.stack import Stack, nodes_of, stack, why_no_network
 
 WANTED = "LAYERZERO_TEST_CONTAINERS"
 
@@ -38,3 +38,17 @@ def up(built: Stack) -> Stack:
         services = built.compose("ps")
         pytest.fail(f"{exc}\n{services}\n{built.compose('logs', '--tail=20')}", pytrace=False)
     return built
+
+
+@pytest.fixture(scope="module")
+def cluster(built: Stack) -> Iterator[Stack]:
+    """Two nodes of Ray, healthy with their workers."""
+    if why := why_no_network(built.engine):
+        pytest.skip(f"nodes are not tested: this engine makes no network: {why}")
+    with nodes_of(built) as made:
+        try:
+            made.compose("up", "-d")
+            made.wait_healthy("one", "two", "mlx", "onnxruntime")
+        except (RuntimeError, AssertionError) as exc:
+            pytest.fail(f"{exc}\n{made.compose('ps')}\n{made.compose('logs', '--tail=30')}", pytrace=False)
+        yield made

@@ -104,7 +104,8 @@ def _answers(docker: str, environ: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def _daemon(docker: str) -> Iterator[str]:
-    """A daemon that touches no network and keeps all it has in a folder of its own. Yields its address."""
+    """A daemon that touches no network but those it is asked to make, and keeps all it has in a folder of its own.
+    Yields its address."""
     dockerd = shutil.which("dockerd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     if dockerd is None or os.getuid() != 0:
         reason = "dockerd is not installed" if dockerd is None else "starting one needs root"

@@ -1,4 +1,4 @@
-"""docker-compose.yml and the locks of its images, as data. tests/containers runs them."""
+"""The compose files and the locks of their images, as data. tests/containers runs them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from layerzero.envs.manifest import discover
 ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+CLUSTER = yaml.safe_load((ROOT / "docker-compose.cluster.yml").read_text())
+NODES = ("one", "two")
+LOCKS = ROOT / "containers" / "locks"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -60,3 +63,33 @@ def test_lock_of_layerzero_satisfies_the_project() -> None:
     wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     unmet = [r for r in map(Requirement, wanted) if not r.specifier.contains(pins.get(canonicalize_name(r.name), "0"))]
     assert unmet == []
+
+
+@pytest.mark.parametrize("name", CLUSTER["services"])
+def test_nodes_have_a_network_and_workers_have_none(name: str) -> None:
+    """What Ray needs is all that a node has and the others lack."""
+    service = CLUSTER["services"][name]
+    assert service.get("network_mode") == (None if name in NODES else "none")
+    assert service["secrets"] == (["layerzero", "ray"] if name in NODES else ["layerzero"])
+    shared = ("read_only", "cap_drop", "security_opt", "tmpfs", "restart")
+    assert [service[key] for key in shared] == [SERVICES["broker"][key] for key in shared]
+    assert not service.keys() & {"privileged", "pid", "ipc", "ports", "cap_add", "devices", "userns_mode", "networks"}
+    assert CLUSTER["networks"] == {"default": {"internal": True}}
+
+
+def test_nodes_share_nothing_with_each_other() -> None:
+    """A worker has the volume of one node."""
+    of = {name: {one.partition(":")[0] for one in CLUSTER["services"][name]["volumes"]} for name in CLUSTER["services"]}
+    assert not of["one"] & of["two"]
+    assert of["mlx"] < of["one"]
+    assert of["onnxruntime"] < of["two"]
+
+
+def test_lock_of_ray_completes_that_of_layerzero() -> None:
+    """Both are installed in one environment, nothing twice, and with the Ray that the tests of clusters run."""
+    ours, rays = (
+        Lock(LOCKS / f"{name}.txt", (LOCKS / f"{name}.txt").read_text()).pins for name in ("layerzero", "ray")
+    )
+    assert not ours.keys() & rays.keys()
+    tested = ROOT / "tests" / "clusters" / "ray.cpu.txt"
+    assert rays.items() <= Lock(tested, tested.read_text()).pins.items()

@@ -269,8 +269,13 @@ class Exchange:
         loan: GpuLoan | None = None,
     ) -> Request:
         """What a session sends. Its result is an Answer. `loan`: of a call on a GPU; `lent` has its ranges."""
-        block, arena, offset = arenas.pool.allocate(frame.nbytes)
-        frame.write(block)
+        try:
+            block, arena, offset = arenas.pool.allocate(frame.nbytes)
+            frame.write(block)
+        except BaseException:
+            if loan is not None:
+                loan.close()
+            raise
         made = self.request_at((arena, offset, frame.nbytes), [block, keep], lent, room, timeout_s, copies)
         made.on_gpu = self.loan = loan
         return made
@@ -389,14 +394,27 @@ class Exchange:
         if not all(spec.is_contiguous for spec in results):
             raise ProtocolError("results with gaps")
         stream = None if before.like.kind == "dlpack" else before.stream  # of those each thread has one of ours
-        loan = lend(self._session.gpus, GpuArguments(before.like), range(MAX_LENT), results, stream)
-        before.hush()
-        copies += loan.copies
-        frame = Frame([frames.TAKE, token, loan.outs])
-        its = self.request(frame, all_lent((), loan), room=room, timeout_s=timeout_s, copies=copies, loan=loan)
-        found = self._session.run(its)
+        try:
+            loan = lend(self._session.gpus, GpuArguments(before.like), range(MAX_LENT), results, stream)
+            before.hush()
+            copies += loan.copies
+            copies.append(Copy("result", loan.result_bytes, "worker", "it waited there for memory of its caller's"))
+            frame = Frame([frames.TAKE, token, loan.outs])
+            its = self.request(frame, all_lent((), loan), room=room, timeout_s=timeout_s, copies=copies, loan=loan)
+            found = self.run(its)
+        except LayerZeroError as exc:  # the function has run: what would have it run again is not to be said
+            text = f"{self._label} in {self._env} has run, and its result could not be fetched: {exc.message}"
+            return Answer(error=BackendError(text, backend=self._backend))
         assert isinstance(found, Answer)
         return found
+
+    def run(self, request: Request) -> Any:
+        """What comes of it; what it lends on a GPU is not lent longer than that."""
+        try:
+            return self._session.run(request)
+        finally:
+            if request.on_gpu is not None:
+                request.on_gpu.close()
 
     def _opener(
         self,

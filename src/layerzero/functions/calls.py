@@ -197,7 +197,9 @@ class Call:
             found = sent.result(timeout)
             self._sent = None
         else:
-            found = self._session.run(self._request())
+            request = self._request()
+            assert self._exchange is not None
+            found = self._exchange.run(request)
         assert isinstance(found, Answer)
         exchange, owner = self._exchange, self.owner
         if exchange is not None:

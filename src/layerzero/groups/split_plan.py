@@ -223,10 +223,12 @@ class SplitPlan:
         known = dict(zip(made.recording.inputs, inputs, strict=True))
         stretches = iter(one for one in made.items if not isinstance(one, Collective))
         is_open = False  # the GPU may not have come to the end of the group's calls
+        last = next((item for item in reversed(variant.items) if isinstance(item, Collective)), None)
         for item in variant.items:
             if isinstance(item, Collective):
                 arrays = [known[number] for number in item.values]
-                is_open = describe(arrays[0]).device != CPU and all(map(_asks_no_worker, variant.items))
+                is_here = describe(arrays[0]).device != CPU and all(map(_asks_no_worker, variant.items))
+                is_open = is_here and item is not last  # whose caller may ask a worker next
                 known.update(collect(self._group, item, arrays, wait=not is_open))
                 continue
             if is_open and not _asks_no_worker(item):  # leave has ended since

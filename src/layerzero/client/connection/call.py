@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import ACCEPTED, Array, describe
 from layerzero.client.arrays.wrapping import wrap
+from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
@@ -162,7 +163,7 @@ class Submitted:
         digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
         op = OPS[self.request.op]
         for place in self.request.places or ():
-            if place is not None and self.request.on_gpu is None:  # what is on a GPU is not looked at
+            if place is not None and isinstance(place[0], Arena):  # what is on a GPU is not looked at
                 arena, offset, nbytes = place
                 digest.update(arena.view[offset : offset + nbytes])
         for name, array in zip(op.inputs, self.arrays, strict=True):

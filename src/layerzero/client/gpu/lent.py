@@ -179,6 +179,11 @@ class GpuLoan:
             for arena, offset, nbytes in self.ranges:
                 arena.publish(self.transport, offset, nbytes, self.stream)
 
+    @property
+    def result_bytes(self) -> int:
+        """Of all arrays that it has made for results."""
+        return sum(spec.span_bytes for spec in self.results)
+
     def note_kept(self, reason: str) -> None:
         """The worker copies what it was lent."""
         if self.uncopied_bytes:

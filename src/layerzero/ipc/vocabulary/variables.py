@@ -177,6 +177,7 @@ OTHERS = (
     Variable("BUILD_NETWORK", "default", "the network of builds", "docker-compose.yml"),
     Variable("IMAGES", "layerzero", "prefix of the images' names", "docker-compose.yml"),
     Variable("SECRET", "./containers/secret", "the stack's secret", "docker-compose.yml"),
+    Variable("RAY_TOKEN", "./containers/ray-token", "the token of Ray's cluster", "docker-compose.cluster.yml"),
     Variable("UID", "1000", "whose processes run in containers", "docker-compose.yml"),
     Variable("TEST_CONTAINERS", "", "anything: tests of containers run", "tests"),
     Variable("TEST_ENGINE", "docker", "docker or podman", "tests"),

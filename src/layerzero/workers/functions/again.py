@@ -13,6 +13,7 @@ from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.objects import demand_use
 
 LIBRARIES = ("numpy", "torch")
 START_BYTES = frames.HEAD_AT + frames.MAX_KNOWN_BYTES  # of a frame, in which the whole of such a call lies
@@ -71,6 +72,7 @@ def again_of(
                 if found is None:
                     return None
                 code = found
+                demand_use(frames.METHOD, name, len(items))
             case [frames.CALL, code_tree, [values.LIST, *items], kwargs, int(level)] if kwargs == NO_KWARGS:
                 code = known(code_tree)
             case _:

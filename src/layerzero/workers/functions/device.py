@@ -43,11 +43,12 @@ class Span:
 
 
 class Found(NamedTuple):
-    """A dense result, by its address. `owner` keeps it."""
+    """A dense result, by its address. `owner` keeps it. `stream`: that it is made on, where its library says so."""
 
     spec: TensorSpec
     pointer: int
     owner: Any
+    stream: int = LEGACY
 
 
 class Results:
@@ -253,7 +254,12 @@ class Device:
         the memory for them."""
         assert self.results is not None
         assert self._stream is not None
-        return self.results.put(_driver(), self._stream) if self.results.have_room else None
+        if not self.results.have_room:
+            return None
+        driver = _driver()
+        for stream in {LEGACY, *(found.stream for found in self.results.found)}:
+            self._order(driver, stream, self._stream)
+        return self.results.put(driver, self._stream)
 
 
 NO_STREAM = (
@@ -278,6 +284,19 @@ def copy_of(array: Any) -> Any:
             return getattr(array, name)()
     text = "what stays there may keep the array, and this environment has no library to copy it on the GPU with"
     raise InvalidArgument(f"{text}; add torch or cupy to its requires")
+
+
+def apart(value: Any) -> Any:
+    """A result that waits for memory, with copies of its arrays on a GPU: the next call may write to what the function
+    kept of them. Arrays of libraries that cannot copy, and those within other objects, are as they are."""
+    if type(value) in (list, tuple):
+        return type(value)(map(apart, value))
+    if type(value) is dict:
+        return {key: apart(one) for key, one in value.items()}
+    if hasattr(value, "__cuda_array_interface__") or getattr(value, "is_cuda", False) is True:
+        with contextlib.suppress(InvalidArgument):
+            return copy_of(value)
+    return value
 
 
 def host_array(node: list[Any], memories: Sequence[Any], libraries: tuple[str, ...]) -> tuple[str, TensorSpec, Any]:

@@ -11,7 +11,7 @@ from functools import partial
 from types import AsyncGeneratorType, GeneratorType, ModuleType
 from typing import Any, TypeAlias
 
-from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.errors import CudaError, InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
@@ -24,6 +24,7 @@ from layerzero.workers.functions.coroutines import EventLoop
 from layerzero.workers.functions.device import (
     Results,
     Span,
+    apart,
     copy_of,
     device,
     host_array,
@@ -32,7 +33,7 @@ from layerzero.workers.functions.device import (
     span_or_view,
 )
 from layerzero.workers.functions.errors import MAX_TEXT, error_of
-from layerzero.workers.functions.kept import Kept, Result
+from layerzero.workers.functions.kept import Kept, Result, Written
 from layerzero.workers.functions.libraries import Arrays, Models
 from layerzero.workers.functions.objects import Held, Objects, demand_use, ended_within, use_of
 from layerzero.workers.functions.output import Output
@@ -107,6 +108,7 @@ class Functions:
         def serve() -> None:
             nonlocal before, again
             read = start.tobytes()  # nobody changes that meanwhile
+            made: Frame | Written
             if again is not None and read.startswith(again.head):
                 placing.begin(answer)
                 made = self._run_again(client, again)
@@ -122,14 +124,15 @@ class Functions:
 
         return bound
 
-    def _notice(self, client: int, made: Frame, room: int) -> Frame:
+    def _notice(self, client: int, made: Frame | Written, room: int) -> Frame:
         """Keep an answer that has no room, and say so."""
+        made = made if isinstance(made, Written) else Written(made)
         notice = Frame([frames.KEPT, self._kept.add(client, made, made.nbytes), made.nbytes])
         if notice.nbytes > room:
             raise InvalidArgument(f"an answer has room for {room} bytes; allowed: at least {notice.nbytes}")
         return notice
 
-    def _serve(self, client: int, frame: memoryview, lent: Memories, answer: memoryview) -> Frame:
+    def _serve(self, client: int, frame: memoryview, lent: Memories, answer: memoryview) -> Frame | Written:
         try:
             head, payload = frames.read(frame)
             match head:
@@ -197,6 +200,8 @@ class Functions:
             if isinstance(result, Coroutine):
                 result = self._loop.complete(result)
         except BaseException as exc:  # as of `_run`
+            if code.is_model and isinstance(exc, InvalidArgument):
+                return self._refused(exc)
             return self._raised(exc, code.file)
         del given
         try:
@@ -226,9 +231,9 @@ class Functions:
     def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
         return Frame([frames.RAISED, *error_of(exc, file, is_import=is_import), self._output.take()])
 
-    def _fetch(self, client: int, token: int) -> Frame:
+    def _fetch(self, client: int, token: int) -> Written:
         made = self._kept.take(client, token)
-        if not isinstance(made, Frame):
+        if not isinstance(made, Written):
             raise ProtocolError(f"answer {token} is of a GPU, and is to be taken there")
         return made
 
@@ -478,7 +483,7 @@ class Functions:
             made_there = device.settle()
             if made_there is not None:
                 return Frame([frames.RETURNED_THERE, renamed(tree), output, made_there], payload)
-            token = self._kept.add(client, Result(result, what), device.results.nbytes)
+            token = self._kept.add(client, Result(apart(result), what), device.results.nbytes)
             return Frame([frames.AWAITS, token, device.results.specs, output])
         return Frame([frames.RETURNED, renamed(tree), output], payload)
 
@@ -487,3 +492,8 @@ class Functions:
             return values.encode(value, lambda part: self._arrays.put(part, payload), root)
         except InvalidArgument as exc:
             raise InvalidArgument(f"{what}, and {exc.message}") from exc
+        except (ProtocolError, CudaError):
+            raise
+        except Exception as exc:  # a library that has no memory for a dense copy, say: the function is not run again
+            text = f"{what}, and its result cannot cross: {type(exc).__name__}: {exc}"[:MAX_TEXT]
+            raise InvalidArgument(text) from exc

@@ -235,7 +235,7 @@ class Gpus:
             return self._enqueue(plan, task, link, point, stream)
         except Exception as exc:
             self._settle(link, point, stream, exc)
-            if not is_out_of_memory(exc):
+            if not is_out_of_memory(exc) or plan.call.op == FUNCTION:  # which may have run, and has state
                 raise
             self._graphs.clear()
             self.watch()

@@ -246,7 +246,7 @@ def _of_interface(value: Any) -> Found:
     strides = told.get("strides")
     if strides is not None and spec.numel and tuple(strides) != tuple(step * spec.itemsize for step in spec.strides):
         raise InvalidArgument(f"an array on a GPU with strides {tuple(strides)}; return a contiguous copy")
-    return Found(spec, int(told["data"][0] or 0), value)
+    return Found(spec, int(told["data"][0] or 0), value, int(told.get("stream") or 0))
 
 
 def _demand_device(own: int, device: int) -> None:

@@ -35,7 +35,9 @@ def test_the_list_of_settings_is_that_of_the_broker() -> None:
 def test_every_variable_that_the_source_names_is_declared() -> None:
     """One that is read and not declared would be called misspelt."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", "")]
-    texts = [(ROOT / "docker-compose.yml").read_text(), *(p.read_text() for p in files if p.is_file())]
+    texts = [path.read_text() for path in ROOT.glob("docker-compose*.yml")] + [
+        p.read_text() for p in files if p.is_file()
+    ]
     named = {name for text in texts for name in NAMED.findall(text)}
     assert named <= {*variables.names()}
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from layerzero.client.arrays.recognition import describe
+from layerzero.client.connection.arena import pool
 from layerzero.client.connection.call import Request, Submitted, microseconds
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.ops import OPS
 
 A, B = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
 
@@ -30,6 +32,23 @@ def test_a_digest_is_of_every_input() -> None:
     """A harmless call must not be taken for a poisonous one that shares its first input, nor the other way."""
     assert digest("matmul", A, B) == digest("matmul", A.copy(), B.copy())
     assert len({digest("matmul", A, A), digest("matmul", A, B), digest("matmul", B, A), digest("matmul", B, B)}) == 4
+
+
+def test_a_digest_of_a_function_on_a_gpu_is_of_its_frame() -> None:
+    """What lies on the GPU is not looked at; which function it is, and its arguments here, are in shared memory."""
+    nothing: Any = None
+
+    def of(text: bytes) -> bytes:
+        block, arena, offset = pool.allocate(len(text))
+        block[: len(text)] = text
+        there: Any = object()
+        asked = request("function")
+        asked.places, asked.on_gpu = ((arena, offset, len(text)), (there, 0, 64)), there
+        arrays = (None,) * len(OPS["function"].inputs)
+        rest = (asked, nothing, arrays, [], [], None, None, False, [], 0, b"", frozenset(), None)
+        return Submitted(nothing, nothing, *rest).digest()  # type: ignore[arg-type]
+
+    assert of(b"good") == of(b"good") != of(b"evil")
 
 
 def test_a_digest_leaves_out_what_the_call_writes() -> None:

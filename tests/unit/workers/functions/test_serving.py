@@ -104,3 +104,48 @@ def test_a_call_on_a_gpu_without_a_stream_is_refused(served: Functions) -> None:
         assert send(served, 1, head)[0] == frames.REFUSED
         assert device.results is None
     assert send(served, 2, call, 8192)[:2] == [frames.RETURNED, LONG]
+
+
+@pytest.mark.parametrize("name", ["_secret", "__reduce_ex__"])
+def test_a_private_name_is_refused_each_time(served: Functions, name: str) -> None:
+    """Calls that come again as the same bytes are not read again, and are held to the same."""
+    hold = [frames.HOLD, [frames.CALL, CODE, [values.LIST], [values.DICT], 30], frames.ALL]
+    _, (_, *reference, _), _ = send(served, 1, hold)
+    head = [frames.USE, reference, frames.METHOD, name, [values.LIST, 2], [values.DICT], 30]
+    made, answer = bytes(Frame(head)), memoryview(bytearray(512))
+    blocks = [Block(part, TensorSpec.contiguous("uint8", (len(part),))) for part in (memoryview(made), answer)]
+    bound = served.bind_of(1)(Call("function", "plain.call", (), ()), blocks[:1], blocks[1:])
+    for _ in range(4):
+        bound()
+        told = frames.read(answer)[0]
+        assert (told[0], "is private" in told[2]) == (frames.REFUSED, True)
+
+
+def test_a_kept_answer_is_what_it_was_when_the_call_ended() -> None:
+    """The next call may write to the array that it was made of."""
+    payload, data = frames.Payload(), bytearray(b"one")
+
+    def write(target: memoryview) -> None:
+        target[:] = data
+
+    payload.add(3, write)
+    made = kept.Written(Frame([frames.RETURNED, "x", []], payload))
+    data[:] = b"two"
+    answer = bytearray(made.nbytes)
+    made.write(memoryview(answer))
+    assert b"one" in answer
+
+
+def test_what_cannot_be_encoded_has_run(served: Functions) -> None:
+    """A library that has no memory for a dense copy must not have the function run again."""
+
+    def put(*_: Any) -> None:
+        raise MemoryError("no memory for a dense copy")
+
+    served._arrays.put = put  # type: ignore[method-assign]
+    served._modules.function = lambda _: object  # type: ignore[method-assign, assignment]
+    told = send(served, 1, [frames.CALL, CODE, [values.LIST], [values.DICT], 30])
+    assert (told[0], "shop.total has run, and its result cannot cross: MemoryError" in told[2]) == (
+        frames.REFUSED,
+        True,
+    )

@@ -25,6 +25,7 @@ from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
 from layerzero.ipc.shm.timeline_words import TIMELINES, TimelinePoint
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, pack_refs
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.workers.gpu import executor
@@ -440,6 +441,22 @@ def test_full_gpu_gets_a_second_chance_and_then_an_error(rig: Rig) -> None:
     with pytest.raises(CudaError) as caught:
         rig.run(2)
     assert (len(tries), caught.value.is_out_of_memory) == (2, True)
+
+
+def test_function_is_not_run_again_where_a_gpu_is_full(rig: Rig) -> None:
+    """It may have run, and has state."""
+    tries = []
+
+    def stay_full() -> None:
+        tries.append(rig.stream)
+        raise error("cuMemAlloc", 2)
+
+    rig.run(1)
+    rig.plan.call = replace(rig.plan.call, op=FUNCTION)
+    rig.kernel = stay_full
+    with pytest.raises(CudaError):
+        rig.run(2)
+    assert len(tries) == 1
 
 
 def test_full_gpu_gets_the_memory_of_graphs_back(rig: Rig) -> None:
