@@ -77,11 +77,7 @@ class FunctionCall:
     @property
     def text(self) -> str:
         """The call in a line."""
-        part = self.parts[-1]
-        shown = [*map(_shown, part.given[0][1:])]
-        flat = part.given[1][1:]
-        shown += [f"{name}={_shown(value)}" for name, value in zip(flat[::2], flat[1::2], strict=False)]
-        return f"{self.label}({', '.join(shown)})"
+        return f"{self.label}({words_of(*self.parts[-1].given)})"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,6 +110,13 @@ def _part(value: Mapping[str, Any]) -> Part:
     for one in arrays(part.given):
         spec_of(one)
     return part
+
+
+def words_of(args: Any, kwargs: Any) -> str:
+    """Arguments, and those by name, in a line: as they are shown, or as they cross."""
+    flat = kwargs[1:]
+    named = [f"{name}={_shown(value)}" for name, value in zip(flat[::2], flat[1::2], strict=False)]
+    return ", ".join([*map(_shown, args[1:]), *named])
 
 
 def shown_of(tree: Any) -> Any:
@@ -179,6 +182,8 @@ def _left_out(shown: Any) -> bool:
 def _shown(tree: Any) -> str:
     """A value in a few words."""
     match tree:
+        case str() | bytes():  # as it crosses
+            return f"{tree[:MAX_SHOWN]!r}" + (f"... of {len(tree)}" if len(tree) > MAX_SHOWN else "")
         case {"text": length}:
             return f"text of {length}"
         case {"bytes": length}:
