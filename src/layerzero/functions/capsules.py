@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from layerzero.client.capsules.form import ALIGNMENTS, Failure, Segment
-from layerzero.client.capsules.of_function import FunctionCall, Part, Target, shown_of
+from layerzero.client.capsules.of_function import FunctionCall, Part, Target, given_of
 from layerzero.client.capsules.taking import Capsules, Failed, Memory, pids_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.functions.calling import Arguments
@@ -64,7 +64,7 @@ def take(
             segments += [Segment(nbytes, address % ALIGNMENTS) for address, nbytes in ranges]
             loads.append((trees, one.given, ranges))
             memory = tuple(range(first, len(segments)))
-            given = (shown_of(args), shown_of(kwargs))
+            given = given_of(args, kwargs)
             parts.append(Part(one.kind, one.name, one.stays, given, memory, tuple(map(tuple, one.outs))))
 
         def load() -> list[Any]:
@@ -88,7 +88,7 @@ def take(
         )
         return failed, Memory(tuple(segments), load)
 
-    likeness = (told.label, json.dumps([shown_of(one.given.trees[:2]) for one in told.asked]))
+    likeness = (told.label, json.dumps([given_of(*one.given.trees[:2]) for one in told.asked]))
     return capsules.keep(failures[0], likeness, describe)
 
 

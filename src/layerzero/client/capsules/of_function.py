@@ -128,10 +128,6 @@ def shown_of(tree: Any) -> Any:
             return {BYTES: len(tree)}
         case [values.INTEGER, bytes() as number]:
             return {INTEGER: number.hex()}
-        case [values.DICT, *flat]:  # names, that say what is what
-            pairs = zip(flat[::2], flat[1::2], strict=True)
-            named = [(key if type(key) is str else shown_of(key), shown_of(value)) for key, value in pairs]
-            return [values.DICT, *(one for pair in named for one in pair)]
         case [values.ENUM | values.DATACLASS as tag, module, name, its, *rest]:
             return [tag, module, name, its, *map(shown_of, rest)]
         case [values.ARRAY, *_] | [values.HELD, *_]:
@@ -139,6 +135,14 @@ def shown_of(tree: Any) -> Any:
         case [tag, *rest]:
             return [tag, *map(shown_of, rest)]
     return tree
+
+
+def given_of(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Trees of arguments, and of those by name, as JSON has them. The names are the function's own, and stay; keys of
+    dicts among the arguments are the caller's texts."""
+    flat = kwargs[1:]
+    named = [one for name, value in zip(flat[::2], flat[1::2], strict=True) for one in (name, shown_of(value))]
+    return shown_of(args), [*kwargs[:1], *named]
 
 
 def tree_of(shown: Any) -> Any:
