@@ -166,13 +166,12 @@ class Capsules:
     def keep(self, first: Failure, likeness: Hashable, describe: Callable[[], tuple[Failed, Memory]]) -> str:
         """A note that names the capsule of a failed call, "" where one like it was kept a moment ago. Raises
         nothing: what fails is the note."""
-        if not self._is_new((first.kernel_id, first.what, likeness)):
-            return ""
         try:
+            if not self._is_new((first.kernel_id, first.what, likeness)):
+                return ""
             name = self._write(*describe())
-        except OSError as exc:  # a full disk must not cost the caller its result
-            log("capsule.failed", error=str(exc), folder=str(self._folder))
-            return f"no capsule of the failure was kept: {exc.strerror or exc}"
+        except Exception as exc:  # a full disk must not cost the caller its result, nor anything else
+            return not_kept(exc)
         return f"capsule of the failure: lz replay {name}"
 
     def _is_new(self, key: tuple[object, ...]) -> bool:
@@ -261,6 +260,13 @@ class Capsules:
                 if row["name"] == backend:
                     facts["versions"] = row["versions"]
         return facts
+
+
+def not_kept(exc: Exception) -> str:
+    """The note of a call whose capsule could not be made, and a line of the log."""
+    log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
+    why = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc) or type(exc).__name__
+    return f"no capsule of the failure was kept: {why}"
 
 
 def mode_of(environ: Mapping[str, str]) -> str:

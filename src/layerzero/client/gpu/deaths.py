@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.capsules.form import CUDA, Failure, Segment
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, pids_of
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import SelectionReport
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.logs import log
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -164,8 +163,7 @@ class Deaths:
         try:
             taken.note = self._take(enqueued)
         except Exception as exc:  # the call has its result or its error all the same
-            log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
-            taken.note = f"no capsule of the failure was kept: {exc}"
+            taken.note = not_kept(exc)
         finally:
             taken.is_done.set()
             enqueued.given = None
