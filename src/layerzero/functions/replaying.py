@@ -36,6 +36,7 @@ from layerzero.ipc.vocabulary import pools
 
 UNREADABLE = "its result cannot be read here"  # of a call that has run (functions/calling.py)
 TOLERANCE = 1e-5
+COPIES = 3  # of arrays of random numbers, at the most: here, as they are told, and as they are lent
 _LIBRARIES, _PACKAGES = frozenset({"lib", "lib64"}), frozenset({"site-packages", "dist-packages"})
 _OF_PYTHON = re.compile(r"(python|pypy)[0-9]+(\.[0-9]+)*t?")
 _HOW = {
@@ -142,13 +143,20 @@ def function_memory(capsule: Capsule, data: Sequence[bytes], seed: int) -> list[
 def _memory(part: Part, segments: Sequence[Segment], data: Sequence[bytes], seed: int) -> Memory:
     trees_at, payload_at, *lent_at = part.memory
     offsets = [segments[n].offset for n in lent_at]
+    if len(lent_at) > MAX_LENT:
+        raise InvalidArgument(f"the capsule is damaged: {len(lent_at)} ranges of memory; a call lends {MAX_LENT}")
     if data:
-        trees = unpack_tree(data[trees_at])
-        if type(trees) is not list or len(trees) != 2:
-            raise InvalidArgument("the capsule is damaged: no arguments")
+        trees = _trees(part, data[trees_at], [len(data[n]) for n in (payload_at, *lent_at)])
         return trees, data[payload_at], list(zip([data[n] for n in lent_at], offsets, strict=True))
     trees = [of_function.tree_of(one) for one in part.given]
-    memories = [bytearray(segments[n].nbytes) for n in (payload_at, *lent_at)]
+    sizes = [segments[n].nbytes for n in (payload_at, *lent_at)]
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if COPIES * sum(sizes) > room:
+        raise InvalidArgument(
+            f"replay it on a machine with more memory: its arguments have {sum(sizes):,} bytes, of which "
+            f"{COPIES} copies are made, and this one has {room:,}"
+        )
+    memories = [bytearray(size) for size in sizes]
     for number, node in enumerate(of_function.arrays(trees)):
         spec = of_function.spec_of(node)
         if not spec.numel:
@@ -157,6 +165,21 @@ def _memory(part: Part, segments: Sequence[Segment], data: Sequence[bytes], seed
         memory, start = memories[node[4] + 1], node[5]
         memory[start : start + spec.span_bytes] = ctypes.string_at(made.ctypes.data, spec.span_bytes)
     return trees, bytes(memories[0]), list(zip(map(bytes, memories[1:]), offsets, strict=True))
+
+
+def _trees(part: Part, data: bytes, sizes: Sequence[int]) -> list[Any]:
+    """Arguments as they crossed. Raises InvalidArgument for what are none."""
+    try:
+        trees = unpack_tree(data)
+        args, kwargs = trees
+        if type(args) is not list or type(kwargs) is not list:
+            raise ValueError("no arguments")
+        of_function.demand_inside(part, trees, sizes)
+    except LayerZeroError as exc:
+        raise InvalidArgument(f"the capsule is damaged: {exc.message}") from exc
+    except (ValueError, TypeError) as exc:
+        raise InvalidArgument(f"the capsule is damaged: {exc!s:.200}") from exc
+    return [args, kwargs]
 
 
 def code_to_call(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from layerzero.client.capsules import store
+from layerzero.client.capsules import form, store
 from layerzero.client.capsules.of_function import FunctionCall, Part, Target
+from layerzero.client.cli.app import app
 from layerzero.functions import replaying
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import values
+from layerzero.ipc.transport.plain import pack_tree
 
 ENV = "one.fn"
 GIVEN = ([values.LIST, "touch /hacked"], [values.DICT, "by", 2])
@@ -90,3 +96,63 @@ def test_a_capsule_is_ones_own_in_ones_own_folder_alone(tmp_path: Path) -> None:
     assert not store.is_own(folder, folder / "c")
     os.chmod(folder, 0o770)
     assert not store.is_own(folder, folder / "a")
+
+
+def call_json(node: Sequence[Any], nbytes: int = 64) -> dict[str, Any]:
+    """A capsule of a function that takes an array; 16 bytes were lent beside those in its frame."""
+    spec = ["float32", [4], [1]]
+    array = [values.ARRAY, "numpy", *spec, *node]
+    target = {"env": "one.fn", "module": "m", "qualname": "f", "file": "", "sha256": "", "root": "", "is_main": False}
+    part = {"kind": "call", "name": "", "stays": 0, "given": [[values.LIST, array], [values.DICT]]}
+    function = {"label": "m.f", "targets": [target], "parts": [{**part, "memory": [0, 1, 2], "outs": []}]}
+    failure = {"backend": "one.fn", "kernel_id": "one.fn", "outcome": "BACKEND", "detail": ""}
+    return {
+        **{"schema": 2, "op": "function", "arguments": [], "params": {}, "output": None, "served_by": "", "facts": {}},
+        "segments": [{"nbytes": size, "offset": 0, "sha256": ""} for size in (8, nbytes, 16)],
+        "failures": [{**failure, "exit_signal": 11, "exit_code": None}],
+        "function": {**function, "problem": ""},
+        "made_s": 0.0,
+        "left_out": "shapes",
+    }
+
+
+def written(folder: Path, call: Mapping[str, Any]) -> Path:
+    (folder / form.CALL).write_text(json.dumps(call))
+    return folder
+
+
+@pytest.mark.parametrize("node", [(-1, 0), (-1, 48), (0, 0)])
+def test_arrays_in_their_memory_are_read(tmp_path: Path, node: Sequence[int]) -> None:
+    capsule = form.read(written(tmp_path, call_json(node)))
+    assert replaying.function_memory(capsule, [], 0)[0][0][0][1][5:] == list(node)
+
+
+@pytest.mark.parametrize("node", [(-2, 0), (1, 0), (1 << 70, 0), (-1, -8), (-1, 52), (0, 4), (-1, 1 << 70)])
+def test_arrays_outside_of_their_memory_are_damage(tmp_path: Path, node: Sequence[int]) -> None:
+    """In what is shown, and in what was kept."""
+    with pytest.raises(InvalidArgument, match=r"damaged.*(lies outside of its memory|the call lent 1)"):
+        form.read(written(tmp_path, call_json(node)))
+    capsule = form.read(written(tmp_path, call_json((-1, 0))))
+    if abs(node[0]) < 1 << 63 and abs(node[1]) < 1 << 63:
+        trees = pack_tree([[values.LIST, [values.ARRAY, "numpy", "float32", [4], [1], *node]], [values.DICT]])
+        with pytest.raises(InvalidArgument, match=r"damaged.*(lies outside of its memory|the call lent 1)"):
+            replaying.function_memory(capsule, [trees, bytes(64), bytes(16)], 0)
+
+
+@pytest.mark.parametrize("tree", [[3, 4], [[values.LIST]], 7, {"a": 1}])
+def test_what_was_kept_and_is_no_arguments_is_damage(tmp_path: Path, tree: Any) -> None:
+    capsule = form.read(written(tmp_path, call_json((-1, 0))))
+    with pytest.raises(InvalidArgument, match="damaged"):
+        replaying.function_memory(capsule, [pack_tree(tree), bytes(64), bytes(16)], 0)
+
+
+def test_arguments_that_no_machine_has_room_for_are_refused(tmp_path: Path) -> None:
+    capsule = form.read(written(tmp_path, call_json((-1, 0), nbytes=1 << 60)))
+    with pytest.raises(InvalidArgument, match="replay it on a machine with more memory"):
+        replaying.function_memory(capsule, [], 0)
+
+
+def test_a_device_belongs_to_an_op(tmp_path: Path) -> None:
+    folder = str(written(tmp_path, call_json((-1, 0))))
+    result = CliRunner().invoke(app, ["replay", folder, "--device", "cuda"])
+    assert "leave --device out" in result.output

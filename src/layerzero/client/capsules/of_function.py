@@ -4,11 +4,11 @@ can be shown: texts and bytes by their lengths alone."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.ipc.functions import values
+from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -103,6 +103,8 @@ def _part(value: Mapping[str, Any]) -> Part:
         raise ValueError("no numbers of memory")
     if len(value["memory"]) < 2:
         raise ValueError("arguments without memory")
+    if not 0 <= value["stays"] <= frames.OWN:
+        raise ValueError(f"{value['stays']} is no word for what of a result stays")
     outs = tuple(map(tuple, value["outs"]))
     part = Part(value["kind"], value["name"], value["stays"], (args, kwargs), tuple(value["memory"]), outs)
     if type(args) is not list or type(kwargs) is not list or args[:1] != [values.LIST] or kwargs[:1] != [values.DICT]:
@@ -175,6 +177,18 @@ def spec_of(node: list[Any]) -> TensorSpec:
     if len(node) != 6 or type(node[4]) is not int or type(node[5]) is not int:
         raise ValueError("no array")
     return TensorSpec.from_wire(node[1:4])
+
+
+def demand_inside(part: Part, trees: Any, sizes: Sequence[int]) -> None:
+    """Each array of these trees lies in the part's own memory. `sizes`: the bytes of its arrays, and of each range that
+    it lent. Raises ValueError, LayerZeroError."""
+    for node in arrays(trees):
+        spec, position, start = spec_of(node), node[4] + 1, node[5]
+        if not 0 <= position < len(sizes):
+            raise ValueError(f"an array lies in range {node[4]} of memory, and the call lent {len(sizes) - 1}")
+        if start < 0 or start + spec.span_bytes > sizes[position]:
+            said = f"an array of {spec.span_bytes:,} bytes from byte {start:,} on lies outside of its memory"
+            raise ValueError(f"{said}, which has {sizes[position]:,}")
 
 
 def _left_out(shown: Any) -> bool:

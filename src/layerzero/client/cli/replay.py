@@ -105,6 +105,8 @@ def replay(
         own.append(capsule.served_by.partition(".")[0])  # wrong beside what
     wanted = None if env == "all" else list(dict.fromkeys(backend or own))
     if capsule.function is not None:
+        if device is not None:
+            raise InvalidArgument(f"leave --device out: it belongs to an op, and {capsule.name} is of a function")
         how = (backend, times, timeout_s, seed, file, is_own or trust, under, core)
         raise typer.Exit(_replay_function(capsule, data, how, everywhere=env == "all", shrink=shrink, as_json=as_json))
     if shrink:
