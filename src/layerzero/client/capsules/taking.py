@@ -117,6 +117,15 @@ class Capsules:
         """Whether bytes of arguments may be kept."""
         return self._mode in (SMALL, FULL)
 
+    @property
+    def most_bytes(self) -> int:
+        """Of the arguments of one call, that its capsule has the bytes of."""
+        return {OFF: 0, SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
+
+    def too_large(self, nbytes: int) -> str:
+        """Why a capsule does not have so many bytes of arguments."""
+        return f"{nbytes:,} bytes of arguments; LAYERZERO_CAPSULES={self._mode} keeps {self.most_bytes:,}"
+
     def take(self, submitted: Submitted, report: SelectionReport) -> str:
         """A note that names the capsule of a call, "" where there is none to be had."""
         failures = failures_of(report.attempts)
@@ -224,13 +233,12 @@ class Capsules:
     def _keep_memory(self, memory: Memory, draft: Path) -> tuple[tuple[Segment, ...], str]:
         segments = memory.segments
         nbytes = sum(segment.nbytes for segment in segments)
-        most = {SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
         if self._mode == SHAPES:
             return segments, _LEFT_OUT
         if memory.left_out:
             return segments, memory.left_out
-        if nbytes > most:
-            return segments, f"{nbytes:,} bytes of arguments; LAYERZERO_CAPSULES={self._mode} keeps {most:,}"
+        if nbytes > self.most_bytes:
+            return segments, self.too_large(nbytes)
         try:
             blocks = memory.load()
         except LayerZeroError as exc:
