@@ -183,7 +183,8 @@ def test_a_wrong_result_of_a_shadow_check_is_kept_and_compared_again(site: Site,
     assert not rows[fn.OTHER.backend]["is_far"]
 
 
-def test_all_environments_that_are_built_make_the_call(site: Site, capsules: Path) -> None:
+def test_all_environments_that_are_built_make_the_call(site: Site, capsules: Path, tmp_path: Path) -> None:
+    """Of a capsule of somebody else once it is trusted."""
     with site.environment():
         fn.OTHER.build(quiet=True)
     site.start().connect()
@@ -191,6 +192,13 @@ def test_all_environments_that_are_built_make_the_call(site: Site, capsules: Pat
         fn.of_number(13)
     capsule, _ = only(capsules)
     lz_.disconnect()
+    archive = str(tmp_path / "shared.tar.gz")
+    assert lz(site, "capsule", "share", capsule.name, archive).returncode == DONE
+    refused = lz(site, "replay", archive)
+    assert refused.returncode == USAGE
+    for text in ("--trust", f"{fn.__name__}.of_number(13)", fn.__file__):
+        assert text in refused.stderr
+    assert run(site, archive, "--trust")[fn.ONE.backend]["runs"] == {"signal 11": 1}
     rows = run(site, capsule.name, "--env", "all")
     assert set(rows) == {fn.ONE.backend, fn.OTHER.backend}
     assert all(row["runs"] == {"signal 11": 1} for row in rows.values())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from layerzero.client.capsules.form import WRONG, Failure
 from layerzero.client.capsules.of_function import CALL, LOAD
-from layerzero.client.capsules.taking import failures_of
+from layerzero.client.capsules.taking import failures_of, not_kept
 from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import Attempt, SelectionReport
@@ -372,17 +372,25 @@ class Call:
         return [Asked(CALL, "", self._stays, self.given)], ""
 
     def _told(self) -> Told | None:
-        candidates = self.owner._places.candidates
-        asked = None if self.given is None or candidates[0].code.is_model else self._asked()
-        return None if asked is None else Told(self.label, candidates, *asked, self.options.tolerance)
+        """What a capsule is made of, where they are on. Raises nothing: what fails is the note."""
+        if not self._session.capsules.is_on:
+            return None
+        try:
+            candidates = self.owner._places.candidates
+            asked = None if self.given is None or candidates[0].code.is_model else self._asked()
+            return None if asked is None else Told(self.label, candidates, *asked, self.options.tolerance)
+        except Exception as exc:  # the call has its result or its error all the same
+            self._capsule = not_kept(exc)
+            return None
 
     def _keep(self, report: SelectionReport | None, error: LayerZeroError | None = None) -> None:
         """A capsule of an attempt whose worker died or hung; the error's report names it, too."""
         failures = [] if report is None else failures_of(report.attempts)
-        told = self._told() if failures else None
-        if report is None or told is None:
+        if report is None or not failures:
             return
-        self._capsule = take(self._session.capsules, told, failures, report.backend or "", report)
+        told = self._told()
+        if told is not None:
+            self._capsule = take(self._session.capsules, told, failures, report.backend or "", report)
         if error is not None and self._capsule:
             self._record = replace(report, notes=(*report.notes, self._capsule))
             error.report = self._record  # type: ignore[attr-defined]

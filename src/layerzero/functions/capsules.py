@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from layerzero.client.capsules.form import ALIGNMENTS, Failure, Segment
-from layerzero.client.capsules.of_function import FunctionCall, Part, Target, shown_of
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, pids_of
+from layerzero.client.capsules.of_function import FunctionCall, Part, Target, given_of
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, not_kept, pids_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.functions.calling import Arguments
 from layerzero.functions.places import Candidate
@@ -47,9 +47,19 @@ class Told(NamedTuple):
 def take(
     capsules: Capsules, told: Told, failures: Sequence[Failure], served_by: str, report: SelectionReport | None = None
 ) -> str:
-    """A note that names the capsule, "" where there is none. Costs nothing but a comparison where capsules are off."""
+    """A note that names the capsule, "" where there is none. Costs nothing but a comparison where capsules are off.
+    Raises nothing: what fails is the note."""
     if not capsules.is_on or not failures:
         return ""
+    try:
+        return _take(capsules, told, failures, served_by, report)
+    except Exception as exc:  # the call has its result or its error all the same
+        return not_kept(exc)
+
+
+def _take(
+    capsules: Capsules, told: Told, failures: Sequence[Failure], served_by: str, report: SelectionReport | None
+) -> str:
     problem = told.problem or (OBJECTS if any(one.given.loans for one in told.asked) else "")
     problem = problem or (ON_GPU if any(one.given.on_gpu is not None for one in told.asked) else "")
 
@@ -64,7 +74,7 @@ def take(
             segments += [Segment(nbytes, address % ALIGNMENTS) for address, nbytes in ranges]
             loads.append((trees, one.given, ranges))
             memory = tuple(range(first, len(segments)))
-            given = (shown_of(args), shown_of(kwargs))
+            given = given_of(args, kwargs)
             parts.append(Part(one.kind, one.name, one.stays, given, memory, tuple(map(tuple, one.outs))))
 
         def load() -> list[Any]:
@@ -88,7 +98,7 @@ def take(
         )
         return failed, Memory(tuple(segments), load)
 
-    likeness = (told.label, json.dumps([shown_of(one.given.trees[:2]) for one in told.asked]))
+    likeness = (told.label, json.dumps([given_of(*one.given.trees[:2]) for one in told.asked]))
     return capsules.keep(failures[0], likeness, describe)
 
 

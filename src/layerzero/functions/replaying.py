@@ -3,12 +3,16 @@ program that called."""
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import logging
 import os
+import re
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +36,9 @@ from layerzero.ipc.vocabulary import pools
 
 UNREADABLE = "its result cannot be read here"  # of a call that has run (functions/calling.py)
 TOLERANCE = 1e-5
+COPIES = 3  # of arrays of random numbers, at the most: here, as they are told, and as they are lent
+_LIBRARIES, _PACKAGES = frozenset({"lib", "lib64"}), frozenset({"site-packages", "dist-packages"})
+_OF_PYTHON = re.compile(r"(python|pypy)[0-9]+(\.[0-9]+)*t?")
 _HOW = {
     of_function.METHOD: frames.METHOD,
     of_function.GET: frames.GET,
@@ -52,10 +59,12 @@ def replay(
     seed: int = 0,
     begins: Callable[[str], None] = lambda _: None,
     file: Path | None = None,
+    is_trusted: bool = False,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Outcome]:
     """Make the call in each of the environments, by their names; none: in the one that failed; None: in all that are
-    built here. `file`: where the function's file is, in the place of where it was. Results are compared with those of
+    built here. `file`: where the function's file is, in the place of where it was. `is_trusted`: the capsule is this
+    user's own, or what it names may be called (`code_to_call`). Results are compared with those of
     the first environment that gave one; of a capsule of a wrong result, with those that it was compared with.
 
     Needs NumPy. Raises InvalidArgument for a call that cannot be made again, and where the file is not the one that it
@@ -66,7 +75,7 @@ def replay(
     store = environments.default_store(os.environ)
     named = [environments.full_name(pools.environment_of(one), store) for one in backends or own]
     names = list(dict.fromkeys(named)) if backends is not None else environments.all_built(store)
-    codes = {name: code_of(function, name, file) for name in names}
+    codes = {name: code_to_call(function, name, file, told, is_trusted=is_trusted) for name in names}
     tolerance = capsule.params.get("tolerance")
     allowed = float(tolerance) if isinstance(tolerance, (int, float)) else TOLERANCE
     found: dict[str, Outcome] = {}
@@ -95,12 +104,12 @@ def replay(
 
 
 def runs_of(
-    capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, file: Path | None
+    capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, file: Path | None, *, is_trusted: bool = False
 ) -> Callable[[Any], Runs]:
     """For a debugger: the call in one environment, for a session. Raises as `replay`."""
     name = environments.full_name(pools.environment_of(backend), environments.default_store(os.environ))
     function, told = _again(capsule), function_memory(capsule, data, seed)
-    code = code_of(function, name, file)
+    code = code_to_call(function, name, file, told, is_trusted=is_trusted)
 
     def runs(session: Any) -> Runs:
         learn(session, name)
@@ -134,13 +143,20 @@ def function_memory(capsule: Capsule, data: Sequence[bytes], seed: int) -> list[
 def _memory(part: Part, segments: Sequence[Segment], data: Sequence[bytes], seed: int) -> Memory:
     trees_at, payload_at, *lent_at = part.memory
     offsets = [segments[n].offset for n in lent_at]
+    if len(lent_at) > MAX_LENT:
+        raise InvalidArgument(f"the capsule is damaged: {len(lent_at)} ranges of memory; a call lends {MAX_LENT}")
     if data:
-        trees = unpack_tree(data[trees_at])
-        if type(trees) is not list or len(trees) != 2:
-            raise InvalidArgument("the capsule is damaged: no arguments")
+        trees = _trees(part, data[trees_at], [len(data[n]) for n in (payload_at, *lent_at)])
         return trees, data[payload_at], list(zip([data[n] for n in lent_at], offsets, strict=True))
     trees = [of_function.tree_of(one) for one in part.given]
-    memories = [bytearray(segments[n].nbytes) for n in (payload_at, *lent_at)]
+    sizes = [segments[n].nbytes for n in (payload_at, *lent_at)]
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if COPIES * sum(sizes) > room:
+        raise InvalidArgument(
+            f"replay it on a machine with more memory: its arguments have {sum(sizes):,} bytes, of which "
+            f"{COPIES} copies are made, and this one has {room:,}"
+        )
+    memories = [bytearray(size) for size in sizes]
     for number, node in enumerate(of_function.arrays(trees)):
         spec = of_function.spec_of(node)
         if not spec.numel:
@@ -151,8 +167,79 @@ def _memory(part: Part, segments: Sequence[Segment], data: Sequence[bytes], seed
     return trees, bytes(memories[0]), list(zip(map(bytes, memories[1:]), offsets, strict=True))
 
 
+def _trees(part: Part, data: bytes, sizes: Sequence[int]) -> list[Any]:
+    """Arguments as they crossed. Raises InvalidArgument for what are none."""
+    try:
+        trees = unpack_tree(data)
+        args, kwargs = trees
+        if type(args) is not list or type(kwargs) is not list:
+            raise ValueError("no arguments")
+        of_function.demand_inside(part, trees, sizes)
+    except LayerZeroError as exc:
+        raise InvalidArgument(f"the capsule is damaged: {exc.message}") from exc
+    except (ValueError, TypeError) as exc:
+        raise InvalidArgument(f"the capsule is damaged: {exc!s:.200}") from exc
+    return [args, kwargs]
+
+
+def code_to_call(
+    function: FunctionCall, env: str, file: Path | None, told: Sequence[Memory], *, is_trusted: bool
+) -> Code:
+    """As `code_of`, for a call. The capsule itself says which file, with which hash, and which arguments: where it is
+    not trusted all that is shown first, and the user has to name the file. Raises InvalidArgument."""
+    code = code_of(function, env, file)
+    if is_trusted:
+        return code
+    shown = f"{_calls(function, code, told)}, in {env}"
+    if file is None or code.is_installed:
+        by = "say --trust" if code.is_installed else "name its file by --file FILE, or say --trust"
+        raise InvalidArgument(
+            f"look at what this capsule calls, then {by}: it is not one of your own, and calls {shown}"
+        )
+    if code.qualname.partition(".")[0] not in _defined(Path(code.file)):
+        raise InvalidArgument(f"say --trust if you mean it: {code.file} does not define what it calls: {shown}")
+    return code
+
+
+def _calls(function: FunctionCall, code: Code, told: Sequence[Memory]) -> str:
+    """What will be called, by what crosses: what the capsule says of it may be something else."""
+    said = []
+    for part, (trees, _, _) in zip(function.parts, told, strict=True):
+        name = f".{part.name}" if part.name else ""
+        said.append(f"{code.label}{name}({of_function.words_of(*trees)})")
+    where = f"{code.file} (SHA-256 {code.sha256[:12]}...)" if code.file else "a package of the environment"
+    return f"{', then '.join(said)} of {where}"
+
+
+def _defined(file: Path) -> set[str]:
+    """The functions and classes that a file has of its own."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError) as exc:
+        raise InvalidArgument(f"name a Python file by --file FILE: {file}: {exc!s:.200}") from exc
+    return {
+        one.name for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+
+
+def _is_of_interpreter(file: str) -> bool:
+    """Whether a file is of the standard library of any interpreter. Site-packages are not."""
+    for path in {Path(os.path.abspath(file)), Path(file).resolve()}:
+        own = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+        below = [path.relative_to(one).parts for one in own if path.is_relative_to(one)]
+        below += [
+            path.parts[n + 2 :]
+            for n, (above, name) in enumerate(pairwise(path.parts))
+            if above in _LIBRARIES and _OF_PYTHON.fullmatch(name)
+        ]
+        if any(_PACKAGES.isdisjoint(parts[:-1]) for parts in below):
+            return True
+    return False
+
+
 def code_of(function: FunctionCall, env: str, file: Path | None) -> Code:
-    """What is called in an environment. Raises InvalidArgument where that file is not here, or is another by now."""
+    """What is called in an environment. Raises InvalidArgument where that file is not here, is another by now, or is
+    the standard library's."""
     target = next((one for one in function.targets if one.env == env), function.targets[0])
     code = target.code
     if file is not None and not code.is_installed:
@@ -160,6 +247,11 @@ def code_of(function: FunctionCall, env: str, file: Path | None) -> Code:
         code = replace(code, file=str(path), root=root_of(code.module, path, code.is_main))
     if code.is_installed:
         return code
+    if _is_of_interpreter(code.file):
+        raise InvalidArgument(
+            f"write a function of your own: {code.label} is of {code.file}, a file of an interpreter's standard "
+            "library, which is never called from afar"
+        )
     try:
         sha256 = hashlib.sha256(Path(code.file).read_bytes()).hexdigest()
     except OSError as exc:

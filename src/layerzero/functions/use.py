@@ -13,6 +13,7 @@ from layerzero.functions.calls import Call, Owner, Wrap
 from layerzero.functions.capsules import Asked
 from layerzero.functions.held import Lent, Stay
 from layerzero.functions.options import Options
+from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
 
@@ -61,7 +62,11 @@ class Use(Call):
         owner, args, kwargs = maker
         if owner is not self.owner:
             return [own], "its object was made by a method of its class"
-        return [Asked(CALL, "", frames.ALL, Arguments(args, kwargs, owner._places.backends)), own], ""
+        try:
+            made = Arguments(args, kwargs, owner._places.backends)
+        except InvalidArgument as exc:  # an object among them is closed by now
+            return [own], f"what made its object cannot cross any more: {exc.message}"
+        return [Asked(CALL, "", frames.ALL, made), own], ""
 
     def _request(self) -> Request:
         assert self._stay is not None

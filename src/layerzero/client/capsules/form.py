@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.capsules.of_function import FunctionCall
+from layerzero.client.capsules.of_function import FunctionCall, demand_inside
 from layerzero.ipc import files
 from layerzero.ipc.errors import DeadlineExceeded, InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary.ops import FUNCTION, OPS, PUBLIC_OPS
@@ -190,6 +190,8 @@ def _of(name: str, value: Any) -> Capsule:
     arguments, segments = arguments_of(op, value)
     if function is not None and max((n for part in function.parts for n in part.memory), default=-1) >= len(segments):
         raise ValueError("arguments lie in memory that it does not have")
+    for part in () if function is None or function.problem else function.parts:  # else: shown, not made again
+        demand_inside(part, part.given, [segments[n].nbytes for n in part.memory[1:]])
     failures = tuple(Failure(**{key: one[key] for key in Failure.__annotations__}) for one in value["failures"])
     if not failures or not isinstance(value["params"], dict) or not isinstance(value["facts"], dict):
         raise ValueError("fields are missing")

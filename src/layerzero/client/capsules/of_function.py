@@ -4,11 +4,11 @@ can be shown: texts and bytes by their lengths alone."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.ipc.functions import values
+from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -77,11 +77,7 @@ class FunctionCall:
     @property
     def text(self) -> str:
         """The call in a line."""
-        part = self.parts[-1]
-        shown = [*map(_shown, part.given[0][1:])]
-        flat = part.given[1][1:]
-        shown += [f"{name}={_shown(value)}" for name, value in zip(flat[::2], flat[1::2], strict=False)]
-        return f"{self.label}({', '.join(shown)})"
+        return f"{self.label}({words_of(*self.parts[-1].given)})"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,6 +103,8 @@ def _part(value: Mapping[str, Any]) -> Part:
         raise ValueError("no numbers of memory")
     if len(value["memory"]) < 2:
         raise ValueError("arguments without memory")
+    if not 0 <= value["stays"] <= frames.OWN:
+        raise ValueError(f"{value['stays']} is no word for what of a result stays")
     outs = tuple(map(tuple, value["outs"]))
     part = Part(value["kind"], value["name"], value["stays"], (args, kwargs), tuple(value["memory"]), outs)
     if type(args) is not list or type(kwargs) is not list or args[:1] != [values.LIST] or kwargs[:1] != [values.DICT]:
@@ -114,6 +112,13 @@ def _part(value: Mapping[str, Any]) -> Part:
     for one in arrays(part.given):
         spec_of(one)
     return part
+
+
+def words_of(args: Any, kwargs: Any) -> str:
+    """Arguments, and those by name, in a line: as they are shown, or as they cross."""
+    flat = kwargs[1:]
+    named = [f"{name}={_shown(value)}" for name, value in zip(flat[::2], flat[1::2], strict=False)]
+    return ", ".join([*map(_shown, args[1:]), *named])
 
 
 def shown_of(tree: Any) -> Any:
@@ -125,10 +130,6 @@ def shown_of(tree: Any) -> Any:
             return {BYTES: len(tree)}
         case [values.INTEGER, bytes() as number]:
             return {INTEGER: number.hex()}
-        case [values.DICT, *flat]:  # names, that say what is what
-            pairs = zip(flat[::2], flat[1::2], strict=True)
-            named = [(key if type(key) is str else shown_of(key), shown_of(value)) for key, value in pairs]
-            return [values.DICT, *(one for pair in named for one in pair)]
         case [values.ENUM | values.DATACLASS as tag, module, name, its, *rest]:
             return [tag, module, name, its, *map(shown_of, rest)]
         case [values.ARRAY, *_] | [values.HELD, *_]:
@@ -136,6 +137,14 @@ def shown_of(tree: Any) -> Any:
         case [tag, *rest]:
             return [tag, *map(shown_of, rest)]
     return tree
+
+
+def given_of(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Trees of arguments, and of those by name, as JSON has them. The names are the function's own, and stay; keys of
+    dicts among the arguments are the caller's texts."""
+    flat = kwargs[1:]
+    named = [one for name, value in zip(flat[::2], flat[1::2], strict=True) for one in (name, shown_of(value))]
+    return shown_of(args), [*kwargs[:1], *named]
 
 
 def tree_of(shown: Any) -> Any:
@@ -170,6 +179,18 @@ def spec_of(node: list[Any]) -> TensorSpec:
     return TensorSpec.from_wire(node[1:4])
 
 
+def demand_inside(part: Part, trees: Any, sizes: Sequence[int]) -> None:
+    """Each array of these trees lies in the part's own memory. `sizes`: the bytes of its arrays, and of each range that
+    it lent. Raises ValueError, LayerZeroError."""
+    for node in arrays(trees):
+        spec, position, start = spec_of(node), node[4] + 1, node[5]
+        if not 0 <= position < len(sizes):
+            raise ValueError(f"an array lies in range {node[4]} of memory, and the call lent {len(sizes) - 1}")
+        if start < 0 or start + spec.span_bytes > sizes[position]:
+            said = f"an array of {spec.span_bytes:,} bytes from byte {start:,} on lies outside of its memory"
+            raise ValueError(f"{said}, which has {sizes[position]:,}")
+
+
 def _left_out(shown: Any) -> bool:
     if isinstance(shown, dict):
         return INTEGER not in shown
@@ -179,6 +200,8 @@ def _left_out(shown: Any) -> bool:
 def _shown(tree: Any) -> str:
     """A value in a few words."""
     match tree:
+        case str() | bytes():  # as it crosses
+            return f"{tree[:MAX_SHOWN]!r}" + (f"... of {len(tree)}" if len(tree) > MAX_SHOWN else "")
         case {"text": length}:
             return f"text of {length}"
         case {"bytes": length}:

@@ -66,6 +66,14 @@ def find(folder: Path, name: str) -> Path:
     raise InvalidArgument(f"no capsule is called {name!r:.80}; {said}{nearest(name, known)}")
 
 
+def is_own(folder: Path, capsule: Path) -> bool:
+    """Whether a capsule lies among this user's own, in `folder`, where nobody else can have put it."""
+    if capsule.resolve().parent != folder.resolve():
+        return False
+    found = [one.stat() for one in (folder, capsule)]
+    return all(one.st_uid == os.geteuid() and not one.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for one in found)
+
+
 def remove(folder: Path) -> None:
     """A capsule, and what is in it."""
     shutil.rmtree(folder)

@@ -117,6 +117,15 @@ class Capsules:
         """Whether bytes of arguments may be kept."""
         return self._mode in (SMALL, FULL)
 
+    @property
+    def most_bytes(self) -> int:
+        """Of the arguments of one call, that its capsule has the bytes of."""
+        return {OFF: 0, SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
+
+    def too_large(self, nbytes: int) -> str:
+        """Why a capsule does not have so many bytes of arguments."""
+        return f"{nbytes:,} bytes of arguments; LAYERZERO_CAPSULES={self._mode} keeps {self.most_bytes:,}"
+
     def take(self, submitted: Submitted, report: SelectionReport) -> str:
         """A note that names the capsule of a call, "" where there is none to be had."""
         failures = failures_of(report.attempts)
@@ -166,13 +175,12 @@ class Capsules:
     def keep(self, first: Failure, likeness: Hashable, describe: Callable[[], tuple[Failed, Memory]]) -> str:
         """A note that names the capsule of a failed call, "" where one like it was kept a moment ago. Raises
         nothing: what fails is the note."""
-        if not self._is_new((first.kernel_id, first.what, likeness)):
-            return ""
         try:
+            if not self._is_new((first.kernel_id, first.what, likeness)):
+                return ""
             name = self._write(*describe())
-        except OSError as exc:  # a full disk must not cost the caller its result
-            log("capsule.failed", error=str(exc), folder=str(self._folder))
-            return f"no capsule of the failure was kept: {exc.strerror or exc}"
+        except Exception as exc:  # a full disk must not cost the caller its result, nor anything else
+            return not_kept(exc)
         return f"capsule of the failure: lz replay {name}"
 
     def _is_new(self, key: tuple[object, ...]) -> bool:
@@ -225,13 +233,12 @@ class Capsules:
     def _keep_memory(self, memory: Memory, draft: Path) -> tuple[tuple[Segment, ...], str]:
         segments = memory.segments
         nbytes = sum(segment.nbytes for segment in segments)
-        most = {SHAPES: 0, SMALL: SMALL_BYTES, FULL: min(FULL_BYTES, self._most_bytes)}[self._mode]
         if self._mode == SHAPES:
             return segments, _LEFT_OUT
         if memory.left_out:
             return segments, memory.left_out
-        if nbytes > most:
-            return segments, f"{nbytes:,} bytes of arguments; LAYERZERO_CAPSULES={self._mode} keeps {most:,}"
+        if nbytes > self.most_bytes:
+            return segments, self.too_large(nbytes)
         try:
             blocks = memory.load()
         except LayerZeroError as exc:
@@ -261,6 +268,13 @@ class Capsules:
                 if row["name"] == backend:
                     facts["versions"] = row["versions"]
         return facts
+
+
+def not_kept(exc: Exception) -> str:
+    """The note of a call whose capsule could not be made, and a line of the log."""
+    log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
+    why = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc) or type(exc).__name__
+    return f"no capsule of the failure was kept: {why}"
 
 
 def mode_of(environ: Mapping[str, str]) -> str:

@@ -75,6 +75,7 @@ def bisect(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of --call of a function: where its file is now.")
     ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Of --call of a function: as of lz replay.")] = False,
     as_json: Json = False,
 ) -> None:
     """Find the first release with which a script, a test, a function or an op call fails, or passes again. Exit code 0
@@ -88,13 +89,13 @@ def bisect(
     root = store or default_store(_environ())
     if (target is None) == (call is None):
         raise typer.BadParameter("name a TARGET, or a capsule: --call NAME", param_hint="TARGET")
-    if call is None and (times != 1 or seed or device or file):
-        raise typer.BadParameter("--times, --seed, --device and --file belong to --call", param_hint="TARGET")
+    if call is None and (times != 1 or seed or device or file or trust):
+        raise typer.BadParameter("--times, --seed, --device, --file and --trust belong to --call", param_hint="TARGET")
     if target is None:
         if words or param:
             raise typer.BadParameter("a capsule has its arrays and parameters", param_hint="--call")
         wanted, tool = _range(f"{requirement} {span}"), _tool(wheelhouse)
-        how = _OfCall(str(call), beside, python, backend, reference, keep, times, seed, device or "", file)
+        how = _OfCall(str(call), beside, python, backend, reference, keep, times, seed, device or "", file, trust)
         with _call_trier(how, wanted, root, manifests or (), tool, wheelhouse, timeout) as (versions, run):
             found = _search(wanted, versions, run)
         _show(wanted.name, versions, found, as_json=as_json)
@@ -136,6 +137,7 @@ class _OfCall(NamedTuple):
     seed: int
     device: str
     file: Path | None
+    trust: bool
 
 
 @contextlib.contextmanager
@@ -154,17 +156,17 @@ def _call_trier(
     from layerzero.client.cli.capsule import opened
     from layerzero.client.cli.output import note
 
-    capsule, data = opened(how.name)
+    capsule, data, is_own = opened(how.name)
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {how.seed}")
     if capsule.function is not None:
         if how.backend or how.reference or how.device:
             raise typer.BadParameter("--backend, --reference and --device belong to an op", param_hint="--call")
-        its = (capsule, data, how.beside, how.python, how.keep, how.times, how.seed, how.file)
+        its = (capsule, data, how.beside, how.python, how.keep, how.times, how.seed, how.file, is_own or how.trust)
         with function_trier(FunctionTrial(*its), wanted, root, tool, wheelhouse, timeout_s) as found:
             yield found
         return
-    if how.beside or how.python or how.file:
+    if how.beside or how.python or how.file or how.trust:
         raise typer.BadParameter("the backend's manifest says what an op needs", param_hint="--with, --python")
     backend = how.backend or capsule.failed.backend.partition("@")[0]
     trial = CapsuleTrial(capsule, data, backend, how.reference, how.keep, how.times, how.seed, how.device)

@@ -34,7 +34,7 @@ from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument
 @dataclass(frozen=True)
 class FunctionTrial:
     """`beside`, `python`: what else its environment has; None: as it was declared. `file`: where the function's file is
-    now."""
+    now. `is_trusted`: as of replaying.replay."""
 
     capsule: Capsule
     data: Sequence[bytes]
@@ -44,6 +44,7 @@ class FunctionTrial:
     times: int
     seed: int
     file: Path | None
+    is_trusted: bool
 
 
 @contextlib.contextmanager
@@ -56,8 +57,8 @@ def function_trier(
     assert function is not None
     os.environ["LAYERZERO_STORE"] = str(store.absolute())
     env = function.targets[0].env
-    replaying.code_of(function, env, trial.file)  # before anything is built
-    replaying.function_memory(trial.capsule, trial.data, trial.seed)
+    told = replaying.function_memory(trial.capsule, trial.data, trial.seed)  # before anything is built
+    replaying.code_to_call(function, env, trial.file, told, is_trusted=trial.is_trusted)
     beside, python = _declared(env, wanted, store, trial)
     versions = list_versions(tool, wanted, interpreters.find(python, wanted.name))
     is_wrong, made = trial.capsule.failed.outcome == WRONG, list[Env]()
@@ -77,6 +78,7 @@ def function_trier(
             timeout_s=timeout_s,
             seed=trial.seed,
             file=trial.file,
+            is_trusted=trial.is_trusted,
         )
         outcome, why = judge_replay(found[-1], trial.capsule)
         return Tried(version, outcome, why, "", round(time.monotonic() - start_s, 2))

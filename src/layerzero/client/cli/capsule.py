@@ -36,17 +36,19 @@ def find_capsule(name: str) -> tuple[Path, Capsule]:
     return folder, read(folder)
 
 
-def opened(name: str) -> tuple[Capsule, list[bytes]]:
-    """A capsule and its memory, by a name of `lz capsule list`, a folder or a .tar.gz."""
+def opened(name: str) -> tuple[Capsule, list[bytes], bool]:
+    """A capsule, its memory, and whether it is one of this user's own; by a name of `lz capsule list`, a folder or a
+    .tar.gz."""
     from layerzero.client.capsules import form, store
 
     with tempfile.TemporaryDirectory(prefix="lz-capsule-") as unpacked:
         if name.endswith(".tar.gz"):
             folder = store.unpack(Path(name), Path(unpacked))
-            capsule = form.read(folder)
+            capsule, is_own = form.read(folder), False
         else:
             folder, capsule = find_capsule(name)
-        return capsule, form.memory(folder, capsule) if capsule.has_data else []
+            is_own = store.is_own(capsules_folder(), folder)
+        return capsule, form.memory(folder, capsule) if capsule.has_data else [], is_own
 
 
 @capsule_app.command("list")

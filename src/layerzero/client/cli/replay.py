@@ -56,6 +56,9 @@ def replay(
             metavar="FILE", help="Of a capsule of a function: where its file is, in the place of where it was."
         ),
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Of somebody else's capsule of a function: call what it names.")
+    ] = False,
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="In place of a capsule: a record of lz up --record.")
     ] = None,
@@ -88,11 +91,13 @@ def replay(
         raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
     if env is not None and backend:
         raise InvalidArgument("name --env all or --backend NAME, not both")
-    capsule, data = opened(name)
+    capsule, data, is_own = opened(name)
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
     if file is not None and capsule.function is None:
         raise InvalidArgument(f"leave --file out: {capsule.name} is of the op {capsule.op}, not of a function")
+    if trust and capsule.function is None:
+        raise InvalidArgument(f"leave --trust out: {capsule.name} is of the op {capsule.op}, not of a function")
     own = [capsule.failed.backend]
     if capsule.failed.outcome == form.WRONG:
         if shrink or under:
@@ -100,7 +105,9 @@ def replay(
         own.append(capsule.served_by.partition(".")[0])  # wrong beside what
     wanted = None if env == "all" else list(dict.fromkeys(backend or own))
     if capsule.function is not None:
-        how = (backend, times, timeout_s, seed, file, under, core)
+        if device is not None:
+            raise InvalidArgument(f"leave --device out: it belongs to an op, and {capsule.name} is of a function")
+        how = (backend, times, timeout_s, seed, file, is_own or trust, under, core)
         raise typer.Exit(_replay_function(capsule, data, how, everywhere=env == "all", shrink=shrink, as_json=as_json))
     if shrink:
         if env == "all" or (wanted is not None and len(wanted) > 1):
@@ -183,7 +190,7 @@ def _under_gdb(
 def _replay_function(
     capsule: Capsule,
     data: list[bytes],
-    how: tuple[list[str] | None, int, float | None, int, Path | None, str | None, Path | None],
+    how: tuple[list[str] | None, int, float | None, int, Path | None, bool, str | None, Path | None],
     *,
     everywhere: bool,
     shrink: bool,
@@ -196,7 +203,7 @@ def _replay_function(
     from layerzero.functions import replaying
     from layerzero.ipc.errors import InvalidArgument
 
-    backends, times, timeout_s, seed, file, under, core = how
+    backends, times, timeout_s, seed, file, is_trusted, under, core = how
     if shrink:
         raise InvalidArgument(
             "replay it without --shrink: arguments of functions have no order to make them smaller in"
@@ -206,7 +213,7 @@ def _replay_function(
     if under is not None:
         one = (backends or [capsule.failed.backend])[0]
         kept_in = _core_file(capsule, core) if under == COREDUMP else None
-        runs = replaying.runs_of(capsule, data, one, seed, file)
+        runs = replaying.runs_of(capsule, data, one, seed, file, is_trusted=is_trusted)
         _under_gdb(capsule, runs, one, kept_in, timeout_s, as_json=as_json)
         return 0
     label = capsule.label
@@ -220,6 +227,7 @@ def _replay_function(
             seed=seed,
             begins=lambda one: status.update(f"{label} in {one} ..."),
             file=file,
+            is_trusted=is_trusted,
         )
     far = {one.backend for one in found if is_far(one, capsule)}
     if as_json:

@@ -10,18 +10,18 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.capsules.form import CUDA, Failure, Segment
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, pids_of
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import SelectionReport
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.logs import log
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -35,6 +35,7 @@ LOOK_S = 0.001
 LINGER_S = 1.0  # after a call is done its worker's death may not have been heard of yet
 SWEEP_S = 0.25
 MAX_PIDS = 1024
+MAX_HELD_BYTES = 256 << 20  # of all calls together; the newest may have as much as a capsule
 APART = 1 << 48  # between arenas, of which only numbers are known: offsets in them are less
 
 
@@ -46,6 +47,16 @@ class Given(NamedTuple):
     versions: tuple[int | None, ...]
     is_written: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Of the arguments, each piece of memory once."""
+        return sum({one.address: one.spec.span_bytes for one in self.arrays if one is not None}.values())
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the memory that stays while they are held: a view of a tensor holds all of that."""
+        return sum(dict([_whole(one) for one in self.arrays if one is not None]).values())
+
     def problem(self, names: Sequence[str]) -> str:
         """Why their bytes are not those that the kernel met; "" where they are, as far as that can be seen."""
         if self.is_written:
@@ -56,6 +67,13 @@ class Given(NamedTuple):
             if array is not None and array.needs_copy:
                 return f"{name} has strides that cannot be described"
         return ""
+
+
+class _Hold:
+    """Of one call. `until_s`: once it was seen to be done."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.until_s, self.nbytes = math.inf, nbytes
 
 
 class _Taken:
@@ -71,7 +89,8 @@ class Deaths:
     def __init__(self, capsules: Capsules, link: Link) -> None:
         self.holds = capsules.keeps_data
         self._capsules, self._link = capsules, link
-        self._held: dict[Enqueued, float] = {}  # and until when, once it was seen to be done
+        self._held: dict[Enqueued, _Hold] = {}  # oldest first
+        self._held_bytes = 0
         self._queue: SimpleQueue[tuple[Enqueued, _Taken] | None] = SimpleQueue()  # None: look
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -83,34 +102,56 @@ class Deaths:
     def give(
         self, enqueued: Enqueued, refs: bytes, arrays: tuple[Array | None, ...], out: Array | None, *, is_direct: bool
     ) -> None:
-        """What a capsule of a call is made of, before that is sent. Where `holds`, its arguments stay until it is done.
-        `is_direct`: its result is not written over them."""
+        """What a capsule of a call is made of, before that is sent. Where `holds`, its arguments stay until it is done,
+        if they are not more than a capsule may have. `is_direct`: its result is not written over them."""
         enqueued.refs, enqueued.has_out = refs, out is not None
         if self.holds:
             versions = tuple([None if array is None else _version(array) for array in arrays])
-            enqueued.given = Given(arrays, versions, not is_direct or bool(OPS[enqueued.op].in_place))
+            given = Given(arrays, versions, not is_direct or bool(OPS[enqueued.op].in_place))
+            most = self._capsules.most_bytes
+            if given.nbytes > most:
+                enqueued.not_held = self._capsules.too_large(given.nbytes)
+            elif given.whole_bytes > max(most, MAX_HELD_BYTES):
+                enqueued.not_held = f"they are views of {given.whole_bytes:,} bytes, which are not held for them"
+            else:
+                enqueued.given = given
 
     def hold(self, enqueued: Enqueued) -> None:
-        """After it was sent: until it is done, and its worker's death would have been heard of."""
-        if self.holds:
+        """After it was sent: until it is done, and its worker's death would have been heard of. Where all together are
+        more than MAX_HELD_BYTES, the oldest are let go of."""
+        given = enqueued.given
+        if given is not None:
             with self._lock:
-                is_first = not self._held
-                self._held[enqueued] = math.inf
+                is_first, hold = not self._held, _Hold(given.whole_bytes)
+                self._held[enqueued] = hold
+                self._held_bytes += hold.nbytes
+                while self._held_bytes > MAX_HELD_BYTES and len(self._held) > 1:
+                    self._let_go(next(iter(self._held)), "let go of, for those of later calls")
             if is_first:
                 self._put(None)
 
     def sweep(self) -> None:
-        """Let go of the arguments of calls that were done LINGER_S ago."""
-        if self._held:
+        """Let go of the arguments of calls that were done LINGER_S ago; of all once the broker is lost, since
+        nothing is heard of any then."""
+        if self._held and self._link.lost is not None:
+            with self._lock:
+                for one in list(self._held):
+                    self._let_go(one, "let go of when the broker was lost")
+        elif self._held:
             self._link.read_nowait()  # a failure is heard of before its arguments go
             now_s = time.monotonic()
             with self._lock:
-                for one, until_s in list(self._held.items()):
-                    if until_s == math.inf and one.gpu.order.page.is_done(one.point):
-                        self._held[one] = now_s + LINGER_S
-                    elif until_s <= now_s or one.taken:
-                        del self._held[one]
-                        one.given = one.given if one.taken else None
+                for one, hold in list(self._held.items()):
+                    if hold.until_s == math.inf and one.gpu.order.page.is_done(one.point):
+                        hold.until_s = now_s + LINGER_S
+                    elif hold.until_s <= now_s or one.taken:
+                        self._let_go(one, "let go of when it was done")
+
+    def _let_go(self, one: Enqueued, why: str) -> None:
+        """Under the lock. What a capsule is being made of goes when that is done."""
+        self._held_bytes -= self._held.pop(one).nbytes
+        if not one.taken:
+            one.given, one.not_held = None, why
 
     # --- after one
 
@@ -120,7 +161,8 @@ class Deaths:
         if not self._capsules.is_on:
             return
         taken = _Taken()
-        enqueued.taken = (*enqueued.taken, taken)
+        with self._lock:
+            enqueued.taken = (*enqueued.taken, taken)
         self._put((enqueued, taken))
 
     def _put(self, found: tuple[Enqueued, _Taken] | None) -> None:
@@ -144,7 +186,9 @@ class Deaths:
         if thread is not None:
             self._queue.put(None)
             thread.join(NOTE_S)
-        self._held.clear()
+        with self._lock:
+            self._held.clear()
+            self._held_bytes = 0
 
     def _run(self) -> None:
         while True:
@@ -164,8 +208,7 @@ class Deaths:
         try:
             taken.note = self._take(enqueued)
         except Exception as exc:  # the call has its result or its error all the same
-            log("capsule.failed", error=f"{type(exc).__name__}: {exc}")
-            taken.note = f"no capsule of the failure was kept: {exc}"
+            taken.note = not_kept(exc)
         finally:
             taken.is_done.set()
             enqueued.given = None
@@ -219,7 +262,7 @@ class Deaths:
     def _memory(self, enqueued: Enqueued, segments: tuple[Segment, ...], starts: Sequence[int]) -> Memory:
         given = enqueued.given
         if given is None:
-            why = "a call in a graph of the program" if self.holds else "not held"
+            why = enqueued.not_held or ("a call in a graph of the program" if self.holds else "not held")
             return Memory(segments, lambda: (), f"its arguments are gone: {why}")
         problem = given.problem(OPS[enqueued.op].inputs)
         return Memory(segments, lambda: self._load(enqueued, given, segments, starts), problem)
@@ -257,6 +300,15 @@ def _version(array: Array) -> int | None:
         return int(array.owner._version)
     except RuntimeError:  # made in inference mode
         return None
+
+
+def _whole(array: Array) -> tuple[int, int]:
+    """Address and bytes of the memory that stays while an array is held: torch says what a view is of."""
+    if array.kind == "torch":
+        with suppress(AttributeError, RuntimeError):  # a subclass may have none: NotImplementedError is one of these
+            storage = array.owner.untyped_storage()
+            return storage.data_ptr(), storage.nbytes()
+    return array.address, array.spec.span_bytes
 
 
 def _places(

@@ -45,6 +45,7 @@ class Enqueued:
     refs = b""  # where its tensors lie, as its worker was told
     has_out = False  # the caller's own memory takes the result
     given: Given | None = None  # its arguments, where they are held until it is done
+    not_held = ""  # why its arguments are not, or not any more
     taken: tuple[Any, ...] = ()  # its capsules
 
     def __init__(
