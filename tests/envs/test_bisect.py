@@ -197,7 +197,8 @@ def test_the_first_release_that_dies_of_a_capsules_call_is_named(
 
 
 def test_the_first_release_that_fails_a_functions_capsule_is_named(folder: Path, wheels: Path, tmp_path: Path) -> None:
-    """In environments like the declared one, which go again; the function's file must be the one of then."""
+    """In environments like the declared one, which go again; the function's file must be the one of then, and a capsule
+    of somebody else be trusted."""
     mine, store = folder / "mine.py", folder / ".store"
     old = Declared.of("old", ("toy-lib==1.1",), PYTHON)
     functions.declare(old, store)
@@ -207,7 +208,9 @@ def test_the_first_release_that_fails_a_functions_capsule_is_named(folder: Path,
     function = FunctionCall("mine.works", (target,), (part,))
     capsule = capsule_of("works", "function", function=function, segments=(Segment(3, 0), Segment(0, 0)))
     path = kept(tmp_path, capsule)
-    data = found(bisect(folder, wheels, "1.1..1.4", "--call", path, "--json"))
+    others = bisect(folder, wheels, "1.1..1.4", "--call", path)
+    assert (others.returncode, "--trust" in others.stderr, str(mine) in others.stderr) == (2, True, True)
+    data = found(bisect(folder, wheels, "1.1..1.4", "--call", path, "--trust", "--json"))
     assert (data["answer"], data["before"], data["at"], data["between"]) == ("broken", "1.1", "1.3", ["1.2"])
     tried = {one["version"]: one for one in data["tried"]}
     assert (
