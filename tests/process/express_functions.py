@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import layerzero as lz
 
 PLAIN = lz.env("plain")
+ARRAYS = lz.env("arrays", from_interpreter=sys.executable)  # which has NumPy
 
 
 @lz.isolated(PLAIN)
@@ -75,3 +77,18 @@ def count_up(folder: str, last: int) -> Any:
         raise LookupError("the end")
     finally:
         (Path(folder) / "closed").touch()
+
+
+@lz.isolated(ARRAYS)
+def full(number: int) -> Any:
+    import numpy as np
+
+    return np.full(384, number, np.float32)
+
+
+@lz.isolated(ARRAYS)
+def fulls(count: int) -> Iterator[Any]:
+    import numpy as np
+
+    for number in range(count):
+        yield np.full(384, number, np.float32)

@@ -34,6 +34,7 @@ def site(store: Path) -> Iterator[Site]:
     one = Site(store)
     with one.environment():
         fn.PLAIN.build(quiet=True)
+        fn.ARRAYS.build(quiet=True)
         one.start().connect()
         yield one
         lz.disconnect()
@@ -140,11 +141,22 @@ def test_results_that_nobody_takes_give_their_memory_back() -> None:
         def are_back() -> bool:
             """The broker's answers come when they come; those on the lane are seen at later calls."""
             settled()
-            return pool.stats()["slots"] <= before + 64
+            return pool.stats()["slots"] <= before + 2 * 64  # of each call that may be on a lane, and of its answer
 
         wait_until(are_back)
     finally:
         gc.enable()
+
+
+def test_arrays_of_many_results_have_each_its_memory() -> None:
+    """All are kept: of calls on the lane as of others, which come in turns where results are arrays."""
+    paths, kept = set(), []
+    for number in range(70):
+        kept.append(fn.full(number))
+        paths.add(path_of(fn.full.last_report()))
+    assert "express" in paths
+    for found in (kept, list(fn.fulls(70)), [one.result() for one in [fn.full.submit(n) for n in range(70)]]):
+        assert [(float(one.min()), float(one.max())) for one in found] == [(n, n) for n in range(70)]
 
 
 def test_threads_get_their_own_results_and_reports() -> None:

@@ -60,6 +60,7 @@ CPU_WORKER = {
     "layerzero.workers": {
         "_serving",
         "arenas",
+        "blocks",
         "boot",
         "chains",
         "lanes",

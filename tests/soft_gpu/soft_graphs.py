@@ -63,7 +63,7 @@ class SoftGraphs:
         return fill
 
     def copier(self, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
-        return lambda: [soft_cupy.ascontiguousarray(array) for array in arrays]
+        return lambda: [array.copy() for array in arrays]
 
     def view(self, base: Any, like: Any, of: Any) -> Any:
         offset = like.data.ptr - of.data.ptr

@@ -48,7 +48,7 @@ _root_logger = logging.getLogger()
 
 
 class Block(NamedTuple):
-    """Memory of a call and its answer. `answer`: its part; `call_ref`, `answer_ref`: to both, as they are put on a
+    """Memory of a call, and of its answer. `call_ref`, `answer_ref`: to both, as they are put on a
     lane; `place`: where the call is."""
 
     whole: memoryview
@@ -215,7 +215,7 @@ class _Way:
         whole, _, call_ref, answer_ref, _ = block
         whole[: HEAD_AT + len(head)] = frames.prefix(len(head)) + head
         refs = call_ref + lent + _NOT_LENT[count] + answer_ref
-        receipt = self.lane.put(self.lease, refs, self.timeout_s, (whole, args, loan))
+        receipt = self.lane.put(self.lease, refs, self.timeout_s, (block, args, loan))
         if receipt is None:
             self.give(block)
             return None
@@ -228,10 +228,11 @@ class _Way:
         return tail
 
     def _allocate(self) -> Block:
-        whole, arena, offset = arenas.pool.allocate(FRAME_BYTES + MIN_ROOM)
-        number = self.session.arena_registry[arena]
-        call, answer = REF.pack(number, 0, offset, FRAME_BYTES), REF.pack(number, 0, offset + FRAME_BYTES, MIN_ROOM)
-        return Block(whole, whole[FRAME_BYTES:], call, answer, (arena, offset, FRAME_BYTES))
+        """The answer has a slot of its own: arrays of it are the caller's, and keep that slot and no other."""
+        (whole, arena, offset), (answer, its, at) = arenas.pool.allocate(FRAME_BYTES), arenas.pool.allocate(MIN_ROOM)
+        numbers = self.session.arena_registry
+        call, answer_ref = REF.pack(numbers[arena], 0, offset, FRAME_BYTES), REF.pack(numbers[its], 0, at, MIN_ROOM)
+        return Block(whole, answer, call, answer_ref, (arena, offset, FRAME_BYTES))
 
     def give(self, block: Block) -> None:
         """Nobody has it any more."""
