@@ -73,20 +73,21 @@ _NO_ARGUMENTS = Given(pack_tree([values.LIST]), b"", 0, 0)
 class Express:
     """Of one function. Threads may share it."""
 
-    def __init__(self, owner: Owner, count: int) -> None:
-        """`count`: of its arguments."""
+    def __init__(self, owner: Owner, count: int, label: str = "", backends: tuple[str, ...] = ()) -> None:
+        """`count`: of its arguments. `label`, `backends`: of what is no function, but within an object."""
         self.owner, self._count = owner, count
+        self._label, self._backends = label, backends
         self._ways: dict[int, _Way] = {}  # by how many ranges of memory a call lends beside its frame
         self._pause = self._skipped = 0
 
     @property
     def label(self) -> str:
-        return self.owner._label
+        return self._label or self.owner._label
 
     @property
     def backends(self) -> tuple[str, ...]:
         """The worker that serves it, alone."""
-        return self.owner._places.backends
+        return self._backends or self.owner._places.backends
 
     def head(self) -> bytes:
         """What its calls begin with, packed: all before their arguments."""

@@ -25,19 +25,8 @@ class MethodExpress(Express):
     """Of one method of one object, in the worker that it was in at first. It keeps neither."""
 
     def __init__(self, owner: Owner, count: int, name: str, label: str, hold: Hold) -> None:
-        super().__init__(owner, count)
-        self._name, self._label = name, label
-        self._backends, self._reference = (hold.backend,), hold.reference
-
-    @property
-    def label(self) -> str:
-        """As Express."""
-        return self._label
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """As Express."""
-        return self._backends
+        super().__init__(owner, count, label, (hold.backend,))
+        self._name, self._reference = name, hold.reference
 
     def is_of(self, hold: Hold) -> bool:
         """Whether this is the object that it is of: another one takes its place once it was lost."""

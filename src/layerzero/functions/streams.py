@@ -159,19 +159,8 @@ class ItemExpress(Express):
     """Of the items of one stream, on the express lane. It keeps no object."""
 
     def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
-        super().__init__(owner, 0)
-        self._options, self._label = options, label
-        self._backends, self._reference = (hold.backend,), hold.reference
-
-    @property
-    def label(self) -> str:
-        """As Express."""
-        return self._label
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """As Express."""
-        return self._backends
+        super().__init__(owner, 0, label, (hold.backend,))
+        self._options, self._reference = options, hold.reference
 
     def head(self) -> bytes:
         """As Express."""

@@ -77,10 +77,11 @@ def _replace(fusing: Fusing, step: Step, op: str) -> None:
         program.recording.values.append(result)
     was = program.recording.steps[step.number]
     program.recording.steps[step.number] = call
-    tried = fusing.tried(request, [expected]) if may_be_chained(program, call) else None
+    is_in_reach = may_be_chained(program, call)
+    if not is_in_reach:
+        fusing.refuse("its arrays do not lie where a worker reaches them")
+    tried = fusing.tried(request, [expected]) if is_in_reach else None
     if tried is None:
-        if not fusing.refused:
-            fusing.refuse("its arrays do not lie where a worker reaches them")
         program.recording.steps[step.number] = was
         return None
     call.kernel, call.kernel_us, _ = tried
