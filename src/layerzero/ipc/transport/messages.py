@@ -18,8 +18,7 @@ __all__ = ["MESSAGES", "AddCounters", "CountersAdded", "Message", "decode", "enc
 
 @named_record
 class Hello(Message):
-    """peer -> broker, first message on the control socket. Answered by Welcome or Refused; by Challenge where the
-    broker has a secret."""
+    """peer -> broker, first on the control socket. Answered by Welcome or Refused, by Challenge if there is a secret."""
 
     kind: ClassVar[str] = "hello"
     protocols: list[Any]  # of int, newest first
@@ -297,7 +296,7 @@ class Keep(Message):
     defaults: dict[str, Any]  # variables of the worker that the agent's own win over
     probes: bool
     timeout_s: float  # of the probe: how long it may be in one case
-    calls: dict[str, Any]  # what the probe runs: dtypes by op, those of the broker's profile; empty for all
+    calls: dict[str, Any] = field(default_factory=dict)  # what the probe runs: dtypes by op; empty for all
 
 
 @named_record
