@@ -14,9 +14,10 @@ from tests.c.conftest import Built, run
 from tests.unit.ipc.test_protocol_vectors import plain
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "samples" / "protocol_vectors.json").read_text())
-# Of what a client sends or gets, those of a GPU, of lanes, counters and lifted calls are not this library's.
+# Of what a client sends or gets, those of a GPU and of lifted calls are not this library's.
 MESSAGES = {"hello", "challenge", "proof", "welcome", "redirect", "refused", "add_arena", "arena_added", "retire_arena"}
 MESSAGES |= {"route", "request", "decision", "lease", "outcome"}
+MESSAGES |= {"add_lane", "lane_added", "add_counters", "counters_added"}
 
 
 def asked(built: Built, lines: list[str]) -> list[str]:
