@@ -111,7 +111,7 @@ def row(name: str, times: Sequence[tuple[float, float]], floors: Sequence[tuple[
 
 def main() -> None:
     options = parser(__doc__, "few rounds").parse_args()
-    rounds, count = (5, 200) if options.quick else (60, 500)
+    rounds, count = (5, 200) if options.quick else (30, 500)
     with tempfile.TemporaryDirectory(prefix="lz-bench-c-") as name, own_broker() as lanes:
         folder = Path(name)
         program, file = compiled(folder), folder / "block.lzb"
