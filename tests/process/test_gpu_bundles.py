@@ -14,6 +14,7 @@ import pytest
 from tests.c.conftest import Built, built, libzmq, run
 from tests.process.gpu_site import broker, close, connected, new_site, randn, silu, soft
 from tests.process.harness import Site, wait_ended, wait_until
+from tests.process.test_cli import lz as lz_command
 from tests.process.test_gpu_lifted import Lifting, kernels
 from tests.process.test_gpu_plans import captured, graphs, lifting
 from tests.soft_gpu import soft_cupy
@@ -146,6 +147,16 @@ def test_what_no_bundle_can_be_is_named(connected: Site, tmp_path: Path) -> None
     with pytest.raises(InvalidArgument, match="do it with an lz op, or outside of the plan: step 1, "):
         lz.write_bundle(plan, tmp_path / "no.lzb")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_commands_say_that_it_is_on_a_gpu(connected: Site, written: Path) -> None:
+    """To run it there takes arrays that no file has."""
+    told = lz_command(connected, "bundle", "show", str(written))
+    assert told.stdout.startswith("block, by layerzero ")
+    assert told.stdout.splitlines()[0].endswith(", on a GPU")
+    told = lz_command(connected, "bundle", "run", str(written))
+    assert told.returncode != 0
+    assert "run it by lz.load_bundle, with arrays on a GPU" in " ".join(told.stderr.split())
 
 
 def test_the_c_library_refuses_it(connected: Site, written: Path, built: Built) -> None:

@@ -72,6 +72,11 @@ class Bundle:
         return self._file.manifest.name
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether it takes arrays on a GPU, as its plan did."""
+        return self._file.content.is_on_gpu
+
+    @property
     def inputs(self) -> dict[str, TensorSpec]:
         """What it takes, in order."""
         return _named(self._file.content, self._file.content.inputs)

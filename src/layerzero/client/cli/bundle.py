@@ -79,7 +79,7 @@ def show(
         print_json(_facts(found))
         return
     facts = _facts(found)
-    said = [f"{facts['name']}, by layerzero {facts['made_by']}"]
+    said = [f"{facts['name']}, by layerzero {facts['made_by']}{', on a GPU' if facts['is_on_gpu'] else ''}"]
     for kind in ("inputs", "outputs"):
         said += [f"  {kind[:-1]} {one['name']}: {one['dtype']}{one['shape']}" for one in facts[kind]]
     said += [f"  {name} in environment {env}" for name, env in facts["environments"].items()]
@@ -145,6 +145,8 @@ def run(
             raise InvalidArgument(f"name a file that numpy.savez has written: {inputs}: {exc!s:.200}") from exc
     with Connected():
         bundle = load_bundle(file, any_lock=any_lock)
+        if bundle.is_on_gpu:
+            raise InvalidArgument(f"run it by lz.load_bundle, with arrays on a GPU: {file} is of a plan on one")
         if inputs is None:
             given = {name: _random(spec, seed + place) for place, (name, spec) in enumerate(bundle.inputs.items())}
         found = bundle.arrays_of(bundle(**given))
@@ -212,6 +214,7 @@ def _facts(found: BundleFile) -> dict[str, Any]:
         "name": manifest.name,
         "made_by": manifest.made_by,
         "made_s": manifest.made_s,
+        "is_on_gpu": content.is_on_gpu,
         "inputs": named(content.inputs),
         "outputs": named(content.outputs),
         "environments": {one.backend: one.env for one in manifest.environments},
