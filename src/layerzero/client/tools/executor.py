@@ -272,6 +272,9 @@ def jit(op: str | Callable[..., Any], *args: Any, device: str | None = None, **k
     where the arrays are for which specs stand ("cpu", "cuda", "cuda:1" or a GPU's UUID). Waits for compilers, and
     starts no worker: lz.warmup does. Raises InvalidArgument, NoBackend, NotConnected.
     """
+    if fixed := sorted({"out", "backend", "timeout_s"} & kwargs.keys()):
+        text = f"leave out {', '.join(fixed)}: an executor chooses its kernel and makes its result"
+        raise InvalidArgument(f"{text}; for one backend: with lz.prefer(NAME): lz.jit(...)")
     made = Executor(Call.of(op, *args, device=device, **kwargs))
     made._choose(default_session.session(), "made")
     return made
