@@ -18,7 +18,8 @@ typedef struct call {
     size_t attr_size;
     uint64_t timeout_us, start_ns;
     size_t copied;
-    bool has_digest;
+    bool has_digest, is_after_lane; /* `is_after_lane`: its worker died with it on a lane ... */
+    uint32_t after_lane, after_call; /* ... in this call of that */
     uint8_t digest[LZI_SHA256_BYTES];
     lzi_bytes why;                 /* the error of an attempt on a lane ... */
     lzi_told *tried;               /* ... and whose that was; NULL: there was none */
@@ -295,15 +296,14 @@ static void put_refs(lzi_bytes *out, const call *made) {
         lzi_put_ref(out, made->inputs[i].ref);
 }
 
-static void put_execute(lzi_bytes *out, const call *made, uint32_t route, const lzi_bytes *refs,
-                        const lzi_passage *after) {
+static void put_execute(lzi_bytes *out, const call *made, uint32_t route, const lzi_bytes *refs) {
     lzi_header header = {.protocol = LZI_PROTOCOL, .kind = LZI_EXECUTE, .route = route, .time = made->timeout_us};
     header.seq = made->client->last_seq + 1;
     header.flags = made->has_digest ? LZI_HAS_DIGEST : 0;
-    if (after) {
+    if (made->is_after_lane) {
         header.flags |= LZI_AFTER_LANE;
-        header.aux = after->lane;
-        header.attempt = after->call;
+        header.aux = made->after_lane;
+        header.attempt = made->after_call;
     }
     lzi_put_header(out, header);
     lzi_put(out, refs->data, refs->nbytes);
@@ -391,13 +391,12 @@ static void keep_attempt(call *made, lzi_way way, lzi_passage *passage) {
     lzi_put_text(&made->why, "the worker was gone before it took the call from its lane");
 }
 
-/* Send the call to the broker, and wait for its answer. `after`: what became of it on a lane; NULL: nothing to tell. */
-static lz_code by_broker(call *made, uint32_t number, const lzi_bytes *refs, const lzi_passage *after,
-                         lz_report **report, lz_error *error) {
+/* Send the call to the broker, and wait for its answer. */
+static lz_code by_broker(call *made, uint32_t number, const lzi_bytes *refs, lz_report **report, lz_error *error) {
     lz_client *client = made->client;
     lzi_pending answer = {0};
     lzi_bytes frame = {0};
-    put_execute(&frame, made, number, refs, after);
+    put_execute(&frame, made, number, refs);
     lz_code code = lzi_submit(client, &frame, &answer, error);
     lzi_bytes_free(&frame);
     if (code)
@@ -433,13 +432,18 @@ static lz_code exchange(call *made, lz_report **report, lz_error *error) {
         lzi_way way = made->has_digest ? LZI_BY_BROKER : lzi_lane_run(client, route, &passage);
         if (way == LZI_RAISED || way == LZI_NOT_TAKEN)
             keep_attempt(made, way, &passage);
+        if (way == LZI_AFTER) {
+            made->is_after_lane = true;
+            made->after_lane = passage.lane;
+            made->after_call = passage.call;
+        }
         if (way == LZI_RAN) {
             report_on(made, &passage.answer, "express", passage.told, report);
         } else if (way == LZI_GONE) {
             code = lzi_say_lost(client, error);
             leave_memory(made);
         } else {
-            code = by_broker(made, number, &refs, way == LZI_AFTER ? &passage : NULL, report, error);
+            code = by_broker(made, number, &refs, report, error);
         }
         free(passage.answer.body);
         lzi_told_drop(passage.told);
@@ -488,6 +492,8 @@ lz_code lzi_call(lz_client *client, const lz_call_spec *given, const char *prefe
             } else {
                 break;
             }
+            if (code == LZ_ADAPTATION_REQUIRED) /* that one has been told */
+                made->is_after_lane = false;
             lzi_clear(error);
             code = exchange(made, report, error);
         }
