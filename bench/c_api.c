@@ -43,23 +43,29 @@ static lz_report *call(const char *op, size_t count, bool is_reported) {
         y = x;
         y.data = taken(4 * sizeof(float));
     }
-    lz_call_spec spec = {.struct_size = sizeof spec, .op = op, .inputs = &x, .input_count = count, .outputs = &y,
-                         .output_count = count};
+    lz_call_spec spec = {
+        .struct_size = sizeof spec, .op = op, .inputs = &x, .input_count = count, .outputs = &y, .output_count = count};
     check(lz_call(client, &spec, is_reported ? &report : NULL, &error));
     return report;
 }
 
 static void run_bundle(lz_bundle_report **report) {
     const lz_bundle_info *info = lz_bundle_about(bundle);
-    lz_bundle_run_spec run = {.struct_size = sizeof run, .inputs = in, .input_count = info->input_count,
-                              .outputs = out, .output_count = info->output_count};
+    lz_bundle_run_spec run = {.struct_size = sizeof run,
+                              .inputs = in,
+                              .input_count = info->input_count,
+                              .outputs = out,
+                              .output_count = info->output_count};
     check(lz_bundle_run(bundle, &run, report, &error));
 }
 
 static void fill(const lz_bundle_tensor *about, size_t count, lz_tensor *to) {
     for (size_t i = 0; i < count; i++)
-        to[i] = (lz_tensor){.struct_size = sizeof *to, .dtype = about[i].dtype, .ndim = about[i].ndim,
-                            .shape = about[i].shape, .data = taken(about[i].nbytes)};
+        to[i] = (lz_tensor){.struct_size = sizeof *to,
+                            .dtype = about[i].dtype,
+                            .ndim = about[i].ndim,
+                            .shape = about[i].shape,
+                            .data = taken(about[i].nbytes)};
 }
 
 static void make(const char *what) {

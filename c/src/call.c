@@ -18,7 +18,7 @@ typedef struct call {
     size_t attr_size;
     uint64_t timeout_us, start_ns;
     size_t copied;
-    bool has_digest, is_after_lane; /* `is_after_lane`: its worker died with it on a lane ... */
+    bool has_digest, is_after_lane;  /* `is_after_lane`: its worker died with it on a lane ... */
     uint32_t after_lane, after_call; /* ... in this call of that */
     uint8_t digest[LZI_SHA256_BYTES];
     lzi_bytes why;                 /* the error of an attempt on a lane ... */
@@ -350,9 +350,9 @@ static lz_code read_answer(call *made, const lzi_pending *answer, uint32_t route
     const char *wrong = answer->header.kind != LZI_FAILED
                             ? "an answer of another kind than calls have"
                             : lzi_decode_message(&pool, &lzi_outcome, answer->body, answer->nbytes, fields);
-    lz_code code = wrong ? lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIt sent %s",
-                                    wrong)
-                         : lzi_fail_as(error, &fields[0]);
+    lz_code code =
+        wrong ? lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIt sent %s", wrong)
+              : lzi_fail_as(error, &fields[0]);
     lzi_pool_free(&pool);
     if (code == LZ_POISON && !made->has_digest && !(answer->header.flags & LZI_STILL_LENT))
         say_poisoned(made, route);

@@ -49,7 +49,7 @@ int lzi_zmq_receive(lzi_zmq *zmq, void *frame, size_t room);
 typedef struct lzi_welcome_kept {
     int64_t broker_pid, max_in_flight;
     double timeout_s;
-    bool has_joined, counts; /* `counts`: it takes a page of counters, and was shown none */
+    bool has_joined, counts;      /* `counts`: it takes a page of counters, and was shown none */
     lzi_value endpoint, identity; /* in the pool */
     lzi_pool pool;
 } lzi_welcome_kept;

@@ -123,9 +123,8 @@ lz_code lzi_show(int control, const lzi_shown *shown, lzi_value answer[LZI_MAX_F
         }
         const char *wrong = lzi_read_message(shown->answer, &said, answer);
         if (wrong)
-            code = lzi_fail(error, LZ_BAD_MESSAGE,
-                            "Report this: the broker broke the protocol.\nIts answer to %s: %s", shown->message->kind,
-                            wrong);
+            code = lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIts answer to %s: %s",
+                            shown->message->kind, wrong);
         is_ours = !wrong && (!shown->is_numbered || answer[0].as.integer == shown->fields[0].as.integer);
     }
     if (code && passed)

@@ -16,11 +16,34 @@ enum { ERRORS_AT = COPIED_AT + 8, MAX_CODES = 32, FALLBACKS_AT = ERRORS_AT + 8 *
 
 /* Codes by word; word 0 is of all others. tests/c compares them with the protocol's. */
 static const char *const CODES[] = {
-    "OTHER",       "INVALID_ARGUMENT", "NOT_CONNECTED",     "NO_BACKEND",       "BACKEND_ERROR",   "DEADLINE",
-    "UNREACHABLE", "POISON",           "OUTPUT_TOO_SMALL",  "DIGEST_REQUIRED",  "ADAPTATION_REQUIRED",
-    "RUN_IN_PROCESS", "BUSY",          "CANCELLED",         "BROKER_LOST",      "VERSION_MISMATCH",
-    "BAD_MESSAGE", "NOT_ALLOWED",      "ENV_BROKEN",        "ENV_CHANGED",      "NO_MEMORY",       "CUDA",
-    "CUDA_GRAPH_UNSAFE", "NO_TRANSPORT", "REMOTE_EXCEPTION", "CONFIG",          "GROUP_BROKEN",    "RANKS_DISAGREE",
+    "OTHER",
+    "INVALID_ARGUMENT",
+    "NOT_CONNECTED",
+    "NO_BACKEND",
+    "BACKEND_ERROR",
+    "DEADLINE",
+    "UNREACHABLE",
+    "POISON",
+    "OUTPUT_TOO_SMALL",
+    "DIGEST_REQUIRED",
+    "ADAPTATION_REQUIRED",
+    "RUN_IN_PROCESS",
+    "BUSY",
+    "CANCELLED",
+    "BROKER_LOST",
+    "VERSION_MISMATCH",
+    "BAD_MESSAGE",
+    "NOT_ALLOWED",
+    "ENV_BROKEN",
+    "ENV_CHANGED",
+    "NO_MEMORY",
+    "CUDA",
+    "CUDA_GRAPH_UNSAFE",
+    "NO_TRANSPORT",
+    "REMOTE_EXCEPTION",
+    "CONFIG",
+    "GROUP_BROKEN",
+    "RANKS_DISAGREE",
 };
 enum { CODE_COUNT = sizeof CODES / sizeof *CODES };
 
@@ -28,7 +51,8 @@ static char *row_at(const lz_client *client, uint64_t row) {
     return client->counters + row * COUNTER_ROW_BYTES;
 }
 
-/* Make the page, and show the broker; once. Without memory for it, or where the broker refuses it, nothing is counted. */
+/* Make the page, and show the broker; once. Without memory for it, or where the broker refuses it, nothing is counted.
+ */
 static bool has_page(lz_client *client) {
     lzi_value answer[LZI_MAX_FIELDS];
     int fd;

@@ -272,7 +272,7 @@ static bool withdraw(waiting *now) {
     while (true) {
         whose = take_back(bells, now->call, now->on->calls, &taken);
         if (whose == UNKNOWN_YET && clock_ns() - start > PATIENCE_NS)
-            whose = CLAIMED; /* somebody made the doorbell one that blocks */
+            whose = CLAIMED;     /* somebody made the doorbell one that blocks */
         if (whose == TAKEN_BACK) /* its place is free when the worker has declined it */
             now->on->is_left[(now->call - 1) % DEPTH] = true;
         if (!taken && whose != UNKNOWN_YET)

@@ -53,15 +53,16 @@ const lzi_message lzi_decision = {"decision",
                                    {"slot", LZI_INT, true, NULL},
                                    LIST_OR_NONE("shadowed"),
                                    FLOAT_OR_0("traced")}};
-const lzi_message lzi_lease_message = {"lease", {INT_("lane"), INT_("plan"), INT_("epoch"), LIST_OR_NONE("neighbours")}};
+const lzi_message lzi_lease_message = {"lease",
+                                       {INT_("lane"), INT_("plan"), INT_("epoch"), LIST_OR_NONE("neighbours")}};
 const lzi_message lzi_outcome = {"outcome",
                                  {MAP_OR_NONE("error"), LIST_OR_NONE("attempts"), LIST_OR_NONE("candidates"),
                                   BYTES_OR_NONE("result"), FLOAT_OR_0("waited_s")}};
 
 static const lzi_message *const ALL[] = {
-    &lzi_hello,        &lzi_challenge,      &lzi_proof, &lzi_welcome, &lzi_redirect, &lzi_refused,
-    &lzi_add_arena,    &lzi_arena_added,    &lzi_retire_arena, &lzi_add_lane, &lzi_lane_added,
-    &lzi_add_counters, &lzi_counters_added, &lzi_route, &lzi_request, &lzi_decision, &lzi_lease_message, &lzi_outcome,
+    &lzi_hello,          &lzi_challenge,   &lzi_proof,        &lzi_welcome,  &lzi_redirect,      &lzi_refused,
+    &lzi_add_arena,      &lzi_arena_added, &lzi_retire_arena, &lzi_add_lane, &lzi_lane_added,    &lzi_add_counters,
+    &lzi_counters_added, &lzi_route,       &lzi_request,      &lzi_decision, &lzi_lease_message, &lzi_outcome,
 };
 
 const lzi_message *lzi_message_named(const char *kind) {

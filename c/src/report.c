@@ -118,7 +118,8 @@ lz_report *lzi_report_of(const lzi_ending *ending) {
         report->kernel_ns = answer->header.time;
         report->attempt = answer->header.attempt;
     }
-    if (ending->told && !lzi_decode_message(&kept->pool, &lzi_decision, ending->told->bytes, ending->told->nbytes, fields)) {
+    if (ending->told &&
+        !lzi_decode_message(&kept->pool, &lzi_decision, ending->told->bytes, ending->told->nbytes, fields)) {
         fill_candidates(kept, &fields[5]);
         if (is_done) {
             report->kernel_id = fields[0].as.bytes;

@@ -7,10 +7,10 @@
 #include <string.h>
 
 enum { MOST = 1024, ROOM = 2048 };
-static const char *const KINDS[] = {"hello",   "challenge", "proof",       "welcome",      "redirect",
-                                    "refused", "add_arena", "arena_added", "retire_arena", "route",
-                                    "request", "decision",  "lease",       "outcome",
-                                    "add_lane", "lane_added", "add_counters", "counters_added"};
+static const char *const KINDS[] = {"hello",      "challenge",    "proof",         "welcome",      "redirect",
+                                    "refused",    "add_arena",    "arena_added",   "retire_arena", "route",
+                                    "request",    "decision",     "lease",         "outcome",      "add_lane",
+                                    "lane_added", "add_counters", "counters_added"};
 static uint64_t state;
 
 static uint64_t drawn(uint64_t below) {

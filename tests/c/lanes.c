@@ -42,7 +42,8 @@ static lz_code silu(memory *of, int ndim, float first, double timeout_s, const c
         shape[i] = i == ndim - 1 ? COUNT : 1;
     for (int i = 0; i < COUNT; i++)
         of->x[i] = i ? (float)i / 2 - 2 : first, of->y[i] = NAN;
-    lz_tensor in = {.struct_size = sizeof in, .dtype = LZ_FLOAT32, .ndim = (uint32_t)ndim, .shape = shape, .data = of->x};
+    lz_tensor in = {
+        .struct_size = sizeof in, .dtype = LZ_FLOAT32, .ndim = (uint32_t)ndim, .shape = shape, .data = of->x};
     lz_tensor out = in;
     out.data = of->y;
     lz_call_spec call = {.struct_size = sizeof call,

@@ -38,7 +38,8 @@ static bool is_of_page(const char *line) {
         uint8_t *data = of_hex(text, &nbytes);
         memcpy(shared + call, data, nbytes);
         free(data);
-    } else if (sscanf(line, "put %llu %llu %4095s", (unsigned long long *)&call, (unsigned long long *)&plan, text) >= 2) {
+    } else if (sscanf(line, "put %llu %llu %4095s", (unsigned long long *)&call, (unsigned long long *)&plan, text) >=
+               2) {
         uint8_t *data = of_hex(text, &nbytes);
         put_call(page, call, plan, (const char *)data, nbytes);
         free(data);
