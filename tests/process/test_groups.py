@@ -176,8 +176,8 @@ def test_a_rank_is_killed_and_another_process_takes_its_place(formed: Any, crew:
 
 
 def test_a_rank_that_is_long_in_ending_is_known_as_dead_before_it_is_gone(formed: Any, crew: Crew) -> None:
-    """A process that was killed gives its memory back, or its GPU, before it closes its sockets: 0.3 s for each GB,
-    a second for a GPU. Tried again where the machine was so slow that it was gone when the others came to look."""
+    """A process that was killed gives its memory back before it closes its sockets: 0.3 s for each GB. Tried again
+    where the machine was so slow that it was gone when the others came to look."""
     ranks = formed()
     for generation in range(2, 6):
         ranks[2].ask("hold", 3 << 29)

@@ -19,7 +19,6 @@ from layerzero.groups import faults
 from layerzero.groups.ending import LOOK_MS, is_ending
 from layerzero.groups.faults import broken, named
 from layerzero.ipc.errors import GroupBroken, LayerZeroError, ProtocolError, RanksDisagree, from_wire
-from layerzero.ipc.spinning import Spin, limit_ns
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MESSAGE_BYTES = 1 << 17  # the most that is received at once
@@ -48,7 +47,6 @@ class Peers:
         self._inbox = {kind: {rank: deque[bytes]() for rank in self.ranks} for kind in (COLLECTIVE, POINT)}
         self._lost: dict[int, str] = {}
         self._fault: LayerZeroError | None = None
-        self._spin = Spin(limit_ns(os.environ))
         self._look_at_s = 0.0
         for rank, sock in self._sockets.items():
             sock.setblocking(False)
@@ -165,10 +163,8 @@ class Peers:
     def _step(self, missing: Iterable[int], until_s: float) -> set[int]:
         """Wait for the next things that happen, and take them in; of which descriptors. Raises GroupBroken when the
         time is over."""
-        events = self._glance()
         left_s = until_s - time.monotonic()
-        if not events:
-            events = self._poll.poll(min(max(left_s, 0.0) * 1000, LOOK_MS))
+        events = self._poll.poll(min(max(left_s, 0.0) * 1000, LOOK_MS))
         if not events:
             self._lose_ending()
         if not events and left_s <= 0:
@@ -176,19 +172,6 @@ class Peers:
             raise self._error(faults.DEADLINE, f"{named(late)} did not come within timeout_s", late)
         self._take_in(events)
         return {fd for fd, _ in events}
-
-    def _glance(self) -> list[tuple[int, int]]:
-        """What happens soon, where it usually does and there are cores to look: a wake-up takes longer than most ranks
-        are late."""
-        within_ns = self._spin.next_ns()
-        if not within_ns:
-            return []
-        start_ns = now_ns = time.perf_counter_ns()
-        events: list[tuple[int, int]] = []
-        while not events and now_ns - start_ns < within_ns:
-            events, now_ns = self._poll.poll(0), time.perf_counter_ns()
-        self._spin.note(now_ns - start_ns if events else None)
-        return events
 
     def _take_in(self, events: Iterable[tuple[int, int]]) -> None:
         for fd, _ in events:

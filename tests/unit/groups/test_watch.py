@@ -34,7 +34,7 @@ def test_what_cannot_end_any_more_is_aborted() -> None:
 
 
 def test_a_rank_that_is_ending_is_seen_before_its_socket_is_closed() -> None:
-    """Its driver may take a second for that."""
+    """Its memory may take long to give back."""
     aborted = threading.Event()
     watch, rank = watching(lambda: False, aborted.set, lambda: True)
     assert aborted.wait(PATIENCE_S)
