@@ -4,6 +4,7 @@ C library reads as well (c/src/bundle_file.c)."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import math
@@ -164,7 +165,7 @@ def write(
     constants: Sequence[memoryview],
 ) -> None:
     """Write a file and put it in place. `envs`: the id and lock of each backend; `constants`: bytes that follow each
-    other. Raises InvalidArgument for what no reader would take."""
+    other. Raises InvalidArgument for what no reader would take, and for a place that cannot be written."""
     plan = pack_body(content_to_wire(content))
     content_of_wire(unpack_body(plan))
     parts = [(PLAN, [memoryview(plan)])]
@@ -197,8 +198,11 @@ def write(
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(path)
+    except OSError as exc:
+        raise InvalidArgument(f"name a file that can be written: {path}: {exc.strerror}") from exc
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def head_of(manifest: bytes) -> bytes:

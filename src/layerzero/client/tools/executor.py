@@ -221,7 +221,7 @@ class Executor:
     def export(self, path: str | Path) -> None:
         """Write the call and its choice to a file, for Executor.load in another process or on another machine. What its
         kernel compiled travels by `lz cache export`, what was lifted of it by `lz lift export`. Raises InvalidArgument
-        for arguments that are no plain values."""
+        for arguments that are no plain values, and for a place that cannot be written."""
         value = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -237,8 +237,11 @@ class Executor:
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"{self.op} cannot be exported: {exc}; allowed: plain values") from exc
         draft = Path(path).with_name(f".{Path(path).name}.tmp")
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        try:
+            draft.write_text(text + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError as exc:
+            raise InvalidArgument(f"name a file that can be written: {path}: {exc.strerror}") from exc
 
     @classmethod
     def load(cls, path: str | Path) -> Executor:
