@@ -28,7 +28,7 @@ from layerzero.ipc.errors import GroupBroken
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
-GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes: NCCL's abort takes 0.8 s more
+GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes: NCCL's abort takes a second more
 _log = logging.getLogger("layerzero.groups")
 
 
