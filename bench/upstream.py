@@ -194,6 +194,8 @@ def table(args: argparse.Namespace) -> None:
             f"**{made['library']}, {made['backend']}.** Served: {served or 'none'}. Not served: {told or 'none'}.",
             "",
         ]
+        if made["code"] == 2:  # interrupted
+            notes += ["That run was ended before its last test; files that are not in the table were not reached.", ""]
         notes += [f"- WRONG {one}" for one in made["wrong"]]
     headings = ("library", "backend", "file", "right", "wrong", "refused", "no such option", "theirs")
     wrong = sum(len(made["wrong"]) for made in runs)
