@@ -59,7 +59,7 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/python -m tests.structure
 
-BENCHES := selection dispatch new_shapes weights caches plans functions groups fairness cluster observability regret chaos environments matrix
+BENCHES := selection dispatch new_shapes weights caches c_api plans functions groups fairness cluster observability regret chaos environments matrix
 
 bench: envs  ## regenerate the tables in bench/results that need no GPU, at most half an hour each; QUICK=1 saves nothing
 	@for bench in $(BENCHES); do echo "== $$bench"; \

@@ -13,6 +13,7 @@ def extension(folder: str, name: str) -> Extension:
         depends=[
             f"{SHM}/_words.h",
             f"{SHM}/_lane.h",
+            f"{SHM}/_counters.h",
             f"{CLIENT}/gpu/_call_key.h",
             f"{CLIENT}/gpu/_counting.h",
             *(f"{CLIENT}/session/_{part}.h" for part in ("arenas", "blocks", "kept", "lending", "line", "waiting")),

@@ -242,6 +242,7 @@ typedef struct lz_report {
     size_t candidate_count;
     const uint64_t *sizes; /* of an op whose results have sizes that depend on the data: the leading extent of each */
     size_t size_count;
+    const char *path; /* "broker", or "express": straight to the worker (docs/c-api.md) */
 } lz_report;
 
 /* Make a call and wait for its end. `report`: where a report goes, also of a call that failed once the broker had

@@ -23,6 +23,10 @@ fn built() -> PathBuf {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     println!("cargo:rerun-if-changed={}", library.join("src").display());
     println!("cargo:rerun-if-changed={}", library.join("layerzero.h").display());
+    for shared in ["ipc/shm", "client/session"] {
+        // headers that the client in Python has, too
+        println!("cargo:rerun-if-changed={}", library.join("../src/layerzero").join(shared).display());
+    }
     let made = Command::new("make")
         .env_remove("MAKEFLAGS")
         .arg("-C")

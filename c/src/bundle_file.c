@@ -424,6 +424,15 @@ static const char *read_content(reading *now, const void *data, size_t nbytes) {
     return wrong ? wrong : read_steps(now, &fields[5]);
 }
 
+/* Whether a plan's calls are on a GPU, which this library has no memory of. */
+static bool is_on_gpu(const void *data, size_t nbytes) {
+    lzi_pool pool = {0};
+    lzi_value value = {.type = LZI_NIL};
+    bool is_so = !lzi_decode(&pool, data, nbytes, &value) && lzi_is_text(lzi_get(&value, "kind"), "bundle_gpu_plan");
+    lzi_pool_free(&pool);
+    return is_so;
+}
+
 /* Compare all parts but the constants, and read the plan. */
 static lz_code read_all(reading *now) {
     const char *wrong = NULL;
@@ -437,6 +446,10 @@ static lz_code read_all(reading *now) {
             code = no_memory(now);
         else if (!read_at(now->fd, one->offset, data, one->nbytes) || !is_digest(data, one->nbytes, one->sha256))
             code = damaged(now, one->name, "it has other bytes than its SHA-256 says");
+        else if (one == now->plan && is_on_gpu(data, one->nbytes))
+            code = lzi_fail(now->error, LZ_INVALID_ARGUMENT,
+                            "Run it from Python: its calls are on a GPU, whose memory this library has none of.\n%s",
+                            now->path);
         else if (one == now->plan && (wrong = read_content(now, data, one->nbytes)))
             code = damaged(now, one->name, wrong);
         free(data);

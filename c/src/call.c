@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum { MAX_ATTRS = 64 };
 static const double PREFER_BONUS = 5000; /* as lz.compile's */
@@ -15,13 +16,23 @@ typedef struct call {
     size_t input_count, output_count, attr_count;
     const char *attrs; /* the caller's array, checked */
     size_t attr_size;
-    uint64_t timeout_us;
+    uint64_t timeout_us, start_ns;
     size_t copied;
-    bool has_digest;
+    bool has_digest, is_after_lane;  /* `is_after_lane`: its worker died with it on a lane ... */
+    uint32_t after_lane, after_call; /* ... in this call of that */
     uint8_t digest[LZI_SHA256_BYTES];
-    lzi_tensor inputs[LZI_MAX_TENSORS], outputs[LZI_MAX_TENSORS];
-    void *copies[LZI_MAX_TENSORS];
+    lzi_bytes why;                 /* the error of an attempt on a lane ... */
+    lzi_told *tried;               /* ... and whose that was; NULL: there was none */
+    void *copies[LZI_MAX_TENSORS]; /* of inputs */
+    lzi_tensor *outputs;           /* of all tensors, those behind the inputs */
+    lzi_tensor inputs[];
 } call;
+
+static uint64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
 
 /* --- reading what the caller gave --------------------------------------------------------------------------------- */
 
@@ -61,19 +72,25 @@ static lz_code read_attrs(call *made, const lz_attr *attrs, lz_error *error) {
     return LZ_OK;
 }
 
-static lz_code read_call(call *made, const lz_call_spec *given, lz_error *error) {
-    lz_call_spec spec = {0};
+static lz_code read_spec(const lz_call_spec *given, lz_call_spec *spec, lz_error *error) {
     if (!given || given->struct_size < offsetof(lz_call_spec, backend))
         return lzi_fail(error, LZ_INVALID_ARGUMENT, "Set struct_size of lz_call_spec to its sizeof; it is %zu",
                         given ? given->struct_size : 0);
-    memcpy(&spec, given, given->struct_size < sizeof spec ? given->struct_size : sizeof spec);
-    if (!is_text(spec.op) || !*spec.op)
+    memcpy(spec, given, given->struct_size < sizeof *spec ? given->struct_size : sizeof *spec);
+    if (!is_text(spec->op) || !*spec->op)
         return lzi_fail(error, LZ_INVALID_ARGUMENT, "Name the op of the call");
-    if (spec.backend && !is_text(spec.backend))
+    if (spec->backend && !is_text(spec->backend))
         return lzi_fail(error, LZ_INVALID_ARGUMENT, "Name the backend in UTF-8, or give NULL");
-    if (isnan(spec.timeout_s) || spec.timeout_s < 0)
+    if (isnan(spec->timeout_s) || spec->timeout_s < 0)
         return lzi_fail(error, LZ_INVALID_ARGUMENT, "Give timeout_s in seconds, or 0 for the broker's own; it is %g",
-                        spec.timeout_s);
+                        spec->timeout_s);
+    lz_code code = lzi_check_count(spec->input_count, spec->inputs, "input", error);
+    return code ? code : lzi_check_count(spec->output_count, spec->outputs, "output", error);
+}
+
+static lz_code read_call(call *made, const lz_call_spec *given, lz_error *error) {
+    lz_call_spec spec = *given;
+    made->outputs = made->inputs + spec.input_count;
     made->op = spec.op;
     made->backend = spec.backend ? spec.backend : "";
     made->timeout_us = spec.timeout_s > 0 ? (uint64_t)(1e6 * fmin(fmax(spec.timeout_s, 1e-3), 86400.0)) : 0;
@@ -93,6 +110,10 @@ static lz_code read_call(call *made, const lz_call_spec *given, lz_error *error)
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
+static size_t tensor_count(const call *made) {
+    return made->input_count + made->output_count;
+}
+
 static lz_code pin(call *made, lzi_tensor *tensor, const char *what, size_t index, lz_error *error) {
     tensor->ref = (lzi_ref){LZI_NO_ARENA, 0, 0, 0};
     if (tensor->dtype == LZ_NO_TENSOR)
@@ -106,11 +127,10 @@ static lz_code pin(call *made, lzi_tensor *tensor, const char *what, size_t inde
 }
 
 static void unpin(call *made) {
-    for (size_t i = 0; i < 2 * LZI_MAX_TENSORS; i++) {
-        lzi_tensor *tensor = i < LZI_MAX_TENSORS ? &made->inputs[i] : &made->outputs[i - LZI_MAX_TENSORS];
-        if (tensor->block)
-            lzi_unpin(&made->client->memory, tensor->block);
-        tensor->block = NULL;
+    for (size_t i = 0; i < tensor_count(made); i++) {
+        if (made->inputs[i].block)
+            lzi_unpin(&made->client->memory, made->inputs[i].block);
+        made->inputs[i].block = NULL;
     }
 }
 
@@ -271,15 +291,22 @@ static void put_route(lzi_bytes *out, const call *made) {
     lzi_put_text(out, "");
 }
 
-static void put_execute(lzi_bytes *out, const call *made, uint32_t route) {
+static void put_refs(lzi_bytes *out, const call *made) {
+    for (size_t i = 0; i < tensor_count(made); i++)
+        lzi_put_ref(out, made->inputs[i].ref);
+}
+
+static void put_execute(lzi_bytes *out, const call *made, uint32_t route, const lzi_bytes *refs) {
     lzi_header header = {.protocol = LZI_PROTOCOL, .kind = LZI_EXECUTE, .route = route, .time = made->timeout_us};
     header.seq = made->client->last_seq + 1;
     header.flags = made->has_digest ? LZI_HAS_DIGEST : 0;
+    if (made->is_after_lane) {
+        header.flags |= LZI_AFTER_LANE;
+        header.aux = made->after_lane;
+        header.attempt = made->after_call;
+    }
     lzi_put_header(out, header);
-    for (size_t i = 0; i < made->input_count; i++)
-        lzi_put_ref(out, made->inputs[i].ref);
-    for (size_t i = 0; i < made->output_count; i++)
-        lzi_put_ref(out, made->outputs[i].ref);
+    lzi_put(out, refs->data, refs->nbytes);
     if (made->has_digest)
         lzi_put(out, made->digest, LZI_DIGEST_BYTES);
 }
@@ -288,11 +315,10 @@ static void put_execute(lzi_bytes *out, const call *made, uint32_t route) {
 static void keep_lent(call *made, uint64_t seq) {
     lzi_lent *lent = malloc(sizeof *lent + 2 * LZI_MAX_TENSORS * sizeof *lent->blocks);
     size_t count = 0;
-    for (size_t i = 0; i < 2 * LZI_MAX_TENSORS; i++) {
-        lzi_tensor *tensor = i < LZI_MAX_TENSORS ? &made->inputs[i] : &made->outputs[i - LZI_MAX_TENSORS];
-        if (lent && tensor->block)
-            lent->blocks[count++] = tensor->block;
-        tensor->block = NULL;
+    for (size_t i = 0; i < tensor_count(made); i++) {
+        if (lent && made->inputs[i].block)
+            lent->blocks[count++] = made->inputs[i].block;
+        made->inputs[i].block = NULL;
     }
     if (!lent)
         return;
@@ -324,48 +350,108 @@ static lz_code read_answer(call *made, const lzi_pending *answer, uint32_t route
     const char *wrong = answer->header.kind != LZI_FAILED
                             ? "an answer of another kind than calls have"
                             : lzi_decode_message(&pool, &lzi_outcome, answer->body, answer->nbytes, fields);
-    lz_code code = wrong ? lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIt sent %s",
-                                    wrong)
-                         : lzi_fail_as(error, &fields[0]);
+    lz_code code =
+        wrong ? lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIt sent %s", wrong)
+              : lzi_fail_as(error, &fields[0]);
     lzi_pool_free(&pool);
     if (code == LZ_POISON && !made->has_digest && !(answer->header.flags & LZI_STILL_LENT))
         say_poisoned(made, route);
     return code;
 }
 
-/* Send the call once, and wait for its answer. */
+/* Nobody says any more what becomes of the memory: it is left alone. */
+static void leave_memory(call *made) {
+    for (size_t i = 0; i < tensor_count(made); i++)
+        made->inputs[i].block = NULL;
+}
+
+static void report_on(const call *made, const lzi_pending *answer, const char *path, const lzi_told *told,
+                      lz_report **report) {
+    lzi_ending ending = {answer, path, told, made->copied, made->tried, &made->why};
+    if (!report)
+        return;
+    lz_report_free(*report);
+    *report = lzi_report_of(&ending);
+}
+
+/* Of an attempt on a lane that the broker has not seen. */
+static void keep_attempt(call *made, lzi_way way, lzi_passage *passage) {
+    lzi_bytes_free(&made->why);
+    lzi_told_drop(made->tried);
+    made->tried = passage->told;
+    passage->told = NULL;
+    if (way == LZI_RAISED) {
+        lzi_put(&made->why, passage->answer.body, passage->answer.nbytes);
+        return;
+    }
+    lzi_put_map(&made->why, 2);
+    lzi_put_text(&made->why, "code");
+    lzi_put_text(&made->why, "BACKEND_ERROR");
+    lzi_put_text(&made->why, "message");
+    lzi_put_text(&made->why, "the worker was gone before it took the call from its lane");
+}
+
+/* Send the call to the broker, and wait for its answer. */
+static lz_code by_broker(call *made, uint32_t number, const lzi_bytes *refs, lz_report **report, lz_error *error) {
+    lz_client *client = made->client;
+    lzi_pending answer = {0};
+    lzi_bytes frame = {0};
+    put_execute(&frame, made, number, refs);
+    lz_code code = lzi_submit(client, &frame, &answer, error);
+    lzi_bytes_free(&frame);
+    if (code)
+        return code;
+    code = lzi_wait(client, &answer, error);
+    if (code)
+        leave_memory(made);
+    else
+        code = read_answer(made, &answer, number, error);
+    const lzi_told *told = lzi_route_numbered(client, number)->told;
+    if (!code && made->copied)
+        lzi_note_copied(lzi_counter_row(client, made->op, told, "broker"), made->copied);
+    if (answer.body)
+        report_on(made, &answer, "broker", told, report);
+    free(answer.body);
+    return code;
+}
+
+/* Make the call once: by its lane, if its route has one, else by the broker. */
 static lz_code exchange(call *made, lz_report **report, lz_error *error) {
     lz_client *client = made->client;
-    lzi_bytes body = {0}, frame = {0};
-    lzi_pending answer = {0};
+    lzi_bytes body = {0}, refs = {0};
     lzi_known_route *route = NULL;
     put_route(&body, made);
+    put_refs(&refs, made);
     pthread_mutex_lock(&client->lock);
     lz_code code = lzi_find_route(client, &body, &route, error);
     if (!code) {
         uint32_t number = route->number;
-        put_execute(&frame, made, number);
-        code = lzi_submit(client, &frame, &answer, error);
-        if (!code) {
-            route->open_calls++;
-            code = lzi_wait(client, &answer, error);
-            route = lzi_route_numbered(client, number); /* it may have moved */
-            route->open_calls--;
-            if (code) /* nobody says any more what becomes of the memory: it is left alone */
-                for (size_t i = 0; i < LZI_MAX_TENSORS; i++)
-                    made->inputs[i].block = made->outputs[i].block = NULL;
-            else
-                code = read_answer(made, &answer, number, error);
-            if (report && answer.body) {
-                lz_report_free(*report);
-                *report = lzi_report_of(&answer, route->decision, route->decision_bytes, made->copied);
-            }
+        lzi_passage passage = {made->op, &refs, .timeout_us = made->timeout_us, .start_ns = made->start_ns};
+        passage.copied = made->copied;
+        route->open_calls++;
+        lzi_way way = made->has_digest ? LZI_BY_BROKER : lzi_lane_run(client, route, &passage);
+        if (way == LZI_RAISED || way == LZI_NOT_TAKEN)
+            keep_attempt(made, way, &passage);
+        if (way == LZI_AFTER) {
+            made->is_after_lane = true;
+            made->after_lane = passage.lane;
+            made->after_call = passage.call;
         }
+        if (way == LZI_RAN) {
+            report_on(made, &passage.answer, "express", passage.told, report);
+        } else if (way == LZI_GONE) {
+            code = lzi_say_lost(client, error);
+            leave_memory(made);
+        } else {
+            code = by_broker(made, number, &refs, report, error);
+        }
+        free(passage.answer.body);
+        lzi_told_drop(passage.told);
+        lzi_route_numbered(client, number)->open_calls--; /* it may have moved */
     }
     pthread_mutex_unlock(&client->lock);
-    free(answer.body);
     lzi_bytes_free(&body);
-    lzi_bytes_free(&frame);
+    lzi_bytes_free(&refs);
     return code;
 }
 
@@ -380,12 +466,15 @@ lz_code lzi_call(lz_client *client, const lz_call_spec *given, const char *prefe
         *report = NULL;
     if (!client)
         return lzi_fail(error, LZ_NOT_CONNECTED, "Connect first: lz_call needs a client of lz_connect");
-    call *made = calloc(1, sizeof *made);
+    lz_call_spec spec = {0};
+    lz_code code = read_spec(given, &spec, error);
+    if (code)
+        return code;
+    call *made = malloc(sizeof *made + (spec.input_count + spec.output_count) * sizeof *made->inputs);
     if (!made)
         return lzi_fail(error, LZ_NO_MEMORY, "Free memory, then try again.\nThere is none for a call");
-    made->client = client;
-    made->prefer = prefer;
-    lz_code code = read_call(made, given, error);
+    *made = (call){.client = client, .prefer = prefer, .start_ns = now_ns()};
+    code = read_call(made, &spec, error);
     if (!code)
         code = pin_all(made, error);
     if (!code) {
@@ -403,6 +492,8 @@ lz_code lzi_call(lz_client *client, const lz_call_spec *given, const char *prefe
             } else {
                 break;
             }
+            if (code == LZ_ADAPTATION_REQUIRED) /* that one has been told */
+                made->is_after_lane = false;
             lzi_clear(error);
             code = exchange(made, report, error);
         }
@@ -411,6 +502,10 @@ lz_code lzi_call(lz_client *client, const lz_call_spec *given, const char *prefe
             if (made->copies[i])
                 lzi_memory_give(&client->memory, made->copies[i], NULL);
     }
+    pthread_mutex_lock(&client->lock);
+    lzi_told_drop(made->tried);
+    pthread_mutex_unlock(&client->lock);
+    lzi_bytes_free(&made->why);
     free(made);
     return code;
 }

@@ -47,19 +47,29 @@ lz_code lzi_control_send(int control, const lzi_bytes *message, int fd, lz_error
     return LZ_OK;
 }
 
-static void close_descriptors(struct msghdr *packet) {
+void lzi_drop(lzi_passed *passed) {
+    while (passed->count)
+        close(passed->fds[--passed->count]);
+}
+
+/* The descriptors that a packet has brought go to `passed`; those that there is no room for are closed. */
+static void take_descriptors(struct msghdr *packet, lzi_passed *passed) {
     for (struct cmsghdr *at = CMSG_FIRSTHDR(packet); at; at = CMSG_NXTHDR(packet, at)) {
         if (at->cmsg_level != SOL_SOCKET || at->cmsg_type != SCM_RIGHTS)
             continue;
         for (size_t i = 0; CMSG_LEN((i + 1) * sizeof(int)) <= at->cmsg_len; i++) {
             int fd;
             memcpy(&fd, CMSG_DATA(at) + i * sizeof fd, sizeof fd);
-            close(fd);
+            if (passed && passed->count < LZI_MAX_PASSED)
+                passed->fds[passed->count++] = fd;
+            else
+                close(fd);
         }
     }
 }
 
-lz_code lzi_control_receive(int control, lzi_pool *pool, int flags, lzi_value *value, lz_error *error) {
+lz_code lzi_control_receive(int control, lzi_pool *pool, int flags, lzi_value *value, lzi_passed *passed,
+                            lz_error *error) {
     union {
         struct cmsghdr header;
         char bytes[CMSG_SPACE(MAX_FDS * sizeof(int))];
@@ -77,7 +87,7 @@ lz_code lzi_control_receive(int control, lzi_pool *pool, int flags, lzi_value *v
     lz_code code = LZ_OK;
     const char *wrong = NULL;
     if (nbytes >= 0)
-        close_descriptors(&packet);
+        take_descriptors(&packet, passed);
     if (nbytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && !flags)
         code = lzi_fail(error, LZ_BROKER_LOST,
                         "Let the broker go on if it was stopped, or end it with lz down --force "
@@ -90,6 +100,36 @@ lz_code lzi_control_receive(int control, lzi_pool *pool, int flags, lzi_value *v
                         "that is no such thing: %s",
                         wrong ? wrong : "it is too long");
     free(data);
+    return code;
+}
+
+lz_code lzi_show(int control, const lzi_shown *shown, lzi_value answer[LZI_MAX_FIELDS], lzi_passed *passed,
+                 lz_error *error) {
+    lzi_bytes message = {0};
+    lzi_pool pool = {0};
+    lzi_encode_message(&message, shown->message, shown->fields);
+    lz_code code = lzi_control_send(control, &message, shown->fd, error);
+    lzi_bytes_free(&message);
+    for (bool is_ours = false; !code && !is_ours;) {
+        lzi_value said;
+        if (passed)
+            lzi_drop(passed); /* of a late answer to one that was given up */
+        code = lzi_control_receive(control, &pool, 0, &said, passed, error);
+        if (code)
+            break;
+        if (lzi_is_text(lzi_get(&said, "kind"), lzi_refused.kind)) {
+            code = lzi_fail_as(error, lzi_get(&said, "error"));
+            break;
+        }
+        const char *wrong = lzi_read_message(shown->answer, &said, answer);
+        if (wrong)
+            code = lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIts answer to %s: %s",
+                            shown->message->kind, wrong);
+        is_ours = !wrong && (!shown->is_numbered || answer[0].as.integer == shown->fields[0].as.integer);
+    }
+    if (code && passed)
+        lzi_drop(passed);
+    lzi_pool_free(&pool);
     return code;
 }
 
@@ -270,7 +310,7 @@ static lz_code greet(int control, const secret *key, lzi_welcome_kept *kept, con
                          empty};
     lz_code code = send_fields(control, &lzi_hello, hello, error);
     if (!code)
-        code = lzi_control_receive(control, pool, 0, &answer, error);
+        code = lzi_control_receive(control, pool, 0, &answer, NULL, error);
     if (!code && is_of(&lzi_challenge, &answer)) {
         if (!key->is_there)
             return lzi_fail(error, LZ_NOT_ALLOWED,
@@ -287,7 +327,7 @@ static lz_code greet(int control, const secret *key, lzi_welcome_kept *kept, con
         limit_waiting(control, REDIRECT_S);
         code = send_fields(control, &lzi_proof, &mac, error);
         if (!code)
-            code = lzi_control_receive(control, pool, 0, &answer, error);
+            code = lzi_control_receive(control, pool, 0, &answer, NULL, error);
     }
     if (code)
         return code;
@@ -313,6 +353,7 @@ static lz_code greet(int control, const secret *key, lzi_welcome_kept *kept, con
     kept->max_in_flight = fields[7].as.integer;
     kept->timeout_s = fields[8].as.number;
     kept->has_joined = fields[10].as.is_true;
+    kept->counts = fields[11].as.is_true;
     if (fields[0].as.integer != LZI_PROTOCOL)
         return lzi_fail(error, LZ_VERSION_MISMATCH,
                         "Use a library and a broker of one version.\nThe broker speaks "

@@ -11,10 +11,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef LZI_GRACE_S
-#define LZI_GRACE_S 10.0 /* for a broker that was asked whether it is there; tests give less */
-#endif
-
 static double now_s(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -39,7 +35,9 @@ lz_code lz_connect(const lz_connect_options *given, lz_client **made, lz_error *
     pthread_mutex_init(&client->lock, NULL);
     pthread_cond_init(&client->turned, NULL);
     pthread_mutex_init(&client->memory.lock, NULL);
-    lz_code code = lzi_zmq_load(&client->zmq, options.libzmq, error);
+    lz_code code = lzi_lanes_open(client, error);
+    if (!code)
+        code = lzi_zmq_load(&client->zmq, options.libzmq, error);
     if (!code)
         code = lzi_reach(&options, &client->control, &client->welcome, error);
     if (!code)
@@ -60,6 +58,12 @@ lz_code lz_connect(const lz_connect_options *given, lz_client **made, lz_error *
     return code;
 }
 
+static void free_route(lzi_known_route *route) {
+    free(route->body);
+    lzi_told_drop(route->told);
+    lzi_lease_free(route->lease);
+}
+
 void lz_close(lz_client *client) {
     if (!client)
         return;
@@ -69,11 +73,11 @@ void lz_close(lz_client *client) {
         close(client->control);
     if (client->wake >= 0)
         close(client->wake);
-    for (size_t i = 0; i < client->route_count; i++) {
-        free(client->routes[i].body);
-        free(client->routes[i].decision);
-    }
+    for (size_t i = 0; i < client->route_count; i++)
+        free_route(&client->routes[i]);
     free(client->routes);
+    lzi_lanes_close(client);
+    lzi_counters_close(client);
     while (client->lent) {
         lzi_lent *next = client->lent->next;
         free(client->lent);
@@ -115,7 +119,7 @@ static void lose(lz_client *client, lz_code code, const char *why) {
     pthread_cond_broadcast(&client->turned);
 }
 
-static lz_code say_lost(lz_client *client, lz_error *error) {
+lz_code lzi_say_lost(lz_client *client, lz_error *error) {
     const char *advice = client->lost_code == LZ_BROKER_LOST
                              ? "Start a broker with `lz up`, close this client and connect again."
                              : "Close this client and connect again.";
@@ -130,7 +134,7 @@ static void hear_last_word(lz_client *client) {
     char why[sizeof client->lost_why];
     snprintf(why, sizeof why, "The broker (pid %lld) is gone", (long long)client->welcome.broker_pid);
     pthread_mutex_lock(&client->memory.lock);
-    if (!lzi_control_receive(client->control, &pool, MSG_DONTWAIT, &answer, NULL) &&
+    if (!lzi_control_receive(client->control, &pool, MSG_DONTWAIT, &answer, NULL, NULL) &&
         lzi_is_text(lzi_get(&answer, "kind"), lzi_refused.kind)) {
         const lzi_value *said = lzi_get(&answer, "error");
         code = lzi_code_of(lzi_get_text(said, "code"));
@@ -165,12 +169,11 @@ static uint8_t *copy_of(const uint8_t *data, size_t nbytes) {
 
 static void take_decision(lz_client *client, const lzi_header *header, const uint8_t *body, size_t nbytes) {
     lzi_known_route *route = lzi_route_numbered(client, header->route);
-    uint8_t *copy = route ? copy_of(body, nbytes) : NULL;
-    if (!copy) /* forgotten; or a report will not say who served it */
+    lzi_told *told = route ? lzi_tell(header->aux, body, nbytes) : NULL;
+    if (!told) /* forgotten; or a report will not say who served it */
         return;
-    free(route->decision);
-    route->decision = copy;
-    route->decision_bytes = nbytes;
+    lzi_told_drop(route->told);
+    route->told = told;
 }
 
 static void take_answer(lz_client *client, const lzi_header *header, const uint8_t *body, size_t nbytes) {
@@ -212,16 +215,31 @@ static void drain(lz_client *client) {
             take_released(client, header.seq);
         else if (header.kind == LZI_DONE || header.kind == LZI_FAILED || header.kind == LZI_RESPONSE)
             take_answer(client, &header, body, rest);
-        else if (header.kind != LZI_LEASE) /* express lanes are not used */
-            lose(client, LZ_BAD_MESSAGE, "The broker broke the protocol: a frame of an unknown kind");
+        else if (header.kind == LZI_LEASE)
+            wrong = lzi_lease_take(lzi_route_numbered(client, header.route), header.aux, body, rest);
+        else
+            wrong = "a frame of an unknown kind";
+        if (wrong) {
+            char why[sizeof client->lost_why];
+            snprintf(why, sizeof why, "The broker broke the protocol: %s", wrong);
+            lose(client, LZ_BAD_MESSAGE, why);
+        }
     }
+}
+
+void lzi_hear_hang_up(lz_client *client) {
+    struct pollfd control = {client->control, POLLRDHUP, 0};
+    if (client->is_lost || poll(&control, 1, 0) <= 0)
+        return;
+    drain(client); /* what it still said counts */
+    hear_last_word(client);
 }
 
 /* --- frames that go ----------------------------------------------------------------------------------------------- */
 
 lz_code lzi_send(lz_client *client, const lzi_bytes *frame, lz_error *error) {
     if (client->is_lost)
-        return say_lost(client, error);
+        return lzi_say_lost(client, error);
     if (frame->have_failed)
         return lzi_fail(error, LZ_NO_MEMORY, "Free memory, then try again.\nThere is none for a message");
     if (!lzi_zmq_send(&client->zmq, frame->data, frame->nbytes))
@@ -293,10 +311,8 @@ static void read_until(lz_client *client, const lzi_pending *pending) {
         eventfd_t count;
         if (found > 0 && fds[1].revents)
             eventfd_read(client->wake, &count);
-        if (found > 0 && fds[2].revents) {
-            drain(client); /* what it still said counts */
-            hear_last_word(client);
-        }
+        if (found > 0 && fds[2].revents)
+            lzi_hear_hang_up(client);
     }
 }
 
@@ -321,7 +337,7 @@ lz_code lzi_wait(lz_client *client, lzi_pending *pending, lz_error *error) {
             client->pending_count--;
             break;
         }
-    return say_lost(client, error);
+    return lzi_say_lost(client, error);
 }
 
 /* --- routes ------------------------------------------------------------------------------------------------------- */
@@ -351,8 +367,7 @@ static lz_code forget_oldest(lz_client *client, lz_error *error) {
     lzi_bytes_free(&frame);
     if (code)
         return code;
-    free(oldest->body);
-    free(oldest->decision);
+    free_route(oldest);
     *oldest = client->routes[--client->route_count];
     return LZ_OK;
 }

@@ -52,47 +52,56 @@ static void unmap(lzi_arena *arena) {
 
 /* Show the broker an arena; returns when it knows it. */
 static lz_code show(lzi_memory *memory, lzi_arena *arena, lz_error *error) {
-    lzi_value fields[] = {lzi_int(arena->number), lzi_int((int64_t)arena->nbytes)}, answer, added[LZI_MAX_FIELDS];
-    lzi_bytes message = {0};
-    lzi_pool pool = {0};
-    lzi_encode_message(&message, &lzi_add_arena, fields);
-    lz_code code = lzi_control_send(memory->control, &message, arena->fd, error);
-    lzi_bytes_free(&message);
-    for (bool is_ours = false; !code && !is_ours;) {
-        code = lzi_control_receive(memory->control, &pool, 0, &answer, error);
-        if (code)
-            break;
-        if (lzi_is_text(lzi_get(&answer, "kind"), lzi_refused.kind)) {
-            code = lzi_fail_as(error, lzi_get(&answer, "error"));
-            break;
-        }
-        const char *wrong = lzi_read_message(&lzi_arena_added, &answer, added);
-        if (wrong)
-            code = lzi_fail(error, LZ_BAD_MESSAGE,
-                            "Report this: the broker broke the protocol.\nIts answer to an arena: %s", wrong);
-        is_ours = !wrong && added[0].as.integer == arena->number;
-    }
-    lzi_pool_free(&pool);
-    return code;
+    lzi_value fields[] = {lzi_int(arena->number), lzi_int((int64_t)arena->nbytes)}, answer[LZI_MAX_FIELDS];
+    lzi_shown shown = {&lzi_add_arena, fields, arena->fd, &lzi_arena_added, true};
+    return lzi_show(memory->control, &shown, answer, NULL, error);
 }
 
-/* Give an arena all its pages. */
-static lz_code reserve(const lzi_arena *arena, int *reason, lz_error *error) {
-    for (uint64_t at = 0; at < arena->nbytes && !*reason;) {
-        uint64_t rest = arena->nbytes - at, step = rest < STEP_BYTES ? rest : STEP_BYTES;
+/* Give a file all its pages. */
+static lz_code reserve(int fd, uint64_t nbytes, int *reason, lz_error *error) {
+    for (uint64_t at = 0; at < nbytes && !*reason;) {
+        uint64_t rest = nbytes - at, step = rest < STEP_BYTES ? rest : STEP_BYTES;
         lz_code code = lzi_check_free(rest, error);
         if (code)
             return code;
-        while ((*reason = posix_fallocate(arena->fd, (off_t)at, (off_t)step)) == EINTR)
+        while ((*reason = posix_fallocate(fd, (off_t)at, (off_t)step)) == EINTR)
             ;
         at += step;
     }
     return LZ_OK;
 }
 
+lz_code lzi_share(const char *name, uint64_t nbytes, int *fd, char **mapped, lz_error *error) {
+    int reason = 0;
+    lz_code code = LZ_OK;
+    *mapped = NULL;
+    *fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (*fd < 0)
+        reason = errno;
+    if (!reason)
+        code = reserve(*fd, nbytes, &reason, error);
+    if (!code && !reason && fcntl(*fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL))
+        reason = errno;
+    if (!code && !reason) {
+        void *found = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+        reason = found == MAP_FAILED ? errno : 0;
+        *mapped = reason ? NULL : found;
+    }
+    if (reason)
+        code = lzi_fail(error, LZ_NO_MEMORY,
+                        "Free shared memory, or allow more of it (/dev/shm, memory of the container), "
+                        "then try again.\n%llu bytes could not be reserved: %s",
+                        (unsigned long long)nbytes, strerror(reason));
+    if (code && *fd >= 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return code;
+}
+
 static lz_code open_arena(lzi_memory *memory, uint64_t nbytes, bool is_shared, lzi_arena **opened, lz_error *error) {
-    int reason = ENOMEM;
     lzi_arena *arena = calloc(1, sizeof *arena);
+    lzi_block *first = calloc(1, sizeof *first);
     if (memory->count == memory->room) {
         size_t room = 2 * memory->room + 8;
         lzi_arena **grown = realloc(memory->arenas, room * sizeof *grown);
@@ -101,40 +110,18 @@ static lz_code open_arena(lzi_memory *memory, uint64_t nbytes, bool is_shared, l
             memory->room = room;
         }
     }
-    if (!arena || memory->count == memory->room)
-        goto fail;
-    arena->fd = -1;
-    arena->nbytes = nbytes;
-    arena->is_shared = is_shared;
-    arena->first = calloc(1, sizeof *arena->first);
-    if (!arena->first)
-        goto fail;
-    *arena->first = (lzi_block){.arena = arena, .nbytes = nbytes, .is_free = true};
-    arena->fd = memfd_create("layerzero", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (arena->fd < 0) {
-        reason = errno;
-        goto fail;
+    if (!arena || !first || memory->count == memory->room) {
+        free(arena);
+        free(first);
+        return lzi_fail(error, LZ_NO_MEMORY, "Free memory, then try again.\nThere is none for an arena's record");
     }
-    reason = 0;
-    lz_code code = reserve(arena, &reason, error);
-    if (code) {
-        unmap(arena);
-        return code;
+    *first = (lzi_block){.arena = arena, .nbytes = nbytes, .is_free = true};
+    *arena = (lzi_arena){.nbytes = nbytes, .is_shared = is_shared, .first = first};
+    lz_code code = lzi_share("layerzero", nbytes, &arena->fd, &arena->mapped, error);
+    if (!code) {
+        arena->number = ++memory->last_number; /* a number that was refused is spent as well */
+        code = show(memory, arena, error);
     }
-    if (reason)
-        goto fail;
-    if (fcntl(arena->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) {
-        reason = errno;
-        goto fail;
-    }
-    void *mapped = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, arena->fd, 0);
-    if (mapped == MAP_FAILED) {
-        reason = errno;
-        goto fail;
-    }
-    arena->mapped = mapped;
-    arena->number = ++memory->last_number; /* a number that was refused is spent as well */
-    code = show(memory, arena, error);
     if (code) {
         unmap(arena);
         return code;
@@ -142,13 +129,6 @@ static lz_code open_arena(lzi_memory *memory, uint64_t nbytes, bool is_shared, l
     memory->arenas[memory->count++] = arena;
     *opened = arena;
     return LZ_OK;
-fail:
-    if (arena)
-        unmap(arena);
-    return lzi_fail(error, LZ_NO_MEMORY,
-                    "Free shared memory, or allow more of it (/dev/shm, memory of the container), "
-                    "then try again.\n%llu bytes could not be reserved: %s",
-                    (unsigned long long)nbytes, strerror(reason));
 }
 
 static void close_arena(lzi_memory *memory, lzi_arena *arena) {

@@ -32,6 +32,10 @@ const lzi_message lzi_refused = {"refused", {MAP_("error")}};
 const lzi_message lzi_add_arena = {"add_arena", {INT_("arena"), INT_("nbytes")}};
 const lzi_message lzi_arena_added = {"arena_added", {INT_("arena")}};
 const lzi_message lzi_retire_arena = {"retire_arena", {INT_("arena")}};
+const lzi_message lzi_add_lane = {"add_lane", {INT_("lane"), TEXT_OR_NONE("gpu")}};
+const lzi_message lzi_lane_added = {"lane_added", {INT_("lane"), BOOL_("is_open")}};
+const lzi_message lzi_add_counters = {"add_counters", {{NULL, LZI_NIL, false, NULL}}};
+const lzi_message lzi_counters_added = {"counters_added", {{NULL, LZI_NIL, false, NULL}}};
 const lzi_message lzi_route = {"route",
                                {TEXT_("op"), LIST_("inputs"), LIST_("outputs"), MAP_("attrs"), TEXT_OR_NONE("backend"),
                                 MAP_OR_NONE("policy"), LIST_OR_NONE("next_ops"), TEXT_OR_NONE("device")}};
@@ -49,14 +53,16 @@ const lzi_message lzi_decision = {"decision",
                                    {"slot", LZI_INT, true, NULL},
                                    LIST_OR_NONE("shadowed"),
                                    FLOAT_OR_0("traced")}};
-const lzi_message lzi_lease = {"lease", {INT_("lane"), INT_("plan"), INT_("epoch"), LIST_OR_NONE("neighbours")}};
+const lzi_message lzi_lease_message = {"lease",
+                                       {INT_("lane"), INT_("plan"), INT_("epoch"), LIST_OR_NONE("neighbours")}};
 const lzi_message lzi_outcome = {"outcome",
                                  {MAP_OR_NONE("error"), LIST_OR_NONE("attempts"), LIST_OR_NONE("candidates"),
                                   BYTES_OR_NONE("result"), FLOAT_OR_0("waited_s")}};
 
 static const lzi_message *const ALL[] = {
-    &lzi_hello,       &lzi_challenge,    &lzi_proof, &lzi_welcome, &lzi_redirect, &lzi_refused, &lzi_add_arena,
-    &lzi_arena_added, &lzi_retire_arena, &lzi_route, &lzi_request, &lzi_decision, &lzi_lease,   &lzi_outcome,
+    &lzi_hello,          &lzi_challenge,   &lzi_proof,        &lzi_welcome,  &lzi_redirect,      &lzi_refused,
+    &lzi_add_arena,      &lzi_arena_added, &lzi_retire_arena, &lzi_add_lane, &lzi_lane_added,    &lzi_add_counters,
+    &lzi_counters_added, &lzi_route,       &lzi_request,      &lzi_decision, &lzi_lease_message, &lzi_outcome,
 };
 
 const lzi_message *lzi_message_named(const char *kind) {

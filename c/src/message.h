@@ -17,10 +17,10 @@ enum {
 #define LZI_NO_ARENA UINT32_MAX
 
 /* Kinds of frames. */
-enum { LZI_ROUTE = 1, LZI_EXECUTE = 2, LZI_REQUEST = 3, LZI_POISONED = 4, LZI_FORGET = 5 };
+enum { LZI_ROUTE = 1, LZI_EXECUTE = 2, LZI_REQUEST = 3, LZI_POISONED = 4, LZI_FORGET = 5, LZI_OVERDUE = 7 };
 enum { LZI_DECISION = 16, LZI_DONE = 17, LZI_FAILED = 18, LZI_RESPONSE = 19, LZI_LEASE = 20, LZI_RELEASED = 21 };
 /* Flags. */
-enum { LZI_HAS_DIGEST = 1, LZI_HAS_OUTCOME = 2, LZI_STILL_LENT = 128 };
+enum { LZI_HAS_DIGEST = 1, LZI_HAS_OUTCOME = 2, LZI_AFTER_LANE = 8, LZI_STILL_LENT = 128 };
 
 typedef struct lzi_field {
     const char *name;
@@ -36,7 +36,8 @@ typedef struct lzi_message {
 
 extern const lzi_message lzi_hello, lzi_challenge, lzi_proof, lzi_welcome, lzi_redirect, lzi_refused;
 extern const lzi_message lzi_add_arena, lzi_arena_added, lzi_retire_arena;
-extern const lzi_message lzi_route, lzi_request, lzi_decision, lzi_lease, lzi_outcome;
+extern const lzi_message lzi_add_lane, lzi_lane_added, lzi_add_counters, lzi_counters_added;
+extern const lzi_message lzi_route, lzi_request, lzi_decision, lzi_lease_message, lzi_outcome;
 
 const lzi_message *lzi_message_named(const char *kind);
 

@@ -42,11 +42,40 @@ static void fill_candidates(kept_report *kept, const lzi_value *list) {
     }
 }
 
-static void fill_attempts(kept_report *kept, const lzi_value *list) {
+/* What was tried on a lane, before the broker had the call. */
+static lz_attempt tried(kept_report *kept, const lzi_ending *ending) {
+    lzi_value fields[LZI_MAX_FIELDS], error;
+    const char *wrong = lzi_decode(&kept->pool, ending->why->data, ending->why->nbytes, &error);
+    const char *name = wrong ? "BACKEND_ERROR" : lzi_get_text(&error, "code");
+    lz_attempt made = {
+        .struct_size = sizeof made,
+        .backend = "",
+        .kernel_id = "",
+        .code = (int32_t)lzi_code_of(name),
+        .exit_code = -1,
+        .code_name = name,
+        .detail = wrong ? "the worker's answer breaks the protocol" : lzi_get_text(&error, "message"),
+        .phase = "express",
+    };
+    if (!lzi_decode_message(&kept->pool, &lzi_decision, ending->tried->bytes, ending->tried->nbytes, fields)) {
+        made.kernel_id = fields[0].as.bytes;
+        made.backend = fields[1].as.bytes;
+        made.worker_pid = fields[2].type == LZI_INT ? fields[2].as.integer : 0;
+    }
+    return made;
+}
+
+static void fill_attempts(kept_report *kept, const lzi_ending *ending, const lzi_value *list) {
     lz_report *report = &kept->report;
-    lz_attempt *attempts = items_of(&kept->pool, list, sizeof *attempts, &report->attempt_count);
+    size_t count = list && list->type == LZI_LIST ? list->count : 0, before = ending->tried ? 1 : 0;
+    lz_attempt *attempts = count + before ? lzi_take(&kept->pool, (count + before) * sizeof *attempts) : NULL;
+    if (!attempts)
+        return;
     report->attempts = attempts;
-    for (size_t i = 0; i < report->attempt_count; i++) {
+    report->attempt_count = count + before;
+    if (before)
+        *attempts++ = tried(kept, ending);
+    for (size_t i = 0; i < count; i++) {
         const lzi_value *one = &list->as.items[i];
         attempts[i] = (lz_attempt){
             .struct_size = sizeof *attempts,
@@ -74,19 +103,23 @@ static void fill_sizes(kept_report *kept, const void *result, size_t nbytes) {
         sizes[i] = list->as.items[i].type == LZI_INT ? (uint64_t)list->as.items[i].as.integer : 0;
 }
 
-lz_report *lzi_report_of(const lzi_pending *answer, const uint8_t *decision, size_t decision_bytes, size_t copied) {
+lz_report *lzi_report_of(const lzi_ending *ending) {
+    const lzi_pending *answer = ending->answer;
+    const lzi_value *attempts = NULL;
     lzi_value fields[LZI_MAX_FIELDS];
     kept_report *kept = calloc(1, sizeof *kept);
     if (!kept)
         return NULL;
     lz_report *report = &kept->report;
     bool is_done = answer->header.kind == LZI_DONE;
-    *report = (lz_report){.struct_size = sizeof *report, .kernel_id = "", .backend = "", .copied_bytes = copied};
+    *report = (lz_report){.struct_size = sizeof *report, .kernel_id = "", .backend = "", .path = ending->path};
+    report->copied_bytes = ending->copied;
     if (is_done) {
         report->kernel_ns = answer->header.time;
         report->attempt = answer->header.attempt;
     }
-    if (decision && !lzi_decode_message(&kept->pool, &lzi_decision, decision, decision_bytes, fields)) {
+    if (ending->told &&
+        !lzi_decode_message(&kept->pool, &lzi_decision, ending->told->bytes, ending->told->nbytes, fields)) {
         fill_candidates(kept, &fields[5]);
         if (is_done) {
             report->kernel_id = fields[0].as.bytes;
@@ -97,11 +130,12 @@ lz_report *lzi_report_of(const lzi_pending *answer, const uint8_t *decision, siz
     if (is_done && !(answer->header.flags & LZI_HAS_OUTCOME)) {
         fill_sizes(kept, answer->body, answer->nbytes);
     } else if (!lzi_decode_message(&kept->pool, &lzi_outcome, answer->body, answer->nbytes, fields)) {
-        fill_attempts(kept, &fields[1]);
+        attempts = &fields[1];
         fill_candidates(kept, &fields[2]);
         fill_sizes(kept, fields[3].as.bytes, fields[3].count);
         report->waited_s = fields[4].as.number;
     }
+    fill_attempts(kept, ending, attempts);
     return report;
 }
 

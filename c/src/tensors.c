@@ -73,10 +73,17 @@ static lz_code read_tensor(const lz_tensor *given, const char *what, size_t inde
     return LZ_OK;
 }
 
-lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor *tensors, lz_error *error) {
+lz_code lzi_check_count(size_t count, const lz_tensor *given, const char *what, lz_error *error) {
     if (count > LZI_MAX_TENSORS || (count && !given))
         return lzi_fail(error, LZ_INVALID_ARGUMENT, "Give a call at most %d %ss, as an array; it has %zu",
                         LZI_MAX_TENSORS, what, count);
+    return LZ_OK;
+}
+
+lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor *tensors, lz_error *error) {
+    lz_code wrong = lzi_check_count(count, given, what, error);
+    if (wrong)
+        return wrong;
     size_t size = count ? given->struct_size : 0;
     for (size_t i = 0; i < count; i++) {
         lz_tensor one = {0};

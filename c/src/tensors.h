@@ -16,6 +16,8 @@ typedef struct lzi_tensor {
     lzi_ref ref;
 } lzi_tensor;
 
+/* That there may be so many. */
+lz_code lzi_check_count(size_t count, const lz_tensor *given, const char *what, lz_error *error);
 /* Check `count` tensors of the caller's, LZI_MAX_TENSORS at most. `what`: "input" or "output". */
 lz_code lzi_read_tensors(const lz_tensor *given, size_t count, const char *what, lzi_tensor *tensors,
                          lz_error *error);

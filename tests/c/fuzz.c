@@ -7,9 +7,10 @@
 #include <string.h>
 
 enum { MOST = 1024, ROOM = 2048 };
-static const char *const KINDS[] = {"hello",   "challenge", "proof",       "welcome",      "redirect",
-                                    "refused", "add_arena", "arena_added", "retire_arena", "route",
-                                    "request", "decision",  "lease",       "outcome"};
+static const char *const KINDS[] = {"hello",      "challenge",    "proof",         "welcome",      "redirect",
+                                    "refused",    "add_arena",    "arena_added",   "retire_arena", "route",
+                                    "request",    "decision",     "lease",         "outcome",      "add_lane",
+                                    "lane_added", "add_counters", "counters_added"};
 static uint64_t state;
 
 static uint64_t drawn(uint64_t below) {
@@ -47,14 +48,22 @@ static void check(const uint8_t *data, size_t nbytes) {
         lzi_pending answer = {.body = (uint8_t *)data, .nbytes = nbytes};
         answer.header.kind = flags & 1 ? LZI_DONE : LZI_FAILED;
         answer.header.flags = flags & 2 ? LZI_HAS_OUTCOME : 0;
-        lz_report *report = lzi_report_of(&answer, data, nbytes, 0);
+        lzi_told *told = lzi_tell(1, data, nbytes);
+        lzi_bytes why = {.data = (uint8_t *)data, .nbytes = nbytes};
+        lzi_ending ending = {&answer, "broker", told, 0, flags & 1 ? told : NULL, &why};
+        lz_report *report = lzi_report_of(&ending);
         for (size_t i = 0; i < report->candidate_count; i++)
             state += strlen(report->candidates[i].kernel_id) + report->candidates[i].reason_count;
         for (size_t i = 0; i < report->attempt_count; i++)
             state += strlen(report->attempts[i].detail);
         state += !state; /* no more numbers would come of 0 */
         lz_report_free(report);
+        lzi_told_drop(told);
     }
+    lzi_known_route route = {.told = lzi_tell(1, data, nbytes)};
+    lzi_lease_take(&route, 1, data, nbytes);
+    lzi_lease_free(route.lease);
+    lzi_told_drop(route.told);
     lzi_bytes_free(&once);
     lzi_bytes_free(&twice);
     lzi_pool_free(&pool);

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from tests.c.conftest import Built, run
+from tests.c.conftest import LIBRARY, Built, run
 from tests.unit.ipc.test_protocol_vectors import plain
 
+from layerzero.ipc.shm.counter_words import CODES
+
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "samples" / "protocol_vectors.json").read_text())
-# Of what a client sends or gets, those of a GPU, of lanes, counters and lifted calls are not this library's.
+# Of what a client sends or gets, those of a GPU and of lifted calls are not this library's.
 MESSAGES = {"hello", "challenge", "proof", "welcome", "redirect", "refused", "add_arena", "arena_added", "retire_arena"}
 MESSAGES |= {"route", "request", "decision", "lease", "outcome"}
+MESSAGES |= {"add_lane", "lane_added", "add_counters", "counters_added"}
 
 
 def asked(built: Built, lines: list[str]) -> list[str]:
@@ -84,6 +88,52 @@ def test_what_must_be_refused_is(built: Built) -> None:
     lines = [f"{'frame' if v['as'] == 'frame' else 'message ' + v['as']} {v['hex']}" for v in vectors]
     answers = asked(built, lines)
     assert [a for a in answers if not a.startswith("refused ")] == []
+
+
+def poked(page: list[list[Any]]) -> list[str]:
+    """Lines that make a page, which is zeros, this one. What is long is written in parts."""
+    return [
+        f"poke {at + part // 2} {text[part : part + 2048]}" for at, text in page for part in range(0, len(text), 2048)
+    ]
+
+
+def shown(page: list[list[Any]]) -> str:
+    return " ".join(f"{at}:{text}" for at, text in page)
+
+
+def test_pages_of_lanes_hold_both_ways(built: Built) -> None:
+    """What a client writes to a lane's page, and what it reads of what a worker wrote there."""
+    for vector in VECTORS["lanes"]:
+        call, plan = vector["call"], vector["plan"]
+        if vector["what"] == "call":
+            answers = asked(built, [f"put {call} {plan} {vector['refs']}", "page 217088"])
+            assert answers[-1] == shown(vector["page"])
+            continue
+        answers = asked(built, [*poked(vector["page"]), f"end {call}", f"end {call + 1}", "page 217088"])
+        assert answers[-3] == f"{vector['status']} {vector['kernel_ns']} {vector['said']}"
+        assert answers[-2] == "none"
+        if not vector["said"]:
+            answers = asked(built, [f"ended {call} {vector['status']} {vector['kernel_ns']} {plan}", "page 217088"])
+            assert answers[-1] == shown(vector["page"])
+    for vector in VECTORS["lanes_refused"]:
+        answers = asked(built, [*poked(vector["page"]), f"end {vector['call']}", "page 217088"])
+        assert answers[-2].startswith("refused ")
+
+
+def test_pages_of_counters_hold(built: Built) -> None:
+    """Calls that ended well, in the words of a row. The rest of a page is that of real brokers: test_lanes.py."""
+    vector = VECTORS["counters"][0]
+    counted = [(ns, copied) for what, _, ns, *rest in vector["notes"] if what == "count" for copied in rest]
+    [answer] = asked(built, [*(f"counter {ns} {copied}" for ns, copied in counted), "page 131072"])[-1:]
+    words = {at for at, _ in vector["page"] if 1024 + 256 <= at < 1024 + 480}
+    assert {int(run.partition(":")[0]) for run in answer.split()} == words
+
+
+def test_codes_of_counters_are_the_protocols(built: Built) -> None:
+    """A word of a row is named by its place."""
+    source = (LIBRARY / "src" / "counters.c").read_text(encoding="utf-8")
+    table = re.findall(r'"(\w+)"', source[source.index("CODES[] =") :].split(";")[0])
+    assert tuple(table) == CODES
 
 
 VALUES = [None, True, False, 0, 127, 128, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]

@@ -1,7 +1,12 @@
-/* Reads lines "message KIND HEX", "encode KIND HEX", "frame HEX", "refs COUNT HEX", "error HEX", "value HEX" or
- * "hmac KEY DATA" and answers each with a line: bytes in hex, fields of a header, or "refused WHY". */
+/* Reads lines "message KIND HEX", "encode KIND HEX", "frame HEX", "refs COUNT HEX", "error HEX", "value HEX",
+ * "hmac KEY DATA" and of shared pages, which begin as zeros: "poke AT HEX" writes bytes there, "put CALL PLAN HEX",
+ * "ended CALL STATUS NS PLAN" and "counter NS COPIED" do what a client or a worker does, "end CALL" reads the end of a
+ * call, "page NBYTES" says what is not zero and begins anew. It answers each with a line: bytes in hex, fields of a
+ * header, or "refused WHY". */
 #include "../../c/src/client.h"
 #include "../../c/src/sha256.h"
+#include "../../src/layerzero/ipc/shm/_counters.h"
+#include "../../src/layerzero/ipc/shm/_lane.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,10 +26,67 @@ static void say(const lzi_bytes *bytes) {
     printf("\n");
 }
 
+static _Alignas(64) uint8_t shared[1 << 18];
+
+/* Of pages; false for what is another line. */
+static bool is_of_page(const char *line) {
+    uint64_t page = (uint64_t)(uintptr_t)shared, call, plan, status, ns;
+    char text[4096] = "";
+    size_t nbytes;
+    End end;
+    if (sscanf(line, "poke %llu %4095s", (unsigned long long *)&call, text) == 2) {
+        uint8_t *data = of_hex(text, &nbytes);
+        memcpy(shared + call, data, nbytes);
+        free(data);
+    } else if (sscanf(line, "put %llu %llu %4095s", (unsigned long long *)&call, (unsigned long long *)&plan, text) >=
+               2) {
+        uint8_t *data = of_hex(text, &nbytes);
+        put_call(page, call, plan, (const char *)data, nbytes);
+        free(data);
+    } else if (sscanf(line, "ended %llu %llu %llu %llu", (unsigned long long *)&call, (unsigned long long *)&status,
+                      (unsigned long long *)&ns, (unsigned long long *)&plan) == 4) {
+        put_end(page, call, status, plan, ns);
+    } else if (sscanf(line, "counter %llu %llu", (unsigned long long *)&ns, (unsigned long long *)&call) == 2) {
+        count_calls(page + COUNTER_ROW_BYTES, ns, call, 1);
+    } else if (sscanf(line, "end %llu", (unsigned long long *)&call) == 1) {
+        int has_ended = get_end(page, call, &end);
+        if (has_ended > 0) {
+            printf("%llu %llu ", (unsigned long long)end.status, (unsigned long long)end.kernel_ns);
+            for (uint64_t i = 0; i < end.nbytes; i++)
+                printf("%02x", shared[place_of(page, call) - page + SAID_AT + i]);
+            printf("\n");
+            return true;
+        }
+        printf(has_ended ? "refused an end that makes no sense\n" : "none\n");
+        return true;
+    } else if (sscanf(line, "page %zu", &nbytes) == 1) {
+        static const uint8_t ZEROS[8];
+        bool is_in_run = false;
+        const char *between = "";
+        for (size_t at = 0; at < nbytes && at < sizeof shared; at += 8) {
+            bool is_zero = !memcmp(shared + at, ZEROS, 8);
+            if (!is_zero && !is_in_run)
+                printf("%s%zu:", between, at), between = " ";
+            for (size_t i = 0; !is_zero && i < 8; i++)
+                printf("%02x", shared[at + i]);
+            is_in_run = !is_zero;
+        }
+        printf("\n");
+        memset(shared, 0, sizeof shared);
+        return true;
+    } else {
+        return false;
+    }
+    printf("done\n");
+    return true;
+}
+
 int main(void) {
     static char line[1 << 18];
     while (fgets(line, sizeof line, stdin)) {
         line[strcspn(line, "\n")] = 0;
+        if (is_of_page(line))
+            continue;
         const char *what = strtok(line, " "), *first = strtok(NULL, " "), *second = strtok(NULL, " ");
         size_t nbytes, key_bytes;
         uint8_t *data = of_hex(second ? second : first ? first : "", &nbytes);

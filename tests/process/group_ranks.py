@@ -7,7 +7,9 @@ import gc
 import hashlib
 import importlib
 import json
+import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ ROUNDS = 4  # random arrays for each op
 DTYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint16", "uint64", "bool")
 ULPS = {"float16": 2e-3, "float32": 1e-6, "float64": 1e-14}  # of the sum of absolute values
 _groups: dict[str, lz.Group] = {}
+_held: list[mmap.mmap] = []
 
 
 class Rank:
@@ -42,6 +45,13 @@ class Rank:
         line = self.process.stdout.readline()
         assert line, f"the rank ended with {self.process.wait()}"
         return json.loads(line)
+
+    def has_files(self) -> bool:
+        """Whether the process has not closed its files yet, as it does towards its end."""
+        assert self.process.stdout is not None
+        end = select.poll()
+        end.register(self.process.stdout, 0)
+        return not end.poll(0)
 
     def kill(self) -> None:
         self.process.kill()
@@ -181,6 +191,14 @@ def _assert_close(found: Any, expected: Any, xs: list[Any], op: str, dtype: str)
     assert (abs(found - expected) <= ULPS[dtype] * bound + least).all()
 
 
+def _hold(nbytes: int) -> None:
+    """Memory that takes a while to give back when this process ends, in small pages."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+    _held.append(memory)
+
+
 def _point(sends: bool, other: int, count: int, dtype: str = "int32", out: int | None = None, name: str = "tp") -> Any:
     group = _groups[name]
     x = np.arange(count, dtype=dtype)
@@ -264,6 +282,7 @@ DOES: dict[str, Callable[..., Any]] = {
     "point": _point,
     "die_in_round": _die_in_round,
     "interrupted": _interrupted,
+    "hold": _hold,
     "files": _files,
     "reform": _reform,
     "fork": _fork,

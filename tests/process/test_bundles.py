@@ -240,3 +240,27 @@ def test_commands_write_show_verify_and_run(
     with pytest.raises(typer.Exit):
         cli_bundle.verify(file)
     assert "constants has other bytes than its SHA-256 says" in " ".join(capsys.readouterr().err.split())
+
+
+def test_commands_say_what_is_missing_and_where_nothing_can_be_written(connected: Site, tmp_path: Path) -> None:
+    """In a line each, and nothing is left."""
+    connected.wait_ready("alpha")
+    code, file, nowhere = tmp_path / "my_block.py", tmp_path / "block.lzb", tmp_path / "none" / "x"
+    code.write_text("import layerzero as lz\n\n\ndef block(x, y):\n    return lz.silu(x), lz.silu(y)\n")
+    spec = "4x6:float32"
+    for words, why in (
+        (("write", f"{code}:block", str(file), spec), "give an array for each argument of block(x, y): missing"),
+        (("write", f"{code}:block", str(file), spec, spec, spec), "of block(x, y): too many positional arguments"),
+        (("write", f"{code}:block", str(nowhere), spec, spec), f"name a file that can be written: {nowhere}: No such"),
+    ):
+        told = lz_command(connected, "bundle", *words, COLUMNS="1000")
+        assert told.returncode != 0
+        assert why in told.stderr
+        assert "Traceback" not in told.stderr
+    assert not file.exists()
+    data(lz_command(connected, "bundle", "write", f"{code}:block", str(file), spec, spec, "--json"))
+    told = lz_command(connected, "bundle", "run", str(file), "-o", str(nowhere), COLUMNS="1000")
+    assert f"name a file that can be written: {nowhere}: No such" in told.stderr
+    assert "Traceback" not in told.stderr
+    with pytest.raises(InvalidArgument, match="name a file that can be written"):
+        lz.jit("silu", X).export(nowhere)

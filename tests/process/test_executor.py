@@ -48,6 +48,17 @@ def test_arrays_are_given_in_order_or_by_name_and_the_rest_is_fixed(connected: S
     assert [call.kernel_id for call in plan.calls] == ["alpha.matmul"]
 
 
+def test_a_backend_is_wished_for_and_not_an_argument(connected: Site) -> None:
+    """The refusal says how."""
+    with pytest.raises(InvalidArgument, match=r"leave out backend: an executor chooses.*with lz\.prefer\(NAME\)"):
+        lz.jit("matmul", X, W, backend="beta")
+    with lz.prefer("beta"):
+        run = lz.jit("matmul", X, W)
+    assert run.kernel_id == "beta.matmul"
+    assert np.allclose(run(X, W), X @ W)
+    assert (run.kernel_id, run.changes) == ("beta.matmul", ())
+
+
 @pytest.mark.parametrize(
     ("args", "named", "why"),
     [

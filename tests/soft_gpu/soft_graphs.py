@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
 class SoftGraph:
@@ -68,6 +71,13 @@ class SoftGraphs:
     def view(self, base: Any, like: Any, of: Any) -> Any:
         offset = like.data.ptr - of.data.ptr
         return soft_cupy.ndarray(like.shape, like.dtype, base.data + offset, like.strides)
+
+    def upload(self, data: bytearray, device: int) -> Any:
+        return soft_cupy.asarray(np.frombuffer(data, np.uint8))
+
+    def part(self, base: Any, spec: TensorSpec, at: int) -> Any:
+        strides = [stride * spec.itemsize for stride in spec.strides]
+        return soft_cupy.ndarray(spec.shape, spec.dtype, base.data + at, strides)
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:

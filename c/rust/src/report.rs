@@ -26,6 +26,8 @@ pub struct Report {
     pub candidates: Vec<Candidate>,
     /// Of an op whose results have sizes that depend on the data: the leading extent of each.
     pub sizes: Vec<u64>,
+    /// How it went: "broker", or "express", straight to the worker.
+    pub path: String,
 }
 
 /// What failed before a call ended.
@@ -111,6 +113,7 @@ pub(crate) unsafe fn of(found: &sys::Report) -> Report {
         attempts: items(found.attempts, found.attempt_count).map(attempt).collect(),
         candidates: items(found.candidates, found.candidate_count).map(|one| candidate(one)).collect(),
         sizes: sizes.to_vec(),
+        path: text_of(found.path),
     }
 }
 

@@ -117,6 +117,7 @@ pub struct Report {
     pub candidate_count: usize,
     pub sizes: *const u64,
     pub size_count: usize,
+    pub path: *const c_char,
 }
 
 #[repr(C)]

@@ -2,7 +2,7 @@
 
 A call is enqueued on the caller's stream. One that is waited for returns when the GPU has done it. A kernel of NCCL
 waits for the other ranks, and does not see that one is gone: whoever waits for it sees that, and aborts it; of calls
-that nobody waits for a thread does, which sleeps until a rank goes.
+that nobody waits for a thread does, which looks now and then whether a rank goes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 from layerzero.client.connection.report import Copy
 from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
+from layerzero.groups.ending import LOOK_MS
 from layerzero.groups.peers import Peers
 from layerzero.ipc.errors import GroupBroken
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
-GRACE_S = 0.2  # for calls whose ranks may all have done their part when one goes
+GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes: NCCL's abort takes a second more
 _log = logging.getLogger("layerzero.groups")
 
 
@@ -76,7 +77,7 @@ class Nccl:
                 self._open, self._open_count = None, 0  # what was enqueued before is done, too
             else:
                 self._open, self._open_count = event, self._open_count + 1
-                self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort)
+                self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
         except RuntimeError as exc:  # torch's, and NCCL's
             raise self._failed(peers, exc) from exc
         return self._copies(call)
@@ -232,12 +233,19 @@ class Nccl:
 
 class _Watch:
     """Aborts NCCL's calls that nobody waits for once a rank has gone, if they do not end by themselves: a thread that
-    sleeps until then."""
+    sleeps meanwhile, but for looks now and then."""
 
-    def __init__(self, ends: Iterable[tuple[int, int]], is_done: Callable[[], bool], abort: Callable[[], None]) -> None:
-        """`ends`: descriptors that tell of a rank's end, with what they are polled for; they are this one's own."""
+    def __init__(
+        self,
+        ends: Iterable[tuple[int, int]],
+        is_done: Callable[[], bool],
+        abort: Callable[[], None],
+        is_ending: Callable[[], bool],
+    ) -> None:
+        """`ends`: descriptors that tell of a rank's end, with what they are polled for; they are this one's own.
+        `is_ending`: whether a rank's process is about to, which those tell of late."""
         self.has_aborted = False
-        self._is_done, self._abort = is_done, abort
+        self._is_done, self._abort, self._is_ending = is_done, abort, is_ending
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         self._ends = list(ends)
         self._thread = threading.Thread(target=self._run, name="nccl-watch", daemon=True)
@@ -255,7 +263,9 @@ class _Watch:
             poll.register(self._bell, select.POLLIN)
         for fd, events in self._ends:
             gone.register(fd, events)
-        if any(fd == self._bell for fd, _ in gone.poll()):
+        while not (told := gone.poll(LOOK_MS)) and not self._is_ending():
+            pass
+        if any(fd == self._bell for fd, _ in told):
             return
         end_s = time.monotonic() + GRACE_S
         while not self._is_done() and time.monotonic() < end_s:

@@ -1,8 +1,8 @@
 """The other ranks of a group, each at the other end of a socket: messages in order, and how the end of one is seen.
 
 Sockets are pairs that the meeting's host made and handed out (groups/meeting.py). A rank that ends closes its end,
-which wakes whoever waits; a descriptor of its process tells the same where a child of it still has that end. So nobody
-polls, and no thread watches.
+which wakes whoever waits; a descriptor of its process tells the same where a child of it still has that end. Who waits
+for long looks now and then whether one is ending (groups/ending.py), for both come late in that. No thread watches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from layerzero.groups import faults
+from layerzero.groups.ending import LOOK_MS, is_ending
 from layerzero.groups.faults import broken, named
 from layerzero.ipc.errors import GroupBroken, LayerZeroError, ProtocolError, RanksDisagree, from_wire
 from layerzero.ipc.transport.plain import pack_body, unpack_body
@@ -46,6 +47,7 @@ class Peers:
         self._inbox = {kind: {rank: deque[bytes]() for rank in self.ranks} for kind in (COLLECTIVE, POINT)}
         self._lost: dict[int, str] = {}
         self._fault: LayerZeroError | None = None
+        self._look_at_s = 0.0
         for rank, sock in self._sockets.items():
             sock.setblocking(False)
             self._poll.register(sock.fileno(), select.POLLIN)
@@ -111,9 +113,15 @@ class Peers:
     def look(self, until_s: float) -> None:
         """Take in what has come. Raises GroupBroken where a rank is lost, or the time is over."""
         self._take_in(self._poll.poll(0))
+        if time.monotonic() > self._look_at_s:
+            self._lose_ending()
         self._demand(self.ranks)
         if time.monotonic() > until_s:
             raise self._error(faults.DEADLINE, f"{named(self.ranks)} did not come within timeout_s", self.ranks)
+
+    def is_ending(self) -> bool:
+        """Whether a process of a rank runs no more, or is ending. Any thread may ask."""
+        return any(is_ending(self.pids[rank]) for rank in list(self._pidfds.values()))
 
     def ends(self) -> list[tuple[int, int]]:
         """Descriptors, the caller's own, that tell of a rank's end, and what each is to be polled for."""
@@ -156,7 +164,9 @@ class Peers:
         """Wait for the next things that happen, and take them in; of which descriptors. Raises GroupBroken when the
         time is over."""
         left_s = until_s - time.monotonic()
-        events = self._poll.poll(max(left_s, 0.0) * 1000)
+        events = self._poll.poll(min(max(left_s, 0.0) * 1000, LOOK_MS))
+        if not events:
+            self._lose_ending()
         if not events and left_s <= 0:
             late = list(missing)
             raise self._error(faults.DEADLINE, f"{named(late)} did not come within timeout_s", late)
@@ -170,6 +180,14 @@ class Peers:
                 self._receive(rank)
             elif fd in self._pidfds:
                 rank = self._pidfds[fd]
+                self._drain(rank)
+                self._lose(rank, faults.RANK_DIED)
+
+    def _lose_ending(self) -> None:
+        """Ranks whose processes run no more, although their sockets are open yet."""
+        self._look_at_s = time.monotonic() + LOOK_MS / 1e3
+        for rank in [rank for rank in self._pidfds.values() if rank not in self._lost]:
+            if is_ending(self.pids[rank]):
                 self._drain(rank)
                 self._lose(rank, faults.RANK_DIED)
 

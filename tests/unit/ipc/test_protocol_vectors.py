@@ -1,11 +1,15 @@
 """docs/protocol.md by example: tests/samples/protocol_vectors.json, for this implementation and for any other.
 
-Bytes are hex. In fields, bytes are {"hex": "..."}; references are [arena, flags, offset, nbytes].
+Bytes are hex. In fields, bytes are {"hex": "..."}; references are [arena, flags, offset, nbytes]. A shared page is
+zeros but for [offset, bytes].
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,9 @@ import msgpack
 import pytest
 
 from layerzero.ipc.errors import BY_CODE, ProtocolError, from_wire
+from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.shm.counter_page import PAGE_BYTES, CounterPage
+from layerzero.ipc.shm.counter_words import Label
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import chains, wire
 from layerzero.ipc.transport.messages import MESSAGES, decode, encode
@@ -101,6 +108,81 @@ def test_chain_vector_holds_both_ways(vector: dict[str, Any]) -> None:
     call = bytes.fromhex(vector["call"])
     assert chains.pack_chain_call(at, chains.digest_of(table), variables) == call
     assert chains.unpack_chain_call(call) == (at, chains.digest_of(table), variables)
+
+
+def shared(nbytes: int, runs: Sequence[Sequence[Any]] = ()) -> int:
+    """A sealed file with these bytes."""
+    fd = memory.create_memfd("vector", nbytes)
+    for at, text in runs:
+        os.pwrite(fd, bytes.fromhex(text), at)
+    return fd
+
+
+def content(fd: int, nbytes: int) -> list[list[Any]]:
+    """Words that are not zero, in runs."""
+    data = os.pread(fd, nbytes, 0)
+    words = [data[at : at + 8] for at in range(0, nbytes, 8)]
+    found: list[list[Any]] = []
+    for is_empty, run in itertools.groupby(range(len(words)), lambda at: not any(words[at])):
+        if not is_empty:
+            first, *_ = taken = list(run)
+            found.append([8 * first, b"".join(words[at] for at in taken).hex()])
+    return found
+
+
+@pytest.mark.parametrize("vector", VECTORS["lanes"], ids=names(VECTORS["lanes"]))
+def test_lane_vector_holds_both_ways(vector: dict[str, Any]) -> None:
+    """What a client, or a worker, writes to a lane's page, and what the other one reads there."""
+    empty, given = shared(lane.PAGE_BYTES), shared(lane.PAGE_BYTES, vector["page"])
+    page, there = lane.Page(empty), lane.Page(given)
+    call, plan = vector["call"], vector["plan"]
+    if vector["what"] == "call":
+        refs = bytes.fromhex(vector["refs"])
+        page.put_call(call, plan, refs, waits=False)
+        assert there.get_call(call) == (plan, refs)
+        assert there.calls == call
+    else:
+        status, kernel_ns, said = vector["status"], vector["kernel_ns"], bytes.fromhex(vector["said"])
+        page.put_end(call, status, plan, kernel_ns, said)
+        assert there.get_end(call) == (status, kernel_ns, said)
+        assert there.last_time() == (call, plan if status == lane.OK else 0, kernel_ns)
+    assert content(empty, lane.PAGE_BYTES) == vector["page"]
+    for opened in (page, there):
+        opened.close()
+    for fd in (empty, given):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("vector", VECTORS["lanes_refused"], ids=names(VECTORS["lanes_refused"]))
+def test_end_on_a_lane_that_makes_no_sense_is_refused(vector: dict[str, Any]) -> None:
+    """Its worker cannot be trusted with memory."""
+    fd = shared(lane.PAGE_BYTES, vector["page"])
+    page = lane.Page(fd)
+    with pytest.raises(ProtocolError):
+        page.get_end(vector["call"])
+    page.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("vector", VECTORS["counters"], ids=names(VECTORS["counters"]))
+def test_counters_vector_holds_both_ways(vector: dict[str, Any]) -> None:
+    """What a client writes to its page of counters, and what the broker reads there."""
+    empty, given = shared(PAGE_BYTES), shared(PAGE_BYTES, vector["page"])
+    page, there = CounterPage(empty, writable=True), CounterPage(given, writable=False)
+    for label in vector["labels"]:
+        page.open_row(Label(*label))
+    for what, row, *more in vector["notes"]:
+        {"count": page.count, "copied": page.note_copied, "fallback": page.note_fallback}[what](row, *more)
+    assert content(empty, PAGE_BYTES) == vector["page"]
+    found = {growth.label: growth for growth in there.grown()}
+    assert set(found) <= {Label(*label) for label in vector["labels"]}
+    for row, label in enumerate(vector["labels"], start=1):
+        counted = [note for note in vector["notes"] if note[0] == "count" and note[1] == row]
+        assert sum(found[Label(*label)].buckets) == len(counted)
+    for opened in (page, there):
+        opened.close()
+    for fd in (empty, given):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("vector", VECTORS["refused"], ids=names(VECTORS["refused"]))

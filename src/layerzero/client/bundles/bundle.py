@@ -15,13 +15,15 @@ from layerzero.client.arrays.recognition import CPU, Array, Kind, describe
 from layerzero.client.arrays.wrapping import import_numpy
 from layerzero.client.bundles import form
 from layerzero.client.bundles.form import BundleFile, Content, Environment
+from layerzero.client.bundles.on_gpu import ORIGINS, GpuRuns
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.facade import default_session
 from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.graph_library import LIBRARIES
 from layerzero.client.plans.passes import Program, place
-from layerzero.client.plans.recording import CONSTANT, INPUT, STEP, Recording, Step, Storage, Use, Value
+from layerzero.client.plans.recording import CONSTANT, Recording, Step, Storage, Use, Value
 from layerzero.client.plans.segments import StepRun
 from layerzero.client.session.session import Session
 from layerzero.client.tools.compile import BONUS
@@ -31,14 +33,13 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.wording import counted
 
-_ORIGIN = {form.INPUT: INPUT, form.CONSTANT: CONSTANT, form.OUTPUT: STEP, form.SLOT: STEP}
-
 
 class Bundle:
     """A plan from a file. Made by lz.load_bundle.
 
-    Called with NumPy arrays or torch tensors on the CPU, in the order of `inputs` or by name, of their very shapes and
-    dtypes and in row-major order: the result that the function gave, of arrays of the same kind. Each call prefers the
+    Called with NumPy arrays or torch tensors on the CPU, or, of a plan on a GPU, with torch tensors there, in the order
+    of `inputs` or by name, of their very shapes and dtypes and in row-major order: the result that the function gave,
+    of arrays of the same kind. Each call prefers the
     kernel that it had when the bundle was written; where that fails, or may not serve it, the next best one answers,
     and `timings` tells. One run is under way at a time; other threads wait.
     """
@@ -48,14 +49,20 @@ class Bundle:
         self._file, self._any_lock = file, any_lock
         self._asked_of = session.link  # whose kernels `_wishes` names
         self._wishes = wishes_of(session, file, any_lock=any_lock)
-        self._room, _, _ = arenas.pool.allocate(max(file.content.constant_bytes, 1))
-        file.constants(self._room[: file.content.constant_bytes])
+        self._room, _, _ = arenas.pool.allocate(1 if file.content.is_on_gpu else max(file.content.constant_bytes, 1))
+        self._bytes: bytearray | None = None  # constants on their way to a GPU
+        if file.content.is_on_gpu:
+            self._bytes = bytearray(file.content.constant_bytes)
+            file.constants(memoryview(self._bytes))
+        else:
+            file.constants(self._room[: file.content.constant_bytes])
         for number, step in enumerate(file.content.steps):
             _step(number, file.content, step, ())
         _result(file.content.result, [number for _, number in file.content.outputs])
         self._lock = threading.Lock()
         self._programs: dict[str, Program] = {}
         self._frozen: FrozenPlan | None = None
+        self._on_gpu: GpuRuns | None = None  # in its place, on a GPU
         self._asked: Any = None  # what it was laid out for
         self._is_settled = False  # it was laid out for the workers that serve it
 
@@ -63,6 +70,11 @@ class Bundle:
     def name(self) -> str:
         """Of the function that it was recorded of."""
         return self._file.manifest.name
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it takes arrays on a GPU, as its plan did."""
+        return self._file.content.is_on_gpu
 
     @property
     def inputs(self) -> dict[str, TensorSpec]:
@@ -98,8 +110,11 @@ class Bundle:
         return found
 
     def timings(self) -> list[StepRun]:
-        """How each step was run the last time: in a chain or as a call, by which kernel; empty before the first run."""
+        """How each step was run the last time: in a chain or as a call, by which kernel; empty before the first run. On
+        a GPU by which way, and the kernel is "" of a call that a worker has only enqueued."""
         with self._lock:
+            if self._on_gpu is not None:
+                return self._on_gpu.timings()
             if self._frozen is None:
                 return []
             for segment in self._frozen.segments:
@@ -115,8 +130,11 @@ class Bundle:
         raise."""
         given = self._given(arrays, named)
         session = default_session.session()
+        kind, device = self._kind(given)
         with self._lock:
-            frozen = self._laid_out(session, self._kind(given))
+            if device != CPU:
+                return self._gpu_runs(session, kind, device).run(given)
+            frozen = self._laid_out(session, kind)
             value = frozen.run(given)
             if not self._is_settled and frozen.is_linked:
                 self._is_settled = True
@@ -136,15 +154,22 @@ class Bundle:
             raise InvalidArgument(f"{self.name}: {len(given)} arrays were given; needed: {', '.join(names) or 'none'}")
         return given
 
-    def _kind(self, given: Sequence[Any]) -> Kind:
-        """That of the arrays. Raises InvalidArgument for arrays that it was not made for."""
-        kind: Kind = "numpy"
+    def _kind(self, given: Sequence[Any]) -> tuple[Kind, int]:
+        """That of the arrays, and where they are. Raises InvalidArgument for arrays that it was not made for."""
+        is_on_gpu = self._file.content.is_on_gpu
+        kind: Kind = "torch" if is_on_gpu else "numpy"
+        device = CPU
+        if is_on_gpu and not given:
+            raise InvalidArgument(f"{self.name}: write it of a function that takes an array, whose GPU it runs on")
         for number, ((name, wanted), one) in enumerate(zip(self.inputs.items(), given, strict=True)):
             array = describe(one)
-            if number and array.kind != kind:
-                raise InvalidArgument(f"{self.name}: pass arrays of one library; {name} is of {array.kind}")
-            kind = array.kind
-            if kind not in ("numpy", "torch") or array.device != CPU:
+            if is_on_gpu and (array.kind not in LIBRARIES or array.device == CPU):
+                kinds = " or ".join(f"{one}'s" for one in LIBRARIES)
+                raise InvalidArgument(f"{self.name}: pass {name} as an array of {kinds} on a GPU: it was made for one")
+            if number and (array.kind, array.device) != (kind, device):
+                raise InvalidArgument(f"{self.name}: pass arrays of one library and device; {name} is of {array.kind}")
+            kind, device = array.kind, array.device
+            if not is_on_gpu and (kind not in ("numpy", "torch") or array.device != CPU):
                 raise InvalidArgument(f"{self.name}: pass {name} as a NumPy array or a torch tensor on the CPU")
             if (array.spec.dtype, array.spec.shape) != (wanted.dtype, wanted.shape):
                 raise InvalidArgument(f"{self.name}: {name} is {array.spec}; this bundle was made for {wanted}")
@@ -152,14 +177,12 @@ class Bundle:
                 raise InvalidArgument(f"{self.name}: pass {name} in row-major order: a copy of it")
             if array.requires_grad and sys.modules["torch"].is_grad_enabled():
                 raise InvalidArgument(f"{self.name}: pass {name}.detach(): bundles have no gradients")
-        return kind
+        return kind, device
 
     # --- as a plan of this process
 
     def _laid_out(self, session: Session, kind: Kind) -> FrozenPlan:
-        if session.link is not self._asked_of:  # another broker, or another process
-            self._wishes = wishes_of(session, self._file, any_lock=self._any_lock)
-            self._asked_of = session.link
+        self._ask_again(session)
         asked = overlay.current()
         key = (session, session.link, kind, "" if asked is None else asked.text)
         if self._frozen is None or self._frozen.is_spoilt or self._asked != key:
@@ -168,6 +191,27 @@ class Bundle:
             self._frozen = FrozenPlan(session, self._programs[kind], asked=asked, wishes=self._wishes)
             self._asked, self._is_settled = key, False
         return self._frozen
+
+    def _gpu_runs(self, session: Session, kind: Kind, device: int) -> GpuRuns:
+        """As `_laid_out`, on a GPU."""
+        asked = overlay.current()
+        key = (session, session.link, kind, device, "" if asked is None else asked.text)
+        if self._on_gpu is None or self._asked != key:
+            self._ask_again(session)
+            content = self._file.content
+            data = self._bytes
+            if data is None:  # it has been on another GPU, or of another session
+                data = bytearray(content.constant_bytes)
+                self._file.constants(memoryview(data))
+            output = _result(content.result, [number for _, number in content.outputs])
+            self._on_gpu = GpuRuns(session, content, data, self._wishes, (kind, device), _step, output)
+            self._asked, self._bytes = key, None
+        return self._on_gpu
+
+    def _ask_again(self, session: Session) -> None:
+        if session.link is not self._asked_of:  # another broker, or another process
+            self._wishes = wishes_of(session, self._file, any_lock=self._any_lock)
+            self._asked_of = session.link
 
     def _lay_out(self, session: Session, frozen: FrozenPlan) -> FrozenPlan:
         return FrozenPlan(
@@ -180,7 +224,7 @@ class Bundle:
         storages = []
         for number, home in enumerate(content.homes):
             address = base + home.place if home.kind == form.CONSTANT else 0
-            storages.append(Storage(number, _ORIGIN[home.kind], home.place, address, home.nbytes))
+            storages.append(Storage(number, ORIGINS[home.kind], home.place, address, home.nbytes))
         values = []
         for number, tensor in enumerate(content.tensors):
             storage, obj = storages[tensor.home], _empty(kind, tensor.spec.dtype)

@@ -4,6 +4,7 @@ C library reads as well (c/src/bundle_file.c)."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import math
@@ -26,6 +27,7 @@ MAX_MANIFEST_BYTES, MAX_PLAN_BYTES, MAX_LOCK_BYTES = 1 << 20, 16 << 20, 1 << 20
 MAX_PARTS, MAX_CALLS, MAX_KERNELS, MAX_TENSORS, MAX_OF_CALLER = 66, 4096, 1024, 1 << 16, 64
 MAX_TEXT = 400
 PLAN, CONSTANTS, LOCK = "plan", "constants", "lock/"
+PLANS = "bundle_plan", "bundle_gpu_plan"  # on the CPU, on a GPU; what runs the one alone refuses the other
 INPUT, OUTPUT, SLOT, CONSTANT = "input", "output", "slot", "constant"
 _PIECE = 1 << 20
 _SCALARS = (str, int, float, bool, type(None))
@@ -106,7 +108,7 @@ class Step:
 @dataclass(frozen=True)
 class Content:
     """`inputs` and `outputs`: names and tensors, in order; `result`: lists, maps and plain values, with {"output": N}
-    in place of arrays. `slot_bytes`, `constant_bytes`: of all together."""
+    in place of arrays. `slot_bytes`, `constant_bytes`: of all together. `is_on_gpu`: its arrays are on one GPU."""
 
     homes: tuple[Home, ...]
     tensors: tuple[Tensor, ...]
@@ -116,6 +118,7 @@ class Content:
     result: Any
     slot_bytes: int
     constant_bytes: int
+    is_on_gpu: bool = False
 
     def is_direct(self, number: int) -> bool:
         """Whether an output is written where the caller wants it; else it is copied there at the end."""
@@ -162,7 +165,7 @@ def write(
     constants: Sequence[memoryview],
 ) -> None:
     """Write a file and put it in place. `envs`: the id and lock of each backend; `constants`: bytes that follow each
-    other. Raises InvalidArgument for what no reader would take."""
+    other. Raises InvalidArgument for what no reader would take, and for a place that cannot be written."""
     plan = pack_body(content_to_wire(content))
     content_of_wire(unpack_body(plan))
     parts = [(PLAN, [memoryview(plan)])]
@@ -195,8 +198,11 @@ def write(
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(path)
+    except OSError as exc:
+        raise InvalidArgument(f"name a file that can be written: {path}: {exc.strerror}") from exc
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def head_of(manifest: bytes) -> bytes:
@@ -319,7 +325,7 @@ def manifest_of_wire(value: Any, nbytes: int) -> Manifest:
 def content_to_wire(content: Content) -> dict[str, Any]:
     """Plain values."""
     return {
-        "kind": "bundle_plan",
+        "kind": PLANS[content.is_on_gpu],
         "homes": [[home.kind, home.place, home.nbytes] for home in content.homes],
         "tensors": [[one.home, one.offset, *one.spec.to_wire()] for one in content.tensors],
         "inputs": [list(one) for one in content.inputs],
@@ -351,7 +357,7 @@ def content_to_wire(content: Content) -> dict[str, Any]:
 def content_of_wire(value: Any) -> Content:
     """What was packed, every number of it checked. Raises InvalidArgument."""
     try:
-        if value["kind"] != "bundle_plan":
+        if value["kind"] not in PLANS:
             raise ValueError("another kind of plan")
         homes = tuple(Home(_text(kind), _count(place), _count(size)) for kind, place, size in value["homes"])
         tensors = tuple(
@@ -360,7 +366,9 @@ def content_of_wire(value: Any) -> Content:
         named = [tuple((_text(name), _count(n)) for name, n in value[which]) for which in ("inputs", "outputs")]
         sizes = _count(value["slot_bytes"]), _count(value["constant_bytes"])
         steps = tuple(_step(one) for one in value["steps"])
-        content = Content(homes, tensors, steps, named[0], named[1], value["result"], *sizes)
+        content = Content(
+            homes, tensors, steps, named[0], named[1], value["result"], *sizes, value["kind"] == PLANS[True]
+        )
         _check(content)
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         message = exc.message if isinstance(exc, LayerZeroError) else str(exc)

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from layerzero.client.bundles import form
 from layerzero.client.bundles.form import ALIGNMENT, Content, Home, Tensor
 from layerzero.client.facade import default_session
+from layerzero.client.gpu.arrays import gpu_name
 from layerzero.client.planning.plans import Plan
 from layerzero.client.plans.execution_plan import FROZEN, ExecutionPlan, Variant, plan
 from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.graph_plan import GraphPlan
 from layerzero.client.plans.layout import lay_out
-from layerzero.client.plans.passes import ARGUMENT, FIXED, OUTPUT, Program
+from layerzero.client.plans.passes import ARGUMENT, FIXED, LOOSE, OUTPUT, Program, is_view, may_be_left_out
 from layerzero.client.plans.recording import Step, Use, Value
 from layerzero.client.plans.segments import Segment
 from layerzero.client.session.session import Session
@@ -35,8 +37,9 @@ def write_bundle(source: ExecutionPlan | Executor, path: str | Path) -> None:
     """Write what a plan, or an executor, does to a file, which lz.load_bundle, `lz bundle` and the C library run
     without the code that it was recorded of.
 
-    Of a plan that is the one that ran last, with its constants (weights, say) as they are now; it must be FROZEN, on
-    the CPU, and have no steps but lz calls and views. Raises InvalidArgument for others, and names the step.
+    Of a plan that is the one that ran last, with its constants (weights, say) as they are now; it must be FROZEN, and
+    have no steps but lz calls and views. One of a plan on a GPU runs in Python alone. Raises InvalidArgument for
+    others, and names the step.
     """
     if not isinstance(source, (ExecutionPlan, Executor)):
         raise InvalidArgument(f"give lz.write_bundle a plan of lz.plan or an executor, not a {type(source).__name__}")
@@ -46,11 +49,16 @@ def write_bundle(source: ExecutionPlan | Executor, path: str | Path) -> None:
     name = getattr(function, "__name__", type(function).__name__)
     if variant.phase != FROZEN:
         raise InvalidArgument(f"run the plan until it is FROZEN: it is {variant.phase}; {variant.problem}".rstrip("; "))
-    if variant.graph is not None or variant.frozen is None:
-        why = "it runs on a GPU, whose plans are no bundles" if variant.graph is not None else "run it once more"
-        raise InvalidArgument(f"{name}: {why}")
+    if variant.graph is None and variant.frozen is None:
+        raise InvalidArgument(f"{name}: run it once more")
     with variant.lock:
-        writing = _Writing(variant.frozen, names_of(function, variant), kernel)
+        names = names_of(function, variant)
+        writing: _Writing
+        if variant.graph is not None:
+            writing = _WritingOnGpu(variant.graph.program, names, kernel, graph=variant.graph)
+        else:
+            assert variant.frozen is not None
+            writing = _WritingOnCpu(variant.frozen.program, names, kernel, frozen=variant.frozen)
         writing.check()
         content = writing.content(_backends(session, writing))
     backends = sorted({step.backend for step in content.steps})
@@ -78,7 +86,7 @@ def _planned(executor: Executor) -> tuple[ExecutionPlan, str]:
     """A plan of one call, and the kernel that it keeps to."""
     call = executor.call
     if call.is_on_gpu:
-        raise InvalidArgument(f"{call.label}: bundles are for the CPU")
+        raise InvalidArgument(f"{call.label}: make an lz.plan of it, which may be on a GPU, and write that")
     given = {name: value for name, value in call.arguments().items() if call.arrays.get(name) is not None}
     named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in given]
 
@@ -120,17 +128,13 @@ def is_same_plan(one: Plan, other: Plan) -> bool:
 class _Writing:
     """One plan. `constants`: their bytes, which follow each other."""
 
-    frozen: FrozenPlan
+    program: Program
     names: list[str]
     kernel: str  # of all its steps, where that is known
     constants: list[memoryview] = field(default_factory=list)
     _homes: list[Home] = field(default_factory=list)
     _tensors: dict[Tensor, int] = field(default_factory=dict)
     _home_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage -> home, and where it begins in it
-
-    @property
-    def program(self) -> Program:
-        return self.frozen.program
 
     def check(self) -> None:
         """Raises InvalidArgument for arguments and results that another process could not have, and for steps that are
@@ -147,8 +151,6 @@ class _Writing:
 
     def kernels(self) -> list[str]:
         """Those of its steps, as they ran last."""
-        for segment in self.frozen.segments:
-            segment.read_times()
         return sorted({self._kernel(step) for step in self._steps()})
 
     def content(self, backends: Mapping[str, str]) -> Content:
@@ -165,22 +167,34 @@ class _Writing:
         named = zip(self._output_names(), outputs, strict=True)
         its_outputs = tuple((name, self._number(value)) for name, value in named)
         homes, tensors = tuple(self._homes), tuple(self._tensors)
-        return Content(homes, tensors, made, its_inputs, its_outputs, self._result(), slot_bytes, constant_bytes)
+        sizes = slot_bytes, constant_bytes
+        return Content(homes, tensors, made, its_inputs, its_outputs, self._result(), *sizes, self.is_on_gpu)
+
+    is_on_gpu: ClassVar[bool] = False
 
     def _steps(self) -> Iterator[Step]:
-        for item in self.frozen.items:
-            if isinstance(item, Segment):
-                yield from item.steps
-            elif item.request is None:
-                text = f"step {item.number}, {item.name} at {item.where}, is code of Python's own"
-                raise InvalidArgument(f"do it with an lz op, or outside of the plan: {text}")
-            else:
-                text = f"step {item.number}, {item.name} at {item.where}, cannot cross with others"
-                raise InvalidArgument(f"leave out=, timeout_s and ops that write in place away: {text}")
+        """Its calls, in order. Raises InvalidArgument for steps that are none, or none for others to make."""
+        raise NotImplementedError
+
+    def _ran(self, step: Step) -> str:
+        """The kernel of its last run, "" where that is not known."""
+        raise NotImplementedError
+
+    def _copied(self, address: int, nbytes: int) -> memoryview:
+        """The bytes of constants."""
+        raise NotImplementedError
 
     def _kernel(self, step: Step) -> str:
-        run = self.frozen.timings.get(step.number)
-        return self.kernel or (run.kernel_id if run is not None else "") or step.kernel
+        return self.kernel or self._ran(step) or step.kernel
+
+    @staticmethod
+    def _refuse(step: Step) -> InvalidArgument:
+        told = f"step {step.number}, {step.name} at {step.where}"
+        if step.request is None:
+            return InvalidArgument(f"do it with an lz op, or outside of the plan: {told}, is code of Python's own")
+        return InvalidArgument(
+            f"leave out=, timeout_s and ops that write in place away: {told}, cannot cross with others"
+        )
 
     # --- memory
 
@@ -190,12 +204,7 @@ class _Writing:
 
     def _lay_out(self, outputs: Sequence[Value]) -> int:
         """Give what steps make a place: the caller's memory, where an output is all of a storage, else slots."""
-        program = self.program
-        skipped = {step.number for step in program.steps if step.number not in program.chained}
-        layout = lay_out(program, skipped)
-        for number, slot in layout.slots.items():
-            self._add_home(number, Home(form.SLOT, slot.offset, program.recording.storages[number].nbytes))
-        peak, shared = layout.peak_bytes, [value.storage.number for value in outputs]
+        peak, shared = self._add_slots(), [value.storage.number for value in outputs]
         for place, value in enumerate(outputs):
             storage, array = value.storage, value.array
             assert array is not None
@@ -208,6 +217,10 @@ class _Writing:
             self._add_home(storage.number, Home(form.SLOT, peak, storage.nbytes))
             peak += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
         return peak
+
+    def _add_slots(self) -> int:
+        """Give what steps leave for each other a place; how many bytes that takes."""
+        raise NotImplementedError
 
     def _take_constants(self, steps: Sequence[Step]) -> int:
         """Give constants a place: of each storage what steps read of it, and what lies between."""
@@ -225,8 +238,7 @@ class _Writing:
                 self.constants.append(memoryview(bytes(gap)))
             at += gap
             self._add_home(number, Home(form.CONSTANT, at, end - begin), begin)
-            raw = (ctypes.c_char * (end - begin)).from_address(values[0].storage.address + begin)
-            self.constants.append(memoryview(raw).cast("B"))
+            self.constants.append(self._copied(values[0].storage.address + begin, end - begin))
             at += end - begin
         return at
 
@@ -286,7 +298,7 @@ class _Writing:
             if home in (ARGUMENT, FIXED):
                 what = "an argument" if home == ARGUMENT else "an array of the function's own"
                 raise InvalidArgument(f"return what steps make: the result has {what}, as it came")
-            assert home == OUTPUT, "other steps were refused"
+            assert home in (OUTPUT, LOOSE), "other steps were refused"
 
         _each(output, check)
 
@@ -310,6 +322,77 @@ class _Writing:
             return {"value": value}
 
         return told(self.program.recording.output)
+
+
+@dataclass(eq=False)
+class _WritingOnCpu(_Writing):
+    frozen: FrozenPlan = field(kw_only=True)
+
+    def kernels(self) -> list[str]:
+        for segment in self.frozen.segments:
+            segment.read_times()
+        return super().kernels()
+
+    def _steps(self) -> Iterator[Step]:
+        for item in self.frozen.items:
+            if not isinstance(item, Segment):
+                raise self._refuse(item)
+            yield from item.steps
+
+    def _add_slots(self) -> int:
+        program = self.program
+        skipped = {step.number for step in program.steps if step.number not in program.chained}
+        layout = lay_out(program, skipped)
+        for number, slot in layout.slots.items():
+            self._add_home(number, Home(form.SLOT, slot.offset, program.recording.storages[number].nbytes))
+        return layout.peak_bytes
+
+    def _ran(self, step: Step) -> str:
+        run = self.frozen.timings.get(step.number)
+        return run.kernel_id if run is not None else ""
+
+    def _copied(self, address: int, nbytes: int) -> memoryview:
+        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+@dataclass(eq=False)
+class _WritingOnGpu(_Writing):
+    """Of calls alone: the graph that they are captured in is of this process."""
+
+    graph: GraphPlan = field(kw_only=True)
+    is_on_gpu: ClassVar[bool] = True
+
+    def _steps(self) -> Iterator[Step]:
+        for step in self.program.steps:
+            if is_view(step):
+                continue
+            if not may_be_left_out(self.program, step) or step.request is None or step.request.timeout_s is not None:
+                raise self._refuse(step)
+            yield step
+
+    def _add_slots(self) -> int:
+        """Each by itself: who runs the calls takes memory of its own."""
+        given, peak = {value.storage.number for value in self.program.outputs()}, 0
+        for storage in [storage for step in self._steps() for storage in step.fresh]:
+            if storage.number not in given:
+                self._add_home(storage.number, Home(form.SLOT, peak, storage.nbytes))
+                peak += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
+        return peak
+
+    def _ran(self, step: Step) -> str:
+        """Of a call that a worker has enqueued that is not told: then the one that would serve it now."""
+        served, request, graph = self.graph.served.get(step.number), step.request, self.graph
+        if served is not None and served.kernel_id:
+            return served.kernel_id
+        assert request is not None
+        taken = [self.program.value(arg).array if isinstance(arg, Use) else None for arg in step.args]
+        specs = request.shape_specs(tuple(None if one is None else one.spec for one in taken))
+        plan = request.planner(*specs, **request.params)
+        body = graph.session.route_body(plan, request.backend, gpu_name(graph.device))
+        return graph.session.explain_route(request.op, body).kernel_id or ""
+
+    def _copied(self, address: int, nbytes: int) -> memoryview:
+        return self.graph.copied(address, nbytes)
 
 
 def _each(value: Any, take: Callable[[Any], None], names: list[str] | None = None, path: str = "") -> None:

@@ -41,6 +41,7 @@ def write(
     found = _function(function)
     plan = found if isinstance(found, ExecutionPlan) else lz.plan(found)
     given = [_array(word, seed + place) for place, word in enumerate(arrays or ())]
+    _demand_all(plan, given)
     with Connected():
         for _ in range(RUNS):
             plan(*given)
@@ -79,7 +80,7 @@ def show(
         print_json(_facts(found))
         return
     facts = _facts(found)
-    said = [f"{facts['name']}, by layerzero {facts['made_by']}"]
+    said = [f"{facts['name']}, by layerzero {facts['made_by']}{', on a GPU' if facts['is_on_gpu'] else ''}"]
     for kind in ("inputs", "outputs"):
         said += [f"  {kind[:-1]} {one['name']}: {one['dtype']}{one['shape']}" for one in facts[kind]]
     said += [f"  {name} in environment {env}" for name, env in facts["environments"].items()]
@@ -145,12 +146,17 @@ def run(
             raise InvalidArgument(f"name a file that numpy.savez has written: {inputs}: {exc!s:.200}") from exc
     with Connected():
         bundle = load_bundle(file, any_lock=any_lock)
+        if bundle.is_on_gpu:
+            raise InvalidArgument(f"run it by lz.load_bundle, with arrays on a GPU: {file} is of a plan on one")
         if inputs is None:
             given = {name: _random(spec, seed + place) for place, (name, spec) in enumerate(bundle.inputs.items())}
         found = bundle.arrays_of(bundle(**given))
     if output is not None:
-        with open(output, "wb") as stream:
-            np.savez(stream, **found)
+        try:
+            with open(output, "wb") as stream:
+                np.savez(stream, **found)
+        except OSError as exc:
+            raise InvalidArgument(f"name a file that can be written: {output}: {exc.strerror}") from exc
     steps = [{"step": one.number, "kernel": one.kernel_id, "us": one.us, "how": one.how} for one in bundle.timings()]
     if as_json:
         print_json({"steps": steps, "outputs": {name: list(array.shape) for name, array in found.items()}})
@@ -158,6 +164,24 @@ def run(
     for one in steps:
         out().print(f"step {one['step']} by {one['kernel']} in {one['us']:,.1f} us", highlight=False)
     note(f"outputs: {', '.join(f'{name} {list(array.shape)}' for name, array in found.items())}")
+
+
+def _demand_all(plan: Any, given: list[Any]) -> None:
+    """Raises InvalidArgument where the arrays are not the function's arguments."""
+    import inspect
+
+    from layerzero.ipc.errors import InvalidArgument
+
+    function = getattr(plan.__wrapped__, "forward", plan.__wrapped__)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as exc:
+        name = getattr(function, "__name__", "it")
+        raise InvalidArgument(f"give an array for each argument of {name}{signature}: {exc}") from exc
 
 
 def _function(text: str) -> Any:
@@ -212,6 +236,7 @@ def _facts(found: BundleFile) -> dict[str, Any]:
         "name": manifest.name,
         "made_by": manifest.made_by,
         "made_s": manifest.made_s,
+        "is_on_gpu": content.is_on_gpu,
         "inputs": named(content.inputs),
         "outputs": named(content.outputs),
         "environments": {one.backend: one.env for one in manifest.environments},

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from layerzero.client.gpu import torch_graphs
 from layerzero.ipc.cuda.driver import Driver
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
 class Graph(Protocol):
@@ -52,6 +53,12 @@ class GraphLibrary(Protocol):
 
     def view(self, base: Any, like: Any, of: Any) -> Any:
         """The view of `base` that `like` is of `of`."""
+
+    def upload(self, data: bytearray, device: int) -> Any:
+        """These bytes on the GPU, as one row."""
+
+    def part(self, base: Any, spec: TensorSpec, at: int) -> Any:
+        """The array `at` bytes behind the first element of `base`, which is of its dtype, or a row of bytes."""
 
     def strict(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, what waits for the GPU raises RuntimeError."""
@@ -189,6 +196,16 @@ class TorchGraphs:
     def view(self, base: Any, like: Any, of: Any) -> Any:
         offset = base.storage_offset() + like.storage_offset() - of.storage_offset()
         return base.as_strided(like.shape, like.stride(), offset)
+
+    def upload(self, data: bytearray, device: int) -> Any:
+        torch = sys.modules["torch"]
+        return torch.frombuffer(data, dtype=torch.uint8).to(torch.device("cuda", device))
+
+    def part(self, base: Any, spec: TensorSpec, at: int) -> Any:
+        dtype = getattr(sys.modules["torch"], spec.dtype)
+        if base.dtype != dtype:
+            base, at = base[at : at + spec.span_bytes].view(dtype), 0
+        return base.as_strided(spec.shape, spec.strides, base.storage_offset() + at // spec.itemsize)
 
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:

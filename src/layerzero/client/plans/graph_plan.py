@@ -6,16 +6,18 @@ then they are in slots of their workers. While there is no graph that may be lau
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from layerzero.client.connection.counters import Row
+from layerzero.client.connection.overlay import Overlay
 from layerzero.client.gpu.calls import READ_OFTEN
 from layerzero.client.plans.counting import GRAPH, count_steps, counter_rows
 from layerzero.client.plans.graph_library import Fence, Graph, GraphLibrary
-from layerzero.client.plans.graph_steps import GraphSteps, NotCapturable, Served
+from layerzero.client.plans.graph_steps import NO_WISHES, GraphSteps, NotCapturable, Served
 from layerzero.client.plans.passes import ARGUMENT, FIXED, Program
 from layerzero.client.plans.recording import Use, Value
 from layerzero.client.plans.traced import map_leaves
@@ -54,7 +56,16 @@ class _Made:
 class GraphPlan:
     """Of one program and one connection. For one thread at a time."""
 
-    def __init__(self, session: Session, program: Program, library: GraphLibrary, *, is_timed: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        program: Program,
+        library: GraphLibrary,
+        *,
+        is_timed: bool,
+        wishes: Mapping[int, Overlay] = NO_WISHES,
+    ) -> None:
+        """`wishes`: what calls ask of selection besides, by their step."""
         self.session, self.program, self.link = session, program, session.link
         self.device: int = program.recording.device  # type: ignore[assignment]  # it has arrays
         self.problem = ""
@@ -64,7 +75,7 @@ class GraphPlan:
         self.why = ""  # the last run was no replay
         self.copied_bytes = 0
         self._library, self._is_timed = library, is_timed
-        self._steps = GraphSteps(session, program, library)
+        self._steps = GraphSteps(session, program, library, wishes)
         self._fence: Fence | None = None
         self._made: _Made | None = None  # works on memory of its own
         self._direct: _Made | None = None  # works on the caller's
@@ -131,6 +142,22 @@ class GraphPlan:
                     self._drop()
                     raise
             return self._run_steps(inputs)
+
+    def copied(self, address: int, nbytes: int) -> memoryview:
+        """These bytes of the GPU, once all that was enqueued is over."""
+        with self._library.on(self.device):
+            driver, stream = self.session.gpus.gpu(self.device).memory.context.driver, self._library.stream(self.device)
+            data = (ctypes.c_char * nbytes)()
+            driver.copy_to_host(ctypes.addressof(data), address, nbytes, stream)
+            driver.synchronize_stream(stream)
+        return memoryview(data).cast("B")
+
+    def run_plainly(self, inputs: Sequence[Any]) -> Any:
+        """As `run`, of what is to be no graph."""
+        with self._library.on(self.device):
+            self._steps.served = self.served = {}
+            outputs = self._steps.run(inputs)
+            return map_leaves(self.program.recording.output, partial(self._plain, outputs))
 
     def walk(self, inputs: Sequence[Any]) -> Any:
         """A generator that goes step by step: each step with its results."""

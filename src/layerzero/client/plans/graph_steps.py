@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+from layerzero.client.connection.overlay import Overlay, Scope
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.connection.report import IN_PROCESS, LIFTED
 from layerzero.client.gpu.capture import Captured
@@ -18,6 +20,7 @@ from layerzero.client.session.session import Session
 from layerzero.ipc.errors import LayerZeroError
 
 HERE = (LIFTED, IN_PROCESS)
+NO_WISHES: Mapping[int, Overlay] = MappingProxyType({})
 SLOT_PATH = "worker"
 
 
@@ -44,8 +47,15 @@ class Served:
 class GraphSteps:
     """Of one program and one session. For one thread at a time."""
 
-    def __init__(self, session: Session, program: Program, library: GraphLibrary) -> None:
-        self._session, self._program, self._library = session, program, library
+    def __init__(
+        self,
+        session: Session,
+        program: Program,
+        library: GraphLibrary,
+        wishes: Mapping[int, Overlay] = NO_WISHES,
+    ) -> None:
+        """`wishes`: what calls ask of selection besides, by their step."""
+        self._session, self._program, self._library, self._wishes = session, program, library, wishes
         self._outputs = {value.number for value in program.outputs()}
         self._over = self._last_uses()
         self.served: dict[int, Served] = {}
@@ -85,7 +95,9 @@ class GraphSteps:
 
         args, kwargs = map_leaves((step.args, step.kwargs), filled)
         if step.request is not None:
-            result = self._session.run(replace(step.request, args=args, out=kwargs.get("out")))
+            wish = self._wishes.get(step.number)
+            with contextlib.nullcontext() if wish is None else Scope(wish):
+                result = self._session.run(replace(step.request, args=args, out=kwargs.get("out")))
             self.served[step.number] = _served(self._session.last_record)
         else:
             assert step.function is not None

@@ -19,7 +19,6 @@ typedef struct {
     int has_ended; /* and that was read, so that its place is free */
     char is_behind; /* others were before it when it was put */
 } Receipt;
-static const uint64_t PATIENCE_NS = 1000000000; /* with threads that owe a ring */
 enum { RECEIPT_FIELDS = sizeof(ReceiptFields) / sizeof(PyObject *) };
 
 /* This process's end of a lane; the bells are its own. `open`: calls whose ends have not been read, by place. */

@@ -1,7 +1,10 @@
 /* A lane of the client's: calls that it has put there, and threads that wait for their ends.
 
    One of the threads that wait leads: it watches the page, sleeps on a word of it for a moment, then until a bell rings, and wakes the
-   others when their calls are over. Who leads no longer hands that over. Each word of the page is read once. */
+   others when their calls are over. Who leads no longer hands that over. Each word of the page is read once.
+
+   There is no Python in it: c/src/lane.c is compiled of it, too. What is on the page is guarded by a lock of the client's, which nobody
+   holds who waits: in Python's client that of the interpreter. */
 
 #include <errno.h>
 #include <limits.h>
@@ -13,6 +16,8 @@
 static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, NOT_WATCHED = UINT64_MAX;
 static const uint64_t EARLY_NS = 120000, LEAST_SLEEP_NS = 30000; /* sleeping takes longer than asked */
 static const uint64_t TOGETHER_NS = 100000, BESIDE_NS = 4000; /* so long may an end wait for later ones to be told with it; of each call */
+
+static const uint64_t PATIENCE_NS = 1000000000; /* with threads that owe a ring */
 
 enum { SLEEPS, LOOK, LEAD };
 typedef struct Waiter {
@@ -29,44 +34,44 @@ typedef struct {
     uint64_t page;
     int doorbell, answer, control;
     int is_closed;
-    uint64_t owed; /* rings of threads that have let go of the interpreter's lock to make them */
+    uint64_t owed; /* rings of threads that have let go of the client's lock to make them */
 } Bells;
 
-static int is_over(uint64_t page, uint64_t call) {
+static inline int is_over(uint64_t page, uint64_t call) {
     return load64(page + DONE) >= call || load64(place_of(page, call) + END_AT) >= call || load64(page + IS_ENDED);
 }
 
-static void ring(int doorbell, uint64_t times) {
+static inline void ring(int doorbell, uint64_t times) {
     if (write(doorbell, &times, 8) < 0) { /* nobody listened 2**64 times */
     }
 }
 
-/* Who is to ring without the interpreter's lock says so while it has that. */
-static void owe(Bells *bells, uint64_t times) { __atomic_fetch_add(&bells->owed, times, __ATOMIC_RELAXED); }
+/* Who is to ring without the client's lock says so while it has that. */
+static inline void owe(Bells *bells, uint64_t times) { __atomic_fetch_add(&bells->owed, times, __ATOMIC_RELAXED); }
 
-static void pay(Bells *bells, uint64_t times) {
+static inline void pay(Bells *bells, uint64_t times) {
     ring(bells->doorbell, times);
     __atomic_fetch_sub(&bells->owed, times, __ATOMIC_RELEASE);
 }
 
 enum { CLAIMED, TAKEN_BACK, UNKNOWN_YET };
 
-/* Whether a call is the worker's or was taken back. UNKNOWN_YET while rings are owed that might be this call's. With the interpreter's
+/* Whether a call is the worker's or was taken back. UNKNOWN_YET while rings are owed that might be this call's. With the client's
    lock; `taken` rings are owed by the caller then. */
-static int take_back(Bells *bells, uint64_t call, uint64_t last, uint64_t *taken) {
+static inline int take_back(Bells *bells, uint64_t call, uint64_t last, uint64_t *taken) {
     uint64_t owed = __atomic_load_n(&bells->owed, __ATOMIC_ACQUIRE);
     int is_ours = withdraw_call(bells->page, bells->doorbell, call, last, taken);
     owe(bells, *taken);
     return is_ours ? TAKEN_BACK : owed ? UNKNOWN_YET : CLAIMED;
 }
 
-static void wake(Waiter *waiter, uint32_t word) {
+static inline void wake(Waiter *waiter, uint32_t word) {
     __atomic_store_n(&waiter->word, word, __ATOMIC_RELEASE);
     syscall(SYS_futex, &waiter->word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 
 /* Wake those whose calls are over. The least call of the others; 0 when there are none. */
-static uint64_t wake_others(Bells *bells) {
+static inline uint64_t wake_others(Bells *bells) {
     uint64_t least = 0;
     pthread_mutex_lock(&bells->lock);
     for (Waiter **at = &bells->waiters; *at;) {
@@ -84,7 +89,7 @@ static uint64_t wake_others(Bells *bells) {
 }
 
 /* The worker is to tell of the end of this call, too: where it is to tell of a later one, as of now. Under the lock. */
-static void want(Bells *bells, uint64_t call) {
+static inline void want(Bells *bells, uint64_t call) {
     static const uint64_t words[] = {WAITS, NAPS};
     for (int n = 0; n < 2; n++) {
         uint64_t at = bells->page + words[n], wanted = load64(at);
@@ -93,7 +98,7 @@ static void want(Bells *bells, uint64_t call) {
 }
 
 /* The call whose end the worker is to ring for. Where short calls follow a lone waiter's, it is told of some of them at once. */
-static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
+static inline uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
     uint64_t page = bells->page, last = load64(page + CALL), done = load64(page + DONE);
     if (others) return others < call ? others : call;
     if (last <= call || last - call > DEPTH || !done) return call;
@@ -103,7 +108,7 @@ static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
 }
 
 /* Watch the page, for that long at most. How long it was until the call was over; 0: it is not. */
-static uint64_t glance(uint64_t page, uint64_t call, uint64_t within_ns) {
+static inline uint64_t glance(uint64_t page, uint64_t call, uint64_t within_ns) {
     uint64_t start = clock_ns(), now = start;
     while (now - start < within_ns) {
         for (int n = 0; n < LOOKS; n++) {
@@ -116,7 +121,7 @@ static uint64_t glance(uint64_t page, uint64_t call, uint64_t within_ns) {
 }
 
 /* Sleep on the word of what is done until that moves, not for long: nothing else is heard of. Whether it was not interrupted. */
-static int nap(uint64_t page, uint64_t done, uint64_t most_ns) {
+static inline int nap(uint64_t page, uint64_t done, uint64_t most_ns) {
     struct timespec time = {0, (long)most_ns};
     return syscall(SYS_futex, (uint32_t *)(page + DONE), FUTEX_WAIT, (uint32_t)done, &time, NULL, 0) == 0 || errno != EINTR;
 }
@@ -124,7 +129,7 @@ static int nap(uint64_t page, uint64_t done, uint64_t most_ns) {
 /* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While
    it watches the page nobody needs to ring. That it watches no longer the worker may not see at once: it looks again soon.
    How long it watched until it was over; 0 when it slept. */
-static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
+static inline uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
     uint64_t start = clock_ns(), now = start, page = bells->page, done = 0, others;
     while (now - start < spin_ns) {
         for (int n = 0; n < LOOKS; n++) {
@@ -168,7 +173,7 @@ static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due
     return 0;
 }
 
-static void resign(Bells *bells) {
+static inline void resign(Bells *bells) {
     wake_others(bells);
     pthread_mutex_lock(&bells->lock);
     Waiter *next = bells->waiters;
@@ -181,7 +186,7 @@ static void resign(Bells *bells) {
 }
 
 /* As `lead`, with others; NOT_WATCHED for who did not lead from the start: only such a one watches, for `spin_ns`. */
-static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
+static inline uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
     Waiter me = {NULL, call, SLEEPS};
     uint64_t now = clock_ns(), slice = LOOK_AGAIN_NS;
     if (is_over(bells->page, call)) return spin_ns != 0;
@@ -219,7 +224,7 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
 
 /* Before a call is waited for, until it is `due`, that is expected to take so long by what its worker said. Nobody rings, nor needs to,
    unless the other side hangs up. */
-static void sleep_before(Bells *bells, uint64_t expected_ns, uint64_t due) {
+static inline void sleep_before(Bells *bells, uint64_t expected_ns, uint64_t due) {
     struct pollfd hang_up = {bells->control, POLLRDHUP, 0};
     uint64_t now = clock_ns(), left_ns = expected_ns - EARLY_NS;
     if (now >= due) return;

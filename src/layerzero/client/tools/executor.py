@@ -221,7 +221,7 @@ class Executor:
     def export(self, path: str | Path) -> None:
         """Write the call and its choice to a file, for Executor.load in another process or on another machine. What its
         kernel compiled travels by `lz cache export`, what was lifted of it by `lz lift export`. Raises InvalidArgument
-        for arguments that are no plain values."""
+        for arguments that are no plain values, and for a place that cannot be written."""
         value = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -237,8 +237,11 @@ class Executor:
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"{self.op} cannot be exported: {exc}; allowed: plain values") from exc
         draft = Path(path).with_name(f".{Path(path).name}.tmp")
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        try:
+            draft.write_text(text + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError as exc:
+            raise InvalidArgument(f"name a file that can be written: {path}: {exc.strerror}") from exc
 
     @classmethod
     def load(cls, path: str | Path) -> Executor:
@@ -272,6 +275,9 @@ def jit(op: str | Callable[..., Any], *args: Any, device: str | None = None, **k
     where the arrays are for which specs stand ("cpu", "cuda", "cuda:1" or a GPU's UUID). Waits for compilers, and
     starts no worker: lz.warmup does. Raises InvalidArgument, NoBackend, NotConnected.
     """
+    if fixed := sorted({"out", "backend", "timeout_s"} & kwargs.keys()):
+        text = f"leave out {', '.join(fixed)}: an executor chooses its kernel and makes its result"
+        raise InvalidArgument(f"{text}; for one backend: with lz.prefer(NAME): lz.jit(...)")
     made = Executor(Call.of(op, *args, device=device, **kwargs))
     made._choose(default_session.session(), "made")
     return made

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from layerzero.envs import signing
 from layerzero.envs.build.env import Env
+from layerzero.envs.compile_caches import keeping
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe.caches import compiled, note_compiled
 from layerzero.envs.probe.probe import probe_key
@@ -146,6 +147,7 @@ def take(opened: Opened, env: Env, manifest: EnvManifest) -> int:
     be compiled is added, where our code is the same. Returns how many files were new. Raises ConfigError."""
     if why := differs(opened, env):
         raise _refused(opened.folder, why)
+    is_new, count = not env.cache.exists(), -1
     try:
         folders.make(env.cache)
         with folders.alone(env.cache):
@@ -162,6 +164,9 @@ def take(opened: Opened, env: Env, manifest: EnvManifest) -> int:
         raise _refused(opened.folder, str(exc)) from exc
     except OSError as exc:
         raise ConfigError(f"make room or a writable {env.cache}: nothing was taken over: {exc.strerror}") from exc
+    finally:
+        if is_new and count < 0 and env.cache.exists():
+            keeping.remove(env.cache)
 
 
 def shared(folder: Path, env: Env, keys: Path) -> Opened | None:

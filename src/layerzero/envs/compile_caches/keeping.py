@@ -107,7 +107,7 @@ def collect(store: Path, bounds: Bounds, *, dry_run: bool = False) -> list[Kept]
         is_within = (not bounds.nbytes or nbytes <= bounds.nbytes) and (not bounds.entries or entries <= bounds.entries)
         if is_within:
             break
-        if one.is_in_use or not (dry_run or _remove(one.folder)):
+        if one.is_in_use or not (dry_run or remove(one.folder)):
             continue
         removed.append(one)
         nbytes, entries = nbytes - one.nbytes, entries - 1
@@ -126,8 +126,8 @@ def forget_aside(store: Path) -> int:
     return count
 
 
-def _remove(folder: Path) -> bool:
-    """Whether it is gone; not when somebody has begun to use it."""
+def remove(folder: Path) -> bool:
+    """Remove a cache. Whether it is gone; not when somebody has begun to use it."""
     with suppress(InUse), folders.alone(folder):
         gone = folder.with_name(f"{_GONE}{secrets.token_hex(4)}")
         folder.rename(gone)

@@ -164,8 +164,7 @@ def test_what_is_wrong_refuses_all_of_it(way: Way, harm: Callable[[Way], None], 
     harm(way)
     with pytest.raises(ConfigError, match=why):
         way.take()
-    assert not (way.there.cache / "triton").exists()
-    assert list(manifest.walk(way.there.cache)) == []
+    assert not way.there.cache.exists()  # an empty one would be listed
 
 
 def test_what_the_manifest_does_not_name_is_not_taken(way: Way) -> None:
