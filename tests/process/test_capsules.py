@@ -3,6 +3,7 @@ costs a call anything else."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.toy import EXIT0, HANG, RAISE, SEGV, fault
-from tests.process.harness import Site, made_on
+from tests.process.harness import Site, made_on, wait_until
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_
@@ -54,7 +55,19 @@ def crash(x: Any, **options: Any) -> Any:
 
 def only(folder: Path) -> form.Capsule:
     (name,) = store.names(folder)
-    return form.read(folder / name)
+    return hashed(folder / name)
+
+
+def hashed(folder: Path) -> form.Capsule:
+    """A capsule once its bytes are."""
+
+    def read() -> form.Capsule | None:
+        capsule = form.read(folder)
+        return None if capsule.has_data and not all(one.sha256 for one in capsule.segments) else capsule
+
+    capsule = wait_until(read)
+    assert capsule is not None
+    return capsule
 
 
 def deadly(action: int, *shape: int, backend: str = "alpha") -> np.ndarray:
@@ -199,6 +212,52 @@ def test_memory_is_kept_as_kernels_met_it(new: Sites, capsules: Path) -> None:
     assert second.arguments[0].spec.is_contiguous
     (memory,) = form.memory(capsules / second.name, second)
     assert memory == np.ascontiguousarray(deadly(EXIT0, 6, 8, backend="beta")[:, ::2]).tobytes()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_bytes_are_those_of_the_call_whatever_the_program_writes_then(
+    new: Sites, capsules: Path, *, is_shared: bool
+) -> None:
+    """They are in their file before the answer; what they are in a hash is said later."""
+    site = new()
+    site.connect()
+    x = lz_.share(deadly(SEGV, 512, 512)) if is_shared else deadly(SEGV, 512, 512)
+    before = x.tobytes()
+    crash(x)
+    x[...] = 0
+    (name,) = store.names(capsules)
+    assert form.memory(capsules / name, form.read(capsules / name)) == [before]
+    capsule = only(capsules)
+    assert [one.sha256 for one in capsule.segments] == [hashlib.sha256(before).hexdigest()]
+    assert form.memory(capsules / name, capsule) == [before]
+
+
+def test_a_capsule_whose_program_was_killed_before_it_was_hashed_is_whole(
+    kept: tuple[Site, form.Capsule], capsules: Path
+) -> None:
+    site, capsule = kept
+    path = capsules / capsule.name / form.CALL
+    bare = [{**vars(one), "sha256": ""} for one in capsule.segments]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "segments": bare}))
+    rows = data(lz(site, "replay", capsule.name, "--json"), FAILED)["backends"]
+    assert rows[0]["runs"] == {f"signal {int(signal.SIGSEGV)}": 1}
+
+
+def test_two_arguments_of_the_same_memory_are_pieces_of_their_own_where_kernels_met_copies(
+    new: Sites, capsules: Path
+) -> None:
+    site = new()
+    site.connect()
+    site.wait_ready("alpha")
+    square = np.arange(16, dtype=np.float32).reshape(4, 4)
+    os.kill(site.backend("alpha")["pid"], signal.SIGSTOP)
+    with pytest.raises(lz_.DeadlineExceeded):
+        lz_.matmul(square, square[1:3].T, backend="alpha", timeout_s=0.3)
+    capsule = only(capsules)
+    assert [(a.segment, a.start) for a in capsule.arguments] in ([(0, 0), (1, 0)], [(1, 0), (0, 0)])
+    found = form.memory(capsules / capsule.name, capsule)
+    kept = [found[a.segment] for a in capsule.arguments]
+    assert kept == [square.tobytes(), np.ascontiguousarray(square[1:3].T).tobytes()]
 
 
 # --- what is done with one

@@ -17,6 +17,7 @@ import pytest
 from tests.process import capsule_functions as fn
 from tests.process import forks
 from tests.process.harness import Site
+from tests.process.test_capsules import hashed
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_
@@ -51,7 +52,7 @@ def site(kept_store: Path, capsules: Path) -> Iterator[Site]:
 
 def only(folder: Path) -> tuple[form.Capsule, FunctionCall]:
     (name,) = store.names(folder)
-    capsule = form.read(folder / name)
+    capsule = hashed(folder / name)
     assert capsule.function is not None
     return capsule, capsule.function
 
