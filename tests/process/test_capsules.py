@@ -260,6 +260,58 @@ def test_two_arguments_of_the_same_memory_are_pieces_of_their_own_where_kernels_
     assert kept == [square.tobytes(), np.ascontiguousarray(square[1:3].T).tobytes()]
 
 
+def last_calls(capsule: form.Capsule) -> list[str]:
+    """Without times."""
+    found = capsule.facts[form.LAST_CALLS]
+    assert isinstance(found, list), found
+    assert all(" s before: " in line for line in found)
+    return [line.partition(" s before: ")[2].partition(" in ")[0] for line in found]
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_last_calls_of_its_worker_are_told(new: Sites, capsules: Path, *, is_compiled: bool) -> None:
+    """By the broker and on a lane, with other extents, in a plan, and one that raised: op, shapes, dtypes, how each
+    ended; of a worker with what is compiled, and without. No number of an argument, nor a text."""
+    site = new("shapes")
+    if not is_compiled:
+        site.environ["LAYERZERO_NO_C"] = "1"
+    site.connect()
+    site.wait_ready("alpha", "beta")
+    x = np.ones(100, np.float32)
+    made_on("express", lambda: lz_.silu(x, backend="alpha"))
+    lz_.silu(x[:77].copy(), backend="alpha")
+    assert lz_.last_report().path == "express", "as a neighbour"
+    with pytest.raises(lz_.BackendError):
+        lz_.silu(deadly(RAISE, 100), backend="alpha")
+    plan = lz_.plan(lambda x: lz_.silu(lz_.silu(x, backend="alpha"), backend="alpha"))
+    wait_until(lambda: plan(x) is not None and [run.how for run in plan.timings()] == ["chain", "chain"])
+    lz_.null(backend="alpha")
+    crash(deadly(SEGV, 5, 2))
+    found = last_calls(only(capsules))
+    assert 8 <= len(found) <= 64
+    silu = "silu(100:float32) -> 100:float32, alpha.silu"
+    assert found[-1] == "silu(5x2:float32) -> 5x2:float32, alpha.silu: had not ended"
+    assert found[-2] == "null(), alpha.null: ok"
+    assert f"{silu}: ok" in found
+    assert f"{silu}: raised" in found
+    assert "silu(77:float32) -> 77:float32, alpha.silu: ok" in found
+    assert sum(", in a plan" in line for line in only(capsules).facts[form.LAST_CALLS]) >= 2
+    shown = lz(site, "capsule", "show", only(capsules).name)
+    assert f"its worker's last calls, before its end, 12 of {len(found)}; --json has all:" in shown.stdout
+    assert f"{found[-1]}\n" in shown.stdout
+
+
+def test_a_call_that_was_not_its_workers_first_is_told_of_a_worker_that_was_killed(new: Sites, capsules: Path) -> None:
+    site = new("shapes")
+    site.connect()
+    site.wait_ready("alpha")
+    lz_.null(backend="alpha")
+    os.kill(site.backend("alpha")["pid"], signal.SIGSTOP)
+    with pytest.raises(lz_.DeadlineExceeded):
+        lz_.silu(np.ones((2, 2), np.float32), backend="alpha", timeout_s=0.3)
+    assert last_calls(only(capsules))[-1:] == ["null(), alpha.null: ok"]
+
+
 # --- what is done with one
 
 

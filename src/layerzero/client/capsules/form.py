@@ -21,6 +21,7 @@ from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT
 SCHEMA, WIDER = 1, 2  # WIDER: of a function, or of a call on a GPU, which older versions do not know
 DEVICES = CPU, CUDA = "cpu", "cuda"
 CALL, REPORT, LOG = "call.json", "report.json", "worker.log"  # files of a capsule, beside memory_name(n)
+LAST_CALLS = "its worker's last calls"  # a fact: lines, or why there are none
 WRONG = "WRONG"  # the outcome of an attempt whose result a shadow check found too far off
 MAX_TEXT_BYTES = 4 << 20  # of each of those
 MAX_SEGMENTS = 64

@@ -25,6 +25,7 @@ from layerzero.client.arrays.recognition import CPU, Array
 from layerzero.client.capsules.form import (
     ALIGNMENTS,
     CALL,
+    LAST_CALLS,
     LOG,
     MAX_SEGMENTS,
     MAX_TEXT_BYTES,
@@ -265,6 +266,11 @@ class Capsules:
             for row in self._ask("status", within_s=ASK_S)["backends"]:
                 if row["name"] == backend:
                     facts["versions"] = row["versions"]
+        try:
+            told = self._ask("last_calls", backend=backend, pids=list(pids), within_s=ASK_S)
+            facts[LAST_CALLS] = told["calls"] or told["why"] or "it had none"
+        except LayerZeroError as exc:
+            facts[LAST_CALLS] = f"not known: {exc.message}"
         return facts
 
 
