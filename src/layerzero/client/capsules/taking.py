@@ -141,8 +141,7 @@ class Capsules:
     ) -> None:
         """Of a call that ended well long ago, with a result that is `error` from that of the kernel `reference`.
         `blocks`: a copy of each argument's memory, as kernels got it."""
-        detail = f"{error:.3g} from {reference}, found by a shadow check"
-        failure = Failure(kernel_id.partition(".")[0], kernel_id, WRONG, detail, None, None)
+        failure = wrong(kernel_id, reference, error)
         if not self.is_on or not _can_be_kept(submitted):
             return
         pairs = list(zip(blocks, _given(submitted), strict=True))
@@ -312,6 +311,12 @@ def failures_of(attempts: Iterable[Attempt], *, waited: bool = False) -> list[Fa
         and (waited or a.phase != WAITED)
         and (a.exit_signal is not None or a.exit_code is not None or a.outcome == DeadlineExceeded.code)
     ]
+
+
+def wrong(kernel_id: str, reference: str, error: float) -> Failure:
+    """Of a result that is `error` from that of the kernel `reference`."""
+    detail = f"{error:.3g} from {reference}, found by a shadow check"
+    return Failure(kernel_id.partition(".")[0], kernel_id, WRONG, detail, None, None)
 
 
 def _can_be_kept(submitted: Submitted) -> bool:

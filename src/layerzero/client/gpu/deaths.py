@@ -1,5 +1,6 @@
 """Capsules of calls on a GPU: taken on a thread of their own once the broker has told what became of a call whose
-worker died. The client's context is intact then. Without LAYERZERO_CAPSULES=small or full no argument is held for that.
+worker died, or by the thread of shadow checks, of a wrong result. The client's context is intact then. Without
+LAYERZERO_CAPSULES=small or full no argument is held for that.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
-from layerzero.client.capsules.form import CUDA, Failure, Segment
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of
+from layerzero.client.capsules.form import CUDA, Argument, Failure, Segment
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of, wrong
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import SelectionReport
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
@@ -27,7 +28,9 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from layerzero.client.gpu.device import Gpu
     from layerzero.client.gpu.outcomes import Enqueued
+    from layerzero.client.gpu.samples import GpuSample
 
 NOTE_S = 10.0  # so long a report waits for the capsule that it names
 READY_S = 5.0  # so long the inputs of a failed call are waited for
@@ -222,7 +225,7 @@ class Deaths:
         names = OPS[enqueued.op].inputs
 
         def describe() -> tuple[Failed, Memory]:
-            facts: dict[str, Any] = {"gpu": _gpu(enqueued), "memory crosses by": enqueued.gpu.transport}
+            facts: dict[str, Any] = {"gpu": _gpu(enqueued.gpu), "memory crosses by": enqueued.gpu.transport}
             given, places = enqueued.given, dict[str, tuple[int, TensorSpec]]()
             if given is not None:
                 pairs = zip(names, given.arrays, strict=True)
@@ -325,12 +328,34 @@ def _places(
     return places, bool(known)
 
 
-def _gpu(enqueued: Enqueued) -> str:
-    context = enqueued.gpu.memory.context
+def take_wrong(capsules: Capsules, sample: GpuSample, kernel_id: str, reference: str, error: float) -> None:
+    """Of a call that ended well long ago, with a result that is `error` from that of the kernel `reference`. Its
+    arguments were copied for the check."""
+    asks = sample.route.asks
+    if asks is None or not capsules.is_on:
+        return
+    params, specs = asks
+    failure = wrong(kernel_id, reference, error)
+    copies = [(n, one) for n, one in zip(OPS[sample.request.op].inputs, sample.inputs, strict=True) if one is not None]
+
+    def describe() -> tuple[Failed, Memory]:
+        segments = tuple(Segment(one.spec.span_bytes, 0) for _, one in copies)
+        arguments = tuple(Argument(name, one.spec, number, 0) for number, (name, one) in enumerate(copies))
+        facts = {"gpu": _gpu(sample.gpu), "arguments": "copies of the check: what they shared, and where, is not kept"}
+        failed = Failed(
+            *(sample.request.op, [failure], None, dict(params), arguments, None, reference, "", CUDA), facts=facts
+        )
+        return failed, Memory(segments, lambda: [one.load() for _, one in copies])
+
+    capsules.keep(failure, (sample.request.op, specs), describe)
+
+
+def _gpu(gpu: Gpu) -> str:
+    context = gpu.memory.context
     try:
         name, version = context.driver.name(context.ordinal), context.driver.version()
     except LayerZeroError:
-        return enqueued.gpu.uuid
+        return gpu.uuid
     return f"{name}, driver's CUDA {version // 1000}.{version % 1000 // 10}"
 
 
