@@ -105,9 +105,7 @@ def replay(
         own.append(capsule.served_by.partition(".")[0])  # wrong beside what
     wanted = None if env == "all" else list(dict.fromkeys(backend or own))
     if capsule.function is not None:
-        if device is not None:
-            raise InvalidArgument(f"leave --device out: it belongs to an op, and {capsule.name} is of a function")
-        how = (backend, times, timeout_s, seed, file, is_own or trust, under, core)
+        how = (backend, times, timeout_s, seed, file, is_own or trust, under, core, device or "")
         raise typer.Exit(_replay_function(capsule, data, how, everywhere=env == "all", shrink=shrink, as_json=as_json))
     if shrink:
         if env == "all" or (wanted is not None and len(wanted) > 1):
@@ -190,7 +188,7 @@ def _under_gdb(
 def _replay_function(
     capsule: Capsule,
     data: list[bytes],
-    how: tuple[list[str] | None, int, float | None, int, Path | None, bool, str | None, Path | None],
+    how: tuple[list[str] | None, int, float | None, int, Path | None, bool, str | None, Path | None, str],
     *,
     everywhere: bool,
     shrink: bool,
@@ -203,7 +201,7 @@ def _replay_function(
     from layerzero.functions import replaying
     from layerzero.ipc.errors import InvalidArgument
 
-    backends, times, timeout_s, seed, file, is_trusted, under, core = how
+    backends, times, timeout_s, seed, file, is_trusted, under, core, device = how
     if shrink:
         raise InvalidArgument(
             "replay it without --shrink: arguments of functions have no order to make them smaller in"
@@ -213,7 +211,7 @@ def _replay_function(
     if under is not None:
         one = (backends or [capsule.failed.backend])[0]
         kept_in = _core_file(capsule, core) if under == COREDUMP else None
-        runs = replaying.runs_of(capsule, data, one, seed, file, is_trusted=is_trusted)
+        runs = replaying.runs_of(capsule, data, one, seed, file, is_trusted=is_trusted, device=device)
         _under_gdb(capsule, runs, one, kept_in, timeout_s, as_json=as_json)
         return 0
     label = capsule.label
@@ -228,6 +226,7 @@ def _replay_function(
             begins=lambda one: status.update(f"{label} in {one} ..."),
             file=file,
             is_trusted=is_trusted,
+            device=device,
         )
     far = {one.backend for one in found if is_far(one, capsule)}
     if as_json:

@@ -5,7 +5,6 @@ LAYERZERO_CAPSULES=small or full no argument is held for that.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import threading
@@ -21,7 +20,8 @@ from layerzero.client.capsules.form import CUDA, Argument, Failure, Segment
 from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of, wrong
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import SelectionReport
-from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
+from layerzero.client.gpu.arrays import version_of
+from layerzero.client.gpu.memory import LOOK_S, READY_S
 from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.ops import OPS
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from layerzero.client.gpu.samples import GpuSample
 
 NOTE_S = 10.0  # so long a report waits for the capsule that it names
-READY_S = 5.0  # so long the inputs of a failed call are waited for
-LOOK_S = 0.001
 LINGER_S = 1.0  # after a call is done its worker's death may not have been heard of yet
 SWEEP_S = 0.25
 MAX_PIDS = 1024
@@ -65,7 +63,7 @@ class Given(NamedTuple):
         if self.is_written:
             return "the call writes into its arguments, and was made again elsewhere"
         for name, array, version in zip(names, self.arrays, self.versions, strict=True):
-            if array is not None and _version(array) != version:
+            if array is not None and version_of(array) != version:
                 return f"the program has written to {name} since the call"
             if array is not None and array.needs_copy:
                 return f"{name} has strides that cannot be described"
@@ -97,7 +95,7 @@ class Deaths:
         self._queue: SimpleQueue[tuple[Enqueued, _Taken] | None] = SimpleQueue()  # None: look
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._is_relaxed = self._is_finished = False
+        self._is_finished = False
         self._pids: set[int] = set()  # of dead workers of which a call was kept
 
     # --- before a failure
@@ -109,7 +107,7 @@ class Deaths:
         if they are not more than a capsule may have. `is_direct`: its result is not written over them."""
         enqueued.refs, enqueued.has_out = refs, out is not None
         if self.holds:
-            versions = tuple([None if array is None else _version(array) for array in arrays])
+            versions = tuple([None if array is None else version_of(array) for array in arrays])
             given = Given(arrays, versions, not is_direct or bool(OPS[enqueued.op].in_place))
             most = self._capsules.most_bytes
             if given.nbytes > most:
@@ -279,30 +277,11 @@ class Deaths:
             if time.monotonic() >= until_s:
                 raise BackendError(f"its arguments were not there within {READY_S:g} s")
             time.sleep(LOOK_S)
-        blocks = [bytearray(segment.nbytes) for segment in segments]
-        with gpu.memory.context as context:
-            driver, stream = context.driver, gpu.memory.own_stream()
-            if not self._is_relaxed:
-                driver.exchange_capture_mode(CAPTURE_RELAXED)  # nothing here breaks the program's captures
-                self._is_relaxed = True
-            for block, start in zip(blocks, starts, strict=True):
-                if block:
-                    target = (ctypes.c_char * len(block)).from_buffer(block)
-                    driver.copy_to_host(ctypes.addressof(target), start, len(block), stream)
-            driver.synchronize_stream(stream)
+        blocks = gpu.memory.read([(start, one.nbytes) for start, one in zip(starts, segments, strict=True)])
         problem = given.problem(OPS[enqueued.op].inputs)  # meanwhile
         if problem:
             raise BackendError(problem)
         return blocks
-
-
-def _version(array: Array) -> int | None:
-    if array.kind != "torch":
-        return None
-    try:
-        return int(array.owner._version)
-    except RuntimeError:  # made in inference mode
-        return None
 
 
 def _whole(array: Array) -> tuple[int, int]:
