@@ -99,7 +99,7 @@ def replay(
                 try:
                     value = run(session, function, codes[name], name, told, within_s, ordinal)
                 except LayerZeroError as exc:
-                    outcome.note(*_why(exc))
+                    outcome.note(*why(exc))
                     continue
                 outcome.note("ok")
                 if first:
@@ -129,9 +129,8 @@ def runs_of(
     device: str = "",
 ) -> Callable[[Any], Runs]:
     """For a debugger: the call in one environment, for a session. Raises as `replay`."""
-    name = environments.full_name(pools.environment_of(backend), environments.default_store(os.environ))
-    function, told = _again(capsule), function_memory(capsule, data, seed)
-    code = code_to_call(function, name, file, told, is_trusted=is_trusted)
+    function = _again(capsule)
+    name, code, told = to_call(capsule, data, backend, seed, file, is_trusted=is_trusted)
     ordinal = place_of(capsule, device)
 
     def runs(session: Any) -> Runs:
@@ -139,6 +138,15 @@ def runs_of(
         return Runs(name, lambda timeout_s: run(session, function, code, name, told, timeout_s, ordinal))
 
     return runs
+
+
+def to_call(
+    capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, file: Path | None, *, is_trusted: bool
+) -> tuple[str, Code, list[Memory]]:
+    """The environment's whole name, what is called there, and with what. Raises as `replay`."""
+    name = environments.full_name(pools.environment_of(backend), environments.default_store(os.environ))
+    function, told = _again(capsule), function_memory(capsule, data, seed)
+    return name, code_to_call(function, name, file, told, is_trusted=is_trusted), told
 
 
 def _again(capsule: Capsule) -> FunctionCall:
@@ -402,7 +410,8 @@ def _frame(
     return Frame(head, payload), all_lent([one for one in lent if one is not None], loan), keep
 
 
-def _why(exc: LayerZeroError) -> tuple[str, str]:
+def why(exc: LayerZeroError) -> tuple[str, str]:
+    """In a word, and the detail."""
     if isinstance(exc, RemoteError):
         return f"raised {exc.facts.get('type', '')}", exc.message
     return why_of(exc)
