@@ -78,6 +78,7 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
             page.wait(f"{FOCUS}?.includes('silu')")
             page.press("Enter")
             page.wait(f"{MAIN}.includes('lz replay')")
+            page.wait(f"{MAIN}.includes('silu(8:float32) -> 8:float32, alpha.silu: had not ended')")
             page.press("Escape")
             stays_where_one_is(page)
             page.press("7")
