@@ -115,6 +115,22 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
         assert page.said == []
 
 
+def test_the_overview_has_a_backend_that_waits_for_its_restart(new_site: Make, tmp_path: Path) -> None:
+    """That is the one which somebody looks for."""
+    site = new_site(backoff_s=600, backoff_max_s=600)
+    site.use_store(tmp_path)
+    site.start().connect()
+    site.wait_ready("alpha", "beta")
+    with dashboard(site) as shown, browser() as page:
+        page.resize(1600)
+        page.open(shown.address)
+        rows = "[...document.querySelectorAll('main tr[tabindex]')].map((row) => row.innerText)"
+        page.wait(f"{rows}.some((row) => row.startsWith('alpha') && row.includes('ready'))")
+        lz.silu(bad(KILL, "alpha"))
+        page.wait(f"{rows}.some((row) => row.startsWith('alpha') && row.includes('backoff'))")
+        assert page.said == []
+
+
 def stays_where_one_is(page: Browser) -> None:
     """The page draws itself anew each second: that takes away no focus, and what is pressed gets its click."""
     page.press("1")
