@@ -271,7 +271,6 @@ def test_calls_are_noted_on_the_control_page_as_python_does(table: Table) -> Non
         [call._replace(**blank) for call in recent_calls.read(page)] for page in (table.page.copy(), one[:])
     )
     assert found[:3] == wanted
-    one.close()
 
 
 def test_phases_and_ends_go_through_pages_with_faults(table: Table) -> None:

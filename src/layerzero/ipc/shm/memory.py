@@ -199,4 +199,5 @@ class ControlPage:
         return self._map[:]
 
     def close(self) -> None:
+        self.recent.close()
         self._map.close()

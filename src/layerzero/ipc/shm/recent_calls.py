@@ -14,12 +14,12 @@ COUNT_AT, CALLS_AT = 24, 1024  # of the control page
 CALL_BYTES, TAIL_BYTES = 48, 16
 RUNNING, OK, RAISED, DECLINED, ENQUEUED, BOUND = range(6)  # 1 more than what an express lane says, then those of GPUs
 IN_CHAIN = 1 << 8
-_COUNT = struct.Struct("<Q")
+_COUNT = COUNT_AT // 8  # as a word
 _CALL = struct.Struct(
     f"<QQQII{TAIL_BYTES}s"
 )  # plan; when it began; how long; how it ended; bytes of references, the last
 _END = struct.Struct("<QI")
-_BEGUN_AT, _TOOK_AT, _HOW_AT = 8, 16, 24
+_TOOK_AT = 16
 LAYOUT = (COUNT_AT, CALLS_AT, MOST, CALL_BYTES, TAIL_BYTES, RUNNING, OK, RAISED)
 """What workers/_serving.c must agree with."""
 
@@ -42,40 +42,46 @@ class RecentCalls:
     """Of the worker that has the page mapped to be written. For one thread."""
 
     def __init__(self, memory: mmap) -> None:
-        self._memory = memory
+        self._memory = memoryview(memory)
+        self._words = self._memory.cast("Q")
 
     def begin(self, plan: int, body: bytes = b"", how: int = RUNNING) -> None:
-        memory = self._memory
-        (count,) = _COUNT.unpack_from(memory, COUNT_AT)
+        count, now_ns = self._words[_COUNT], time.perf_counter_ns()
         at = CALLS_AT + CALL_BYTES * (count % MOST)
-        _CALL.pack_into(memory, at, plan, time.perf_counter_ns(), 0, how, len(body), body[-TAIL_BYTES:])
-        _COUNT.pack_into(memory, COUNT_AT, count + 1)
+        _CALL.pack_into(self._memory, at, plan, now_ns, 0, how, len(body), body[-TAIL_BYTES:])
+        self._words[_COUNT] = count + 1
 
     def end(self, how: int, took_ns: int = 0) -> None:
         """How the call that began last has ended."""
-        (count,) = _COUNT.unpack_from(self._memory, COUNT_AT)
-        _END.pack_into(self._memory, CALLS_AT + CALL_BYTES * ((count - 1) % MOST) + _TOOK_AT, took_ns, how)
+        at = CALLS_AT + CALL_BYTES * ((self._words[_COUNT] - 1) % MOST)
+        _END.pack_into(self._memory, at + _TOOK_AT, took_ns, how)
 
     def begin_chain(self, calls: ChainRecord) -> None:
         """Its calls, at once: what would be written for each one costs more than many a call."""
-        (count,) = _COUNT.unpack_from(self._memory, COUNT_AT)
-        self._put(calls.begun, count)
-        _COUNT.pack_into(self._memory, COUNT_AT, count + calls.count)
+        count = self._words[_COUNT]
+        self._put(calls.begun, count, time.perf_counter_ns(), 0)
+        self._words[_COUNT] = count + calls.count
 
     def end_chain(self, calls: ChainRecord, took_ns: int, failed_at: int | None = None) -> None:
         """`took_ns`: all together. `failed_at`: the one that raised; those behind it did not begin."""
-        (count,) = _COUNT.unpack_from(self._memory, COUNT_AT)
-        first = count - calls.count
-        self._put(calls.ended if failed_at is None else calls.ended_at(failed_at), first, took_ns)
+        first = self._words[_COUNT] - calls.count
+        begun_ns = self._words[(CALLS_AT + CALL_BYTES * (first % MOST)) // 8 + 1]
+        self._put(calls.ended if failed_at is None else calls.ended_at(failed_at), first, begun_ns, took_ns)
 
-    def _put(self, calls: bytes, first: int, took_ns: int = 0) -> None:
-        memory, begins_at = self._memory, CALLS_AT + CALL_BYTES * (first % MOST)
-        here = min(len(calls), CALLS_AT + CALL_BYTES * MOST - begins_at)
-        begun_ns = _COUNT.pack(time.perf_counter_ns() - took_ns)
-        memory[begins_at : begins_at + here] = calls[:here]
-        memory[CALLS_AT : CALLS_AT + len(calls) - here] = calls[here:]
-        memory[begins_at + _BEGUN_AT : begins_at + _BEGUN_AT + 8] = begun_ns
-        _COUNT.pack_into(memory, begins_at + _TOOK_AT, took_ns)
+    def _put(self, calls: bytes, first: int, begun_ns: int, took_ns: int) -> None:
+        memory, at = self._memory, CALLS_AT + CALL_BYTES * (first % MOST)
+        here = min(len(calls), CALLS_AT + CALL_BYTES * MOST - at)
+        if here == len(calls):
+            memory[at : at + here] = calls
+        else:
+            memory[at : at + here] = calls[:here]
+            memory[CALLS_AT : CALLS_AT + len(calls) - here] = calls[here:]
+        self._words[at // 8 + 1], self._words[at // 8 + 2] = begun_ns, took_ns
+
+    def close(self) -> None:
+        """The page can be unmapped then."""
+        self._words.release()
+        self._memory.release()
 
 
 class ChainRecord:
@@ -101,7 +107,7 @@ class ChainRecord:
 
 def read(page: bytes) -> list[RecentCall]:
     """Of a control page that a worker has written, the oldest first; whatever it is."""
-    (count,) = _COUNT.unpack_from(page, COUNT_AT)
+    count = int.from_bytes(page[COUNT_AT : COUNT_AT + 8], "little")
     found: list[RecentCall] = []
     for number in range(max(count - MOST, 0), count):
         at = CALLS_AT + CALL_BYTES * (number % MOST)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,9 +20,8 @@ from layerzero.ipc.shm.recent_calls import (
 
 
 @pytest.fixture
-def page() -> Iterator[mmap.mmap]:
-    with mmap.mmap(-1, 4096) as made:
-        yield made
+def page() -> mmap.mmap:
+    return mmap.mmap(-1, 4096)
 
 
 def ways(page: mmap.mmap) -> list[tuple[int, int]]:
