@@ -24,6 +24,8 @@ VIEWS = ("overview", "backends", "calls", "decisions", "environments", "matrix",
 MAIN = "document.querySelector('main').innerText"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 SHOWN = "document.querySelector('#views a[aria-current]')?.dataset.view"  # not only where the address is, by then
+NAMED = """(({ left, right }) => left >= 0 && right <= innerWidth)(
+  document.querySelector('#views a[aria-current]').getBoundingClientRect())"""
 FOCUS = "document.activeElement.dataset.key"
 COLOUR = "getComputedStyle(document.body).backgroundColor"
 
@@ -63,6 +65,7 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
                 for width, is_dark in ((360, False), (1600, True), (360, True), (1600, False)):
                     page.resize(width, is_dark=is_dark)
                     page.wait(FITS)
+                    page.wait(NAMED)
                     assert (page.run(COLOUR) == light) is not is_dark
             page.press("4")
             page.wait(f"{SHOWN} === 'decisions' && {MAIN}.includes('silu(8:float32)')")
