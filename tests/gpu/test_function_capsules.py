@@ -18,7 +18,8 @@ from tests.process.harness import Site
 
 import layerzero as lz
 from layerzero.client.capsules import form, store
-from layerzero.functions import replaying
+from layerzero.client.tools.replay import own_broker
+from layerzero.functions import replaying, shrinking
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,18 @@ def test_a_call_that_ends_well_gives_the_same_numbers_on_the_gpu_and_on_the_cpu(
     found = replaying.replay(capsule, [], is_trusted=True, times=2)
     assert [one.runs for one in found] == [{"ok": 2}], [one.details for one in found]
     assert found[0].is_same
+
+
+def test_a_call_is_made_smaller_on_the_gpu(fn: ModuleType, capsules: Path) -> None:
+    x = torch.randn(6, 8, device="cuda")[:, ::2]
+    x[0, 0] = 13
+    with pytest.raises(lz.BackendError):
+        fn.struck(x)
+    capsule = only(capsules)
+    data = form.memory(capsules / capsule.name, capsule)
+    lz.disconnect()
+    env, code, told = replaying.to_call(capsule, data, capsule.failed.backend, 0, None, is_trusted=True)
+    with own_broker() as session:
+        replaying.learn(session, env)
+        found = shrinking.shrink(session, capsule, code, env, told, ordinal=0)
+    assert (found.what, found.shapes) == ("exit 3", [[1, 1]])

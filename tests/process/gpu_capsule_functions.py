@@ -8,7 +8,7 @@ from typing import Any
 
 import layerzero as lz
 
-THERE, OTHER = (lz.env(name, from_interpreter=sys.executable) for name in ("there", "other-there"))
+THERE = lz.env("there", from_interpreter=sys.executable)
 
 if "layerzero.workers.loop" in sys.modules:  # a worker, which has CuPy from here on
     from tests.soft_gpu import soft_cupy
@@ -19,11 +19,6 @@ if "layerzero.workers.loop" in sys.modules:  # a worker, which has CuPy from her
 @lz.isolated(THERE)
 def prepare() -> None:
     """To be called before the first array on the GPU comes."""
-
-
-@lz.isolated(OTHER)
-def prepare_other() -> None:
-    """As `prepare`."""
 
 
 def _strike(x: Any) -> None:
@@ -42,7 +37,7 @@ def struck(x: Any, y: Any = None, by: float = 2.0) -> Any:
     return x * by if y is None else [x * by, float(y[0])]
 
 
-@lz.isolated(THERE)
+@lz.isolated(THERE, on_death="rebuild")
 class Total:
     def __init__(self, first: Any) -> None:
         self.sum = first

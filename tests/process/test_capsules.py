@@ -381,6 +381,9 @@ def test_a_shared_capsule_runs_elsewhere_and_without_data_has_none(
     assert lz(site, "capsule", "share", capsule.name, str(bare), "--no-data").returncode == DONE
     with tarfile.open(bare) as packed:
         assert not [name for name in packed.getnames() if name.endswith((".bin", ".log"))]
+        told = packed.extractfile(f"{capsule.name}/{form.CALL}")
+        assert told is not None
+        assert "silu(3x5:float32) -> 3x5:float32, alpha.silu: had not ended" in told.read().decode()
     again = lz(site, "capsule", "share", capsule.name, str(bare))
     assert again.returncode == USAGE
     assert "is there already" in again.stderr

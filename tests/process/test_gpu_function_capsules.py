@@ -17,8 +17,10 @@ from tests.process.test_capsules import hashed
 from tests.soft_gpu import soft_cupy
 
 import layerzero as lz
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.capsules import form, store
-from layerzero.functions import replaying
+from layerzero.client.tools.replay import own_broker
+from layerzero.functions import replaying, shrinking
 from layerzero.ipc.errors import InvalidArgument
 
 __all__ = ["soft"]
@@ -115,10 +117,29 @@ def test_without_bytes_random_numbers_stand_for_them(site: Site, capsules: Path)
 
 
 def test_an_object_that_was_made_of_an_array_is_made_again_of_it(site: Site, capsules: Path) -> None:
-    """Where what made it can cross again; what it cannot is said."""
-    first, _ = randn(2, 3)
+    """Then the method is called on that."""
+    first, values = randn(2, 3)
     total = fn.Total(first)
     x, _ = deadly(2, 3)
     with pytest.raises(lz.BackendError):
         total.add(x)
-    assert only(capsules).function is not None
+    capsule = only(capsules)
+    assert capsule.function is not None
+    assert [part.kind for part in capsule.function.parts] == ["call", "method"]
+    assert values.tobytes() in form.memory(capsules / capsule.name, capsule)
+    assert replayed(capsule, capsules) == {"exit 3": 1}
+
+
+def test_a_call_that_was_on_the_gpu_is_made_smaller_on_the_cpu(site: Site, capsules: Path) -> None:
+    """On a real GPU it is there: tests/gpu/test_function_capsules.py."""
+    x, _ = deadly(4, 6)
+    with pytest.raises(lz.BackendError):
+        fn.struck(x)
+    capsule = only(capsules)
+    data = form.memory(capsules / capsule.name, capsule)
+    lz.disconnect()
+    env, code, told = replaying.to_call(capsule, data, capsule.failed.backend, 0, None, is_trusted=True)
+    with own_broker() as session:
+        replaying.learn(session, env)
+        found = shrinking.shrink(session, capsule, code, env, told, ordinal=CPU)
+    assert (found.what, found.shapes) == ("exit 3", [[1, 1]])

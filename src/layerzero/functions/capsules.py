@@ -83,13 +83,15 @@ def _take(
             given = given_of(args, kwargs)
             parts.append(Part(one.kind, one.name, one.stays, given, memory, tuple(map(tuple, one.outs))))
 
+        stream = next((one.stream for one in on_gpu if one.stream is not None), None)
+
         def load() -> list[Any]:
             found = list[Any]()
             for trees, given, ranges, places in loads:
                 found += [trees, given.payload()]
                 found += [ctypes.string_at(address, nbytes) for address, nbytes in ranges]
                 if given.on_gpu is not None:
-                    found += memory_of(given.on_gpu.like.device).read(places, given.on_gpu.stream)
+                    found += memory_of(given.on_gpu.like.device).read(places, stream)
             if any(one.is_changed for one in on_gpu):
                 raise BackendError(WRITTEN)
             return found
