@@ -3,14 +3,13 @@ check found another result, and its arguments as they cross."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from layerzero.client.capsules.form import ALIGNMENTS, CPU, CUDA, Failure, Segment
 from layerzero.client.capsules.of_function import FunctionCall, Part, Target, given_of
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, merge, not_kept, pids_of
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, bytes_at, merge, not_kept, pids_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu.lent import GpuArguments
 from layerzero.client.gpu.memory import memory_of
@@ -89,7 +88,7 @@ def _take(
             found = list[Any]()
             for trees, given, ranges, places in loads:
                 found += [trees, given.payload()]
-                found += [ctypes.string_at(address, nbytes) for address, nbytes in ranges]
+                found += [bytes_at(address, nbytes) for address, nbytes in ranges]
                 if given.on_gpu is not None:
                     found += memory_of(given.on_gpu.like.device).read(places, stream)
             if any(one.is_changed for one in on_gpu):

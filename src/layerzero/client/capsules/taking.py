@@ -361,7 +361,7 @@ def lay_out(
             address = ctypes.addressof(block)
             address += -address % ALIGNMENTS
             if spec.span_bytes:
-                copy_into(array, _bytes_at(address, spec.span_bytes))
+                copy_into(array, bytes_at(address, spec.span_bytes))
         elif arenas.pool.find(address, spec.span_bytes) is None:  # kernels met a copy of these very bytes
             apart[name] = address
             continue
@@ -371,7 +371,7 @@ def lay_out(
     alone = [Argument(name, specs[name], len(segments) + n, 0) for n, name in enumerate(apart)]
     found = {a.name: a for a in (*arguments, *alone)}
     segments += tuple(Segment(specs[name].span_bytes, 0) for name in apart)
-    blocks = [_bytes_at(at, segment.nbytes) for at, segment in zip((*starts, *apart.values()), segments, strict=True)]
+    blocks = [bytes_at(at, segment.nbytes) for at, segment in zip((*starts, *apart.values()), segments, strict=True)]
     return tuple(found[name] for name in specs), segments, blocks
 
 
@@ -393,7 +393,7 @@ def merge(
     return tuple(arguments), segments, [start for start, _ in merged]
 
 
-def _bytes_at(address: int, nbytes: int) -> Any:
+def bytes_at(address: int, nbytes: int) -> Any:
     """A view of memory, and of nothing where there is none."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else b""
 
