@@ -153,5 +153,5 @@ def version_of(array: Array) -> int | None:
         return None
     try:
         return int(array.owner._version)
-    except RuntimeError:  # made in inference mode
+    except (AttributeError, RuntimeError):  # made in inference mode, or of a class that counts none
         return None
