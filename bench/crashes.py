@@ -26,6 +26,7 @@ NAME, DEADLY = "crasher", 6661.0
 MIB = 64
 MOST_MS = 100.0
 ROUNDS, QUICK_ROUNDS = 10, 2
+KEPT_MIB = 256  # of capsules; then each new one takes the place, and the page cache, of an old one
 CRASHES = {"LAYERZERO_RESTART_BUDGET": "1000", "LAYERZERO_BACKOFF_S": "0.01", "LAYERZERO_BACKOFF_MAX_S": "0.01"}
 _PROVIDER = f"""
 import ctypes
@@ -67,6 +68,7 @@ def add_crasher(folder: Path) -> None:
 def environment(folder: Path, mode: str = "full") -> dict[str, str]:
     """Of a broker with that backend, and of sessions that keep capsules in the folder."""
     kept = {"LAYERZERO_CAPSULES": mode, "LAYERZERO_CAPSULE_DIR": str(folder / "capsules")}
+    kept["LAYERZERO_CAPSULE_MIB"] = str(KEPT_MIB)
     own = {"LAYERZERO_MANIFEST_DIRS": str(folder), "LAYERZERO_POLICY": str(folder / "policy.yaml")}
     return {**own, **CRASHES, **kept}
 

@@ -425,7 +425,9 @@ def main() -> None:
         "more is the lane's: an end that finds no free core at that moment does not watch for the other one for 10 ms "
         "(docs/dispatch.md).",
         "Capsules: predicted 25 to 40 ms for 64 MiB, nearly all of it the copy into the page cache; SHA-256 comes "
-        "after the answer. Before a crash nothing of them is done on the CPU.",
+        "after the answer. Before a crash nothing of them is done on the CPU. Memory that a virtual machine has not "
+        "touched before costs the page cache 60 ms more for 64 MiB here, since its host has to find it: the first ones "
+        "after a start, which are among the greatest.",
         "A scrape each second is fifteen times what is usual, and four processes (caller, worker or broker, exporter, "
         "who scrapes) share the cores; the exporter runs at niceness 10.",
     ]
