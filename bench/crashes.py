@@ -112,6 +112,7 @@ def delays(*, is_quick: bool) -> Iterator[Row]:
         return note
 
     def crash(x: Any) -> None:
+        session().ask("reset", backend=NAME)  # else it is left alone for longer with each crash
         while True:  # its worker has started again
             lz.silu(np.ones((8, 8), np.float32))
             report = lz.last_report()
