@@ -6,6 +6,8 @@ Counting: the same compiled call on an express lane, counted and not, in short r
 is the median of the rounds' ratios. Traces: likewise, with one on and none; and what is done for the recording alone,
 around a call that does nothing; likewise spans of OpenTelemetry. History: the mean of such calls in blocks of 2 s, in
 turn with the recorder and with it stopped. A record of the core: brokers with it and without, in turn.
+Capsules (crashes.py): calls with capsules of whole arguments and without any, in turn; how much later an answer comes
+for a capsule of 64 MiB; and the crash made again in every environment by one command.
 Scrapes: a broker with 200 backends, and clients whose pages of counters
 make 10,000 series of it; how long a scrape takes over a unix socket, and what a scrape each second does to another
 client's calls, through the broker and on a lane, in blocks in turn with blocks without.
@@ -28,6 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import crashes
 import numpy as np
 from common import at_most, backend_versions, finish, own_broker, p50_us, parser, verdict
 
@@ -163,6 +166,31 @@ def spanning() -> Iterator[tuple[str, str, str, str]]:
             sampled = recording_us("silu", (x,))
     for what, us in (("not sampled", unsampled), ("sampled", sampled)):
         yield f"spans of OpenTelemetry on, a call that is {what}", f"{us:.2f} us", f"a trace: {traced:.2f} us", ""
+
+
+def sampling(rounds: int, calls: int) -> Iterator[tuple[str, str, str, str]]:
+    """Whole calls, in short rounds in turn with spans of one in a hundred and with none."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from layerzero import otel
+
+    tracer = TracerProvider().get_tracer("bench")
+    settle()
+    on, off = [], []
+    for n in range(rounds):
+        for is_on in (n % 2 == 0, n % 2 == 1):
+            if is_on:
+                with otel.start(tracer, share=0.01):
+                    on.append(p50_us(null, calls))
+            else:
+                off.append(p50_us(null, calls))
+    more = statistics.median(a - b for a, b in zip(on, off, strict=True))
+    yield (
+        "null call on an express lane, compiled: spans of 1 in 100",
+        f"{min(on):.2f} us, middle {statistics.median(on):.2f}",
+        f"none: {min(off):.2f} us, middle {statistics.median(off):.2f}",
+        f"the middle {more:+.2f} us",
+    )
 
 
 # --- history
@@ -365,9 +393,16 @@ def main() -> None:
         rows += tracing(*((6, 500) if args.quick else (200, 1000)))
         versions = backend_versions()
         rows += spanning()
+        rows += sampling(*((6, 500) if args.quick else (100, 1000)))
+        rows += crashes.before_a_crash(null, settle, *((6, 200) if args.quick else (100, 500)))
     with own_broker(LAYERZERO_HISTORY="1") as folder:
         rows += recording(folder, is_quick=args.quick)
     rows += core_recorded(is_quick=args.quick)
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as made:
+        crashes.add_crasher(Path(made))
+        with own_broker(**crashes.environment(Path(made))):
+            rows += crashes.delays(is_quick=args.quick)
+            rows += crashes.again(Path(made), is_quick=args.quick)
     with tempfile.TemporaryDirectory(prefix="lz-bench-") as made:
         add_backends(Path(made))
         where = Path(made) / "metrics.sock"
@@ -389,6 +424,10 @@ def main() -> None:
         "by a connection that stays (2.3 ms by a new one each second), and the recorder 0.7 ms to keep it. What is "
         "more is the lane's: an end that finds no free core at that moment does not watch for the other one for 10 ms "
         "(docs/dispatch.md).",
+        "Capsules: predicted 25 to 40 ms for 64 MiB, nearly all of it the copy into the page cache; SHA-256 comes "
+        "after the answer. Before a crash nothing of them is done on the CPU. Memory that a virtual machine has not "
+        "touched before costs the page cache 60 ms more for 64 MiB here, since its host has to find it: the first ones "
+        "after a start, which are among the greatest.",
         "A scrape each second is fifteen times what is usual, and four processes (caller, worker or broker, exporter, "
         "who scrapes) share the cores; the exporter runs at niceness 10.",
     ]

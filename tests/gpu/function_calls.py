@@ -120,3 +120,17 @@ def rows(x: Any) -> Iterator[Any]:
 @lz.isolated(PAIR)
 def spread(x: Any) -> tuple[Any, int]:
     return x + 1, os.getpid()
+
+
+@lz.isolated(GPU)
+def struck(x: Any, y: Any = None) -> Any:
+    """Ends its process where the first number is 13, and loses the GPU where it is 14."""
+    import torch
+
+    first = float(x.flatten()[0])
+    if first == 13:
+        os._exit(3)
+    if first == 14:
+        x.new_zeros(4)[torch.full((1,), 1 << 20, device=x.device)] += 1
+        torch.cuda.synchronize()
+    return x * 2 if y is None else (x * 2, float(y[0]))

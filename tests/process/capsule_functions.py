@@ -33,6 +33,13 @@ def scaled(x: Any, how: Any = "", by: float = 2.0, **more: Any) -> Any:
 
 
 @lz.isolated(ONE)
+def at_any_place(x: Any, *others: Any, note: str = "") -> int:
+    """Strikes where 13 is among the numbers."""
+    _strike("segv" if 13 in x else "")
+    return len(others)
+
+
+@lz.isolated(ONE)
 def of_number(number: int) -> int:
     _strike("segv" if number == 13 else "")
     return number + 1

@@ -3,6 +3,7 @@ costs a call anything else."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.backends.toy import EXIT0, HANG, RAISE, SEGV, fault
-from tests.process.harness import Site, made_on
+from tests.process.harness import Site, made_on, wait_until
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_
@@ -54,7 +55,19 @@ def crash(x: Any, **options: Any) -> Any:
 
 def only(folder: Path) -> form.Capsule:
     (name,) = store.names(folder)
-    return form.read(folder / name)
+    return hashed(folder / name)
+
+
+def hashed(folder: Path) -> form.Capsule:
+    """A capsule once its bytes are."""
+
+    def read() -> form.Capsule | None:
+        capsule = form.read(folder)
+        return None if capsule.has_data and not all(one.sha256 for one in capsule.segments) else capsule
+
+    capsule = wait_until(read)
+    assert capsule is not None
+    return capsule
 
 
 def deadly(action: int, *shape: int, backend: str = "alpha") -> np.ndarray:
@@ -201,6 +214,104 @@ def test_memory_is_kept_as_kernels_met_it(new: Sites, capsules: Path) -> None:
     assert memory == np.ascontiguousarray(deadly(EXIT0, 6, 8, backend="beta")[:, ::2]).tobytes()
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_bytes_are_those_of_the_call_whatever_the_program_writes_then(
+    new: Sites, capsules: Path, *, is_shared: bool
+) -> None:
+    """They are in their file before the answer; what they are in a hash is said later."""
+    site = new()
+    site.connect()
+    x = lz_.share(deadly(SEGV, 512, 512)) if is_shared else deadly(SEGV, 512, 512)
+    before = x.tobytes()
+    crash(x)
+    x[...] = 0
+    (name,) = store.names(capsules)
+    assert form.memory(capsules / name, form.read(capsules / name)) == [before]
+    capsule = only(capsules)
+    assert [one.sha256 for one in capsule.segments] == [hashlib.sha256(before).hexdigest()]
+    assert form.memory(capsules / name, capsule) == [before]
+
+
+def test_a_capsule_whose_program_was_killed_before_it_was_hashed_is_whole(
+    kept: tuple[Site, form.Capsule], capsules: Path
+) -> None:
+    site, capsule = kept
+    path = capsules / capsule.name / form.CALL
+    bare = [{**vars(one), "sha256": ""} for one in capsule.segments]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "segments": bare}))
+    rows = data(lz(site, "replay", capsule.name, "--json"), FAILED)["backends"]
+    assert rows[0]["runs"] == {f"signal {int(signal.SIGSEGV)}": 1}
+
+
+def test_two_arguments_of_the_same_memory_are_pieces_of_their_own_where_kernels_met_copies(
+    new: Sites, capsules: Path
+) -> None:
+    site = new()
+    site.connect()
+    site.wait_ready("alpha")
+    square = np.arange(16, dtype=np.float32).reshape(4, 4)
+    os.kill(site.backend("alpha")["pid"], signal.SIGSTOP)
+    with pytest.raises(lz_.DeadlineExceeded):
+        lz_.matmul(square, square[1:3].T, backend="alpha", timeout_s=0.3)
+    capsule = only(capsules)
+    assert [(a.segment, a.start) for a in capsule.arguments] in ([(0, 0), (1, 0)], [(1, 0), (0, 0)])
+    found = form.memory(capsules / capsule.name, capsule)
+    kept = [found[a.segment] for a in capsule.arguments]
+    assert kept == [square.tobytes(), np.ascontiguousarray(square[1:3].T).tobytes()]
+
+
+def last_calls(capsule: form.Capsule) -> list[str]:
+    """Without times."""
+    found = capsule.facts[form.LAST_CALLS]
+    assert isinstance(found, list), found
+    assert all(" s before: " in line for line in found)
+    return [line.partition(" s before: ")[2].partition(" in ")[0] for line in found]
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_last_calls_of_its_worker_are_told(new: Sites, capsules: Path, *, is_compiled: bool) -> None:
+    """By the broker and on a lane, with other extents, in a plan, and one that raised: op, shapes, dtypes, how each
+    ended; of a worker with what is compiled, and without. No number of an argument, nor a text."""
+    site = new("shapes")
+    if not is_compiled:
+        site.environ["LAYERZERO_NO_C"] = "1"
+    site.connect()
+    site.wait_ready("alpha", "beta")
+    x = np.ones(100, np.float32)
+    made_on("express", lambda: lz_.silu(x, backend="alpha"))
+    lz_.silu(x[:77].copy(), backend="alpha")
+    assert lz_.last_report().path == "express", "as a neighbour"
+    with pytest.raises(lz_.BackendError):
+        lz_.silu(deadly(RAISE, 100), backend="alpha")
+    plan = lz_.plan(lambda x: lz_.silu(lz_.silu(x, backend="alpha"), backend="alpha"))
+    wait_until(lambda: plan(x) is not None and [run.how for run in plan.timings()] == ["chain", "chain"])
+    lz_.null(backend="alpha")
+    crash(deadly(SEGV, 5, 2))
+    found = last_calls(only(capsules))
+    assert 8 <= len(found) <= 64
+    silu = "silu(100:float32) -> 100:float32, alpha.silu"
+    assert found[-1] == "silu(5x2:float32) -> 5x2:float32, alpha.silu: had not ended"
+    assert found[-2] == "null(), alpha.null: ok"
+    assert f"{silu}: ok" in found
+    assert f"{silu}: raised" in found
+    assert "silu(77:float32) -> 77:float32, alpha.silu: ok" in found
+    assert sum(", in a plan" in line for line in only(capsules).facts[form.LAST_CALLS]) >= 2
+    shown = lz(site, "capsule", "show", only(capsules).name)
+    assert f"its worker's last calls, before its end, 12 of {len(found)}; --json has all:" in shown.stdout
+    assert f"{found[-1]}\n" in shown.stdout
+
+
+def test_a_call_that_was_not_its_workers_first_is_told_of_a_worker_that_was_killed(new: Sites, capsules: Path) -> None:
+    site = new("shapes")
+    site.connect()
+    site.wait_ready("alpha")
+    lz_.null(backend="alpha")
+    os.kill(site.backend("alpha")["pid"], signal.SIGSTOP)
+    with pytest.raises(lz_.DeadlineExceeded):
+        lz_.silu(np.ones((2, 2), np.float32), backend="alpha", timeout_s=0.3)
+    assert last_calls(only(capsules))[-1:] == ["null(), alpha.null: ok"]
+
+
 # --- what is done with one
 
 
@@ -270,6 +381,9 @@ def test_a_shared_capsule_runs_elsewhere_and_without_data_has_none(
     assert lz(site, "capsule", "share", capsule.name, str(bare), "--no-data").returncode == DONE
     with tarfile.open(bare) as packed:
         assert not [name for name in packed.getnames() if name.endswith((".bin", ".log"))]
+        told = packed.extractfile(f"{capsule.name}/{form.CALL}")
+        assert told is not None
+        assert "silu(3x5:float32) -> 3x5:float32, alpha.silu: had not ended" in told.read().decode()
     again = lz(site, "capsule", "share", capsule.name, str(bare))
     assert again.returncode == USAGE
     assert "is there already" in again.stderr

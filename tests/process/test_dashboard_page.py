@@ -24,6 +24,8 @@ VIEWS = ("overview", "backends", "calls", "decisions", "environments", "matrix",
 MAIN = "document.querySelector('main').innerText"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 SHOWN = "document.querySelector('#views a[aria-current]')?.dataset.view"  # not only where the address is, by then
+NAMED = """(({ left, right }) => left >= 0 && right <= innerWidth)(
+  document.querySelector('#views a[aria-current]').getBoundingClientRect())"""
 FOCUS = "document.activeElement.dataset.key"
 COLOUR = "getComputedStyle(document.body).backgroundColor"
 
@@ -63,6 +65,7 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
                 for width, is_dark in ((360, False), (1600, True), (360, True), (1600, False)):
                     page.resize(width, is_dark=is_dark)
                     page.wait(FITS)
+                    page.wait(NAMED)
                     assert (page.run(COLOUR) == light) is not is_dark
             page.press("4")
             page.wait(f"{SHOWN} === 'decisions' && {MAIN}.includes('silu(8:float32)')")
@@ -78,6 +81,7 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
             page.wait(f"{FOCUS}?.includes('silu')")
             page.press("Enter")
             page.wait(f"{MAIN}.includes('lz replay')")
+            page.wait(f"{MAIN}.includes('silu(8:float32) -> 8:float32, alpha.silu: had not ended')")
             page.press("Escape")
             stays_where_one_is(page)
             page.press("7")
@@ -111,6 +115,22 @@ def test_every_view_while_a_backend_dies(new_site: Make, tmp_path: Path) -> None
         os.kill(pid, signal.SIGKILL)
         wait_ended(pid)
         page.wait("document.querySelector('#trouble').innerText.includes('lz up')")
+        assert page.said == []
+
+
+def test_the_overview_has_a_backend_that_waits_for_its_restart(new_site: Make, tmp_path: Path) -> None:
+    """That is the one which somebody looks for."""
+    site = new_site(backoff_s=600, backoff_max_s=600)
+    site.use_store(tmp_path)
+    site.start().connect()
+    site.wait_ready("alpha", "beta")
+    with dashboard(site) as shown, browser() as page:
+        page.resize(1600)
+        page.open(shown.address)
+        rows = "[...document.querySelectorAll('main tr[tabindex]')].map((row) => row.innerText)"
+        page.wait(f"{rows}.some((row) => row.startsWith('alpha') && row.includes('ready'))")
+        lz.silu(bad(KILL, "alpha"))
+        page.wait(f"{rows}.some((row) => row.startsWith('alpha') && row.includes('backoff'))")
         assert page.said == []
 
 

@@ -17,6 +17,7 @@ import pytest
 from tests.process import capsule_functions as fn
 from tests.process import forks
 from tests.process.harness import Site
+from tests.process.test_capsules import hashed
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_
@@ -51,7 +52,7 @@ def site(kept_store: Path, capsules: Path) -> Iterator[Site]:
 
 def only(folder: Path) -> tuple[form.Capsule, FunctionCall]:
     (name,) = store.names(folder)
-    capsule = form.read(folder / name)
+    capsule = hashed(folder / name)
     assert capsule.function is not None
     return capsule, capsule.function
 
@@ -230,6 +231,43 @@ def test_a_file_that_has_changed_is_refused_and_may_be_named_where_it_is(
     assert done.returncode == USAGE
     assert "--file FILE" in done.stderr
     assert os.path.exists(function.targets[0].file)
+
+
+def test_a_call_is_made_smaller_as_long_as_it_ends_in_the_same_word(site: Site, capsules: Path) -> None:
+    """Of an array in the frame, a view with gaps in shared memory, and one of another extent; the number that kills is
+    what is left, other values stay, and the small capsule is a capsule like others."""
+    site.start().connect()
+    given = np.arange(48.0).reshape(6, 8)[:, ::2]
+    given[3, 0] = 13
+    lent = lz_.share(np.arange(24.0).reshape(6, 4))
+    with pytest.raises(lz_.BackendError):
+        fn.at_any_place(given, lent[:, 1:3], np.zeros((3, 5)), note="text")
+    capsule, _ = only(capsules)
+    found = data(lz(site, "replay", capsule.name, "--shrink", "--json"))
+    assert (found["from"], found["why"]) == (capsule.name, f"signal {int(signal.SIGSEGV)}")
+    assert found["shapes"] == [[1, 1], [1, 1], [1, 1]]
+    assert found["tries"] < 40
+    small = form.read(capsules / found["capsule"])
+    assert small.facts["shrunk_from"] == capsule.name
+    assert small.nbytes < capsule.nbytes
+    assert small.function is not None
+    assert "numpy 1x1:float64" in small.label
+    assert run(site, found["capsule"])[fn.ONE.backend]["runs"] == {f"signal {int(signal.SIGSEGV)}": 1}
+    refused = lz(site, "replay", capsule.name, "--shrink", "--env", "all")
+    assert refused.returncode == USAGE
+    assert "--shrink looks at one backend" in refused.stderr
+
+
+def test_a_call_that_ends_well_is_not_made_smaller(site: Site, capsules: Path) -> None:
+    """As one without bytes may: random numbers do not strike."""
+    site.environ["LAYERZERO_CAPSULES"] = "shapes"
+    site.start().connect()
+    with pytest.raises(lz_.BackendError):
+        fn.scaled(np.array([13.0, 1.0]))
+    capsule, _ = only(capsules)
+    done = lz(site, "replay", capsule.name, "--shrink")
+    assert done.returncode == USAGE
+    assert "nothing to shrink; --times runs more" in done.stderr
 
 
 def test_functions_of_others_are_refused_where_they_are_damaged(site: Site, capsules: Path) -> None:

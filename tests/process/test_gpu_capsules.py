@@ -16,12 +16,12 @@ import pytest
 from tests.process.gpu_site import close, finish, held, new_site, randn, report, silu, slow, soft
 from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_numpy import ILLEGAL, SLOW
+from tests.soft_gpu.soft_numpy import ILLEGAL, SLOW, WORN
 
 import layerzero as lz
 from layerzero.client.capsules import form, store
 from layerzero.client.tools import shrink, under
-from layerzero.client.tools.replay import Outcome, lay_out, own_broker, replay
+from layerzero.client.tools.replay import Outcome, is_far, lay_out, own_broker, replay
 from layerzero.ipc.errors import EnvError, InvalidArgument
 
 __all__ = ["new_site", "soft"]
@@ -100,6 +100,29 @@ def test_memory_is_copied_from_the_gpu_as_the_kernel_met_it_and_the_call_fails_a
     assert found["one"].runs == {"GPU lost": 2}
     assert found["two"].runs == {"ok": 2}
     assert found["two"].is_same
+
+
+def test_a_wrong_result_on_the_gpu_is_kept_with_its_arguments_and_wrong_again(
+    new: Sites, capsules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the check had them: the caller may have written there since."""
+    site = new("full")
+    session = site.connect()
+    session.shadow.references, session.shadow.rate = ("two",), 1.0
+    worn = np.full((8, 16), WORN, np.float32)
+    x = soft_cupy.asarray(worn)
+    lz.silu(x)  # the first call after the rate was set is not sampled
+    lz.silu(x)
+    x.fill(1.0)
+    capsule = only(capsules)
+    assert (capsule.op, capsule.device, capsule.failed.outcome) == ("silu", "cuda", form.WRONG)
+    assert (capsule.failed.kernel_id, capsule.served_by) == ("one.silu", "two.silu")
+    data = form.memory(capsules / capsule.name, capsule)
+    assert data == [worn.tobytes()]
+    found = replayed(site, monkeypatch, capsule, data, backends=["one", "two"])
+    assert found["one"].runs == found["two"].runs == {"ok": 1}
+    assert is_far(found["one"], capsule)
+    assert not is_far(found["two"], capsule)
 
 
 def test_a_smaller_call_is_found_on_the_gpu(new: Sites, capsules: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ CPU_WORKER = {
         "vocabulary",
         "wording",
     },
-    "layerzero.ipc.shm": {"huge_pages", "lane", "memory", "timeline_words"},
+    "layerzero.ipc.shm": {"huge_pages", "lane", "memory", "recent_calls", "timeline_words"},
     "layerzero.ipc.transport": {
         "chains",
         "control",

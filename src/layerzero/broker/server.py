@@ -41,7 +41,7 @@ from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.observers import Observers
 from layerzero.broker.processes.probe_jobs import ProbeJobs
-from layerzero.broker.processes.registry import AnyWorker, Processes, exit_event
+from layerzero.broker.processes.registry import AnyWorker, Processes
 from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.processes.user_brokers import UserBrokers
 from layerzero.broker.queries import function_workers, methods
@@ -178,7 +178,7 @@ class Server:
         self.counters = self._offers.counters
         self._perform: dict[type, Callable[[Any], None]] = {
             **{kind: partial(self._send_client, frame_of) for kind, frame_of in frame_codec.TO_CLIENT.items()},
-            **{kind: partial(self._send_worker, frame_of) for kind, frame_of in frame_codec.TO_WORKER.items()},
+            **{kind: partial(self._send_worker, frame_of) for kind, frame_of in self.processes.to_worker.items()},
             **self._offers.performs(),
             act.Probe: self._probe,
             act.Compile: self._compile,
@@ -460,7 +460,7 @@ class Server:
             self.handle(ev.WorkerGone(backend, generation))
             return
         worker = self.state.lifecycle.current(backend, generation)
-        self.handle(exit_event(process, {} if worker is None else self._page_poller.at_what_is_left(worker)))
+        self.handle(self.processes.end_of(process, {} if worker is None else self._page_poller.at_what_is_left(worker)))
 
     def _stop_worker(self, action: act.StopWorker) -> None:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S

@@ -145,12 +145,12 @@ class Arguments:
         """Bytes beside the trees, and where what is lent lies: address and bytes."""
         return self._payload.nbytes, [(arena.address + offset, nbytes) for arena, offset, nbytes in self.ranges]
 
-    def payload(self) -> bytes:
+    def payload(self) -> bytearray:
         """The bytes beside the trees, of arrays as they are now."""
         found = bytearray(self._payload.nbytes)
         for offset, nbytes, write in self._payload.parts:
             write(memoryview(found)[offset : offset + nbytes])
-        return bytes(found)
+        return found
 
     def note_kept(self, reason: str) -> None:
         """The worker copies all arrays."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.capsules import of_function
-from layerzero.client.capsules.form import Capsule
+from layerzero.client.capsules.form import CPU, Capsule
 from layerzero.client.capsules.of_function import Part
 from layerzero.functions.replaying import Memory, code_of, function_memory
 from layerzero.ipc.errors import InvalidArgument
@@ -76,6 +76,11 @@ def write(capsule: Capsule, data: Sequence[bytes], path: Path | None, seed: int)
     assert function is not None
     target = function.targets[0]
     code = code_of(function, target.env, None)
+    if capsule.device != CPU:
+        raise InvalidArgument(
+            f"send the capsule: lz capsule share {capsule.name} FILE.tar.gz; arrays of its call were on a GPU, for "
+            "which there is no script"
+        )
     if code.is_main:
         raise InvalidArgument(
             f"send the capsule: lz capsule share {capsule.name} FILE.tar.gz; {code.label} is of a program, which a "

@@ -4,6 +4,7 @@ program that called."""
 from __future__ import annotations
 
 import ast
+import copy
 import ctypes
 import hashlib
 import logging
@@ -17,22 +18,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU, describe
 from layerzero.client.capsules import of_function
-from layerzero.client.capsules.form import ALIGNMENTS, Capsule, Segment
+from layerzero.client.capsules.form import ALIGNMENTS, CUDA, Capsule, Segment
 from layerzero.client.capsules.of_function import FunctionCall, Part
 from layerzero.client.connection import arena as arenas
+from layerzero.client.gpu.lent import GpuArguments, GpuLoan
+from layerzero.client.gpu.lent_calls import lend
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.tools.debugger import Runs
 from layerzero.client.tools.inputs import random_inputs
-from layerzero.client.tools.replay import START_S, Outcome, own_broker, why_of
+from layerzero.client.tools.replay import START_S, Outcome, on_host, own_broker, where, why_of
 from layerzero.envs import functions as environments
 from layerzero.functions.agreement import difference
-from layerzero.functions.calling import MAX_LENT, Exchange, Place
+from layerzero.functions.calling import MAX_LENT, Exchange, Place, all_lent
 from layerzero.functions.code import root_of
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code, Frame, Payload, Reference
 from layerzero.ipc.transport.plain import unpack_tree
 from layerzero.ipc.vocabulary import pools
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 UNREADABLE = "its result cannot be read here"  # of a call that has run (functions/calling.py)
 TOLERANCE = 1e-5
@@ -60,16 +66,18 @@ def replay(
     begins: Callable[[str], None] = lambda _: None,
     file: Path | None = None,
     is_trusted: bool = False,
+    device: str = "",
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Outcome]:
     """Make the call in each of the environments, by their names; none: in the one that failed; None: in all that are
     built here. `file`: where the function's file is, in the place of where it was. `is_trusted`: the capsule is this
     user's own, or what it names may be called (`code_to_call`). Results are compared with those of
-    the first environment that gave one; of a capsule of a wrong result, with those that it was compared with.
+    the first environment that gave one; of a capsule of a wrong result, with those that it was compared with. `device`:
+    where arrays are that were on a GPU; there, when left out.
 
     Needs NumPy. Raises InvalidArgument for a call that cannot be made again, and where the file is not the one that it
     was of; EnvError for an environment that is not built."""
-    function = _again(capsule)
+    function, ordinal = _again(capsule), place_of(capsule, device)
     told = function_memory(capsule, data, seed)
     own = [function.targets[0].env, *([capsule.served_by] if capsule.failed.outcome == "WRONG" else [])]
     store = environments.default_store(os.environ)
@@ -89,9 +97,9 @@ def replay(
             for number in range(times):
                 within_s = timeout_s if number else timeout_s or START_S
                 try:
-                    value = run(session, function, codes[name], name, told, within_s)
+                    value = run(session, function, codes[name], name, told, within_s, ordinal)
                 except LayerZeroError as exc:
-                    outcome.note(*_why(exc))
+                    outcome.note(*why(exc))
                     continue
                 outcome.note("ok")
                 if first:
@@ -103,19 +111,42 @@ def replay(
     return [found[name] for name in names]
 
 
+def place_of(capsule: Capsule, device: str) -> int:
+    """The ordinal of the GPU that arrays are on which were on one; CPU. Raises InvalidArgument."""
+    if device and capsule.device != CUDA:
+        raise InvalidArgument(f"leave --device out: the arguments of {capsule.name} were not on a GPU")
+    return where(capsule, device)
+
+
 def runs_of(
-    capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, file: Path | None, *, is_trusted: bool = False
+    capsule: Capsule,
+    data: Sequence[bytes],
+    backend: str,
+    seed: int,
+    file: Path | None,
+    *,
+    is_trusted: bool = False,
+    device: str = "",
 ) -> Callable[[Any], Runs]:
     """For a debugger: the call in one environment, for a session. Raises as `replay`."""
-    name = environments.full_name(pools.environment_of(backend), environments.default_store(os.environ))
-    function, told = _again(capsule), function_memory(capsule, data, seed)
-    code = code_to_call(function, name, file, told, is_trusted=is_trusted)
+    function = _again(capsule)
+    name, code, told = to_call(capsule, data, backend, seed, file, is_trusted=is_trusted)
+    ordinal = place_of(capsule, device)
 
     def runs(session: Any) -> Runs:
         learn(session, name)
-        return Runs(name, lambda timeout_s: run(session, function, code, name, told, timeout_s))
+        return Runs(name, lambda timeout_s: run(session, function, code, name, told, timeout_s, ordinal))
 
     return runs
+
+
+def to_call(
+    capsule: Capsule, data: Sequence[bytes], backend: str, seed: int, file: Path | None, *, is_trusted: bool
+) -> tuple[str, Code, list[Memory]]:
+    """The environment's whole name, what is called there, and with what. Raises as `replay`."""
+    name = environments.full_name(pools.environment_of(backend), environments.default_store(os.environ))
+    function, told = _again(capsule), function_memory(capsule, data, seed)
+    return name, code_to_call(function, name, file, told, is_trusted=is_trusted), told
 
 
 def _again(capsule: Capsule) -> FunctionCall:
@@ -273,21 +304,30 @@ def learn(session: Any, env: str) -> None:
 
 
 def run(
-    session: Any, function: FunctionCall, code: Code, env: str, told: Sequence[Memory], timeout_s: float | None
+    session: Any,
+    function: FunctionCall,
+    code: Code,
+    env: str,
+    told: Sequence[Memory],
+    timeout_s: float | None,
+    ordinal: int = CPU,
 ) -> Any:
-    """The result of one run; None for one that cannot be shown here. Raises what the call raises."""
+    """The result of one run; None for one that cannot be shown here. `ordinal`: of the GPU for arrays that were on one.
+    Raises what the call raises."""
     held: list[Reference] = []
     value: Any = None
     for part, memory in zip(function.parts, told, strict=True):
         exchange = Exchange(session, (env,), function.label, env.rpartition(".")[0], part.stays)
         exchange.library = "numpy"
-        frame, lent, keep = _frame(part, code, memory, held)
-        answer = session.run(exchange.request(frame, lent, timeout_s=timeout_s, keep=keep))
+        trees, there = _on_gpu(memory, ordinal)
+        loan = None if there is None else lend(session.gpus, there[0], range(there[1], MAX_LENT))
+        frame, lent, keep = _frame(part, code, (trees, *memory[1:]), held, loan)
+        answer = exchange.run(exchange.request(frame, lent, timeout_s=timeout_s, keep=keep, loan=loan))
         if answer.error is not None and UNREADABLE in answer.error.message:
             return None
         if answer.error is not None:
             raise answer.error
-        value = answer.value
+        value = _of_host(answer.value)
         held += [value] if isinstance(value, Reference) else []
     if function.parts[-1].kind == of_function.MANY:
         results, failure = value
@@ -297,15 +337,57 @@ def run(
     return None if isinstance(value, Reference) else value
 
 
-def _frame(part: Part, code: Code, memory: Memory, held: Sequence[Reference]) -> tuple[Frame, tuple[Any, ...], Any]:
+def _on_gpu(memory: Memory, ordinal: int) -> tuple[list[Any], tuple[GpuArguments, int] | None]:
+    """The trees for one run, with arrays that were on a GPU there, and how many ranges of shared memory come before
+    them; with none they are NumPy's, or torch's, in shared memory."""
+    trees = copy.deepcopy(memory[0])
+    nodes = [node for node in of_function.nodes(trees) if str(node[1]).startswith(frames.OF_GPU)]
+    if ordinal == CPU or not nodes:
+        for node in nodes:
+            library = node[1].removeprefix(frames.OF_GPU)
+            node[1] = library if library == "torch" else "numpy"
+        return trees, None
+    first = min((node[5] for node in nodes if node[5] != frames.IN_FRAME), default=len(memory[2]))
+    blocks = dict[int, GpuArray]()
+    for number, (data, offset) in enumerate(memory[2][first:], first):
+        room = GpuArray(ordinal, TensorSpec.contiguous("uint8", (len(data) + ALIGNMENTS,)))
+        part = room.part(TensorSpec.contiguous("uint8", (len(data),)), (offset - room.address) % ALIGNMENTS)
+        part.store(memoryview(bytearray(data)))
+        blocks[number] = part
+    given: GpuArguments | None = None
+    for node in nodes:
+        spec = TensorSpec.from_wire(node[2:5])
+        if node[5] != frames.IN_FRAME and node[5] not in blocks:
+            raise InvalidArgument("the capsule is damaged: an array on a GPU in shared memory")
+        made = GpuArray(ordinal, spec) if node[5] == frames.IN_FRAME else blocks[node[5]].part(spec, node[6])
+        given = given or GpuArguments(describe(made))
+        given.add(describe(made), node)
+    assert given is not None
+    return trees, (given, first)
+
+
+def _of_host(value: Any) -> Any:
+    """A result with arrays of the host in place of ours on a GPU, as far as they are in lists, tuples and dicts."""
+    if isinstance(value, GpuArray):
+        return on_host(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_of_host, value))
+    return {key: _of_host(one) for key, one in value.items()} if type(value) is dict else value
+
+
+def _frame(
+    part: Part, code: Code, memory: Memory, held: Sequence[Reference], loan: GpuLoan | None
+) -> tuple[Frame, tuple[Any, ...], Any]:
+    """`loan`: what it lends on a GPU, in place of the ranges behind those of shared memory."""
     trees, beside, ranges = memory
+    ranges = ranges if loan is None else ranges[: loan.first]
     payload = Payload()
     if beside:
         payload.add(len(beside), lambda target: target.__setitem__(slice(None), beside))
     given = [*trees, logging.WARNING]
     head: list[Any]
     if part.kind == of_function.LOAD:
-        return Frame([frames.LOAD, code.to_tree()]), (None,) * MAX_LENT, None
+        return Frame([frames.LOAD, code.to_tree()]), all_lent((), None), None
     if part.kind in _HOW:
         if not held:
             raise InvalidArgument("the capsule is damaged: a method without an object")
@@ -324,10 +406,12 @@ def _frame(part: Part, code: Code, memory: Memory, held: Sequence[Reference]) ->
         ctypes.memmove(arena.address + start, data, len(data))
         lent.append((arena, start, len(data)))
         keep.append(block)
-    return Frame(head, payload), (*lent, *(None,) * (MAX_LENT - len(lent))), keep
+    head = head if loan is None else [frames.GPU, head, loan.outs, False]
+    return Frame(head, payload), all_lent([one for one in lent if one is not None], loan), keep
 
 
-def _why(exc: LayerZeroError) -> tuple[str, str]:
+def why(exc: LayerZeroError) -> tuple[str, str]:
+    """In a word, and the detail."""
     if isinstance(exc, RemoteError):
         return f"raised {exc.facts.get('type', '')}", exc.message
     return why_of(exc)

@@ -10,6 +10,7 @@
 #include <Python.h>
 #include <errno.h>
 #include <stddef.h>
+#include <string.h>
 #include <structmember.h>
 #include <sys/epoll.h>
 
@@ -17,6 +18,7 @@
 
 enum { IDLE, MAPPED, EXECUTING, WRITTEN };                  /* ipc/vocabulary/worker_codes.py */
 enum { SOCKETS = 2, MAX_TAKES = 256, MOST = 16 };           /* the broker's; tries to take a ring that must come at once; news at a time */
+enum { COUNT_AT = 24, CALLS_AT = 1024, MOST_RECENT = 64, RECENT_BYTES = 48, TAIL_BYTES = 16, RUNNING = 0, HAS_ENDED = 1, HAS_RAISED = 2 }; /* ipc/shm/recent_calls.py */
 static const uint64_t TURN_NS = 20000; /* so long short calls of one lane may go on before others are asked for */
 
 #define FIELD(name) PyObject *name;
@@ -140,6 +142,24 @@ static int write_page(Server *self, uint64_t dispatch, uint64_t phase) {
     return done ? 0 : -1;
 }
 
+/* Where the call is noted that begins now: the broker reads the newest ones when this process has died. */
+static uint64_t note_begin(uint64_t page, uint64_t plan, uint64_t begun_ns, uint64_t refs, uint64_t nbytes) {
+    uint64_t count = load64(page + COUNT_AT), at = page + CALLS_AT + RECENT_BYTES * (count % MOST_RECENT);
+    uint64_t tail = nbytes < TAIL_BYTES ? nbytes : TAIL_BYTES;
+    store64(at, plan);
+    store64(at + 8, begun_ns);
+    store64(at + 16, 0);
+    store64(at + 24, RUNNING | nbytes << 32);
+    memcpy((char *)at + 32, (const char *)refs + nbytes - tail, tail);
+    store64(page + COUNT_AT, count + 1);
+    return at;
+}
+
+static void note_end(uint64_t at, uint64_t took_ns, uint64_t how) {
+    store64(at + 16, took_ns);
+    store64(at + 24, (load64(at + 24) & ~(uint64_t)0xFFFFFFFF) | how);
+}
+
 static PyObject *Line_tell(Line *self, PyObject *call) {
     uint64_t number = PyLong_AsUnsignedLongLong(call);
     if (PyErr_Occurred()) return NULL;
@@ -178,18 +198,21 @@ static PyObject *take_exception(void) {
     return value;
 }
 
-static int run(Server *self, Line *line, uint64_t call, uint64_t plan, PyObject *bound) {
-    uint64_t dispatch = line->mark | (call & 0xFFFFFFFF), begun_ns, kernel_ns = 0;
+static int run(Server *self, Line *line, uint64_t call, uint64_t plan, PyObject *bound, uint64_t nbytes) {
+    uint64_t dispatch = line->mark | (call & 0xFFFFFFFF), begun_ns, kernel_ns = 0, noted = 0;
     PyObject *result = NULL;
     int status = self->its.write == Py_None ? 0 : write_page(self, dispatch, MAPPED);
     if (status == 0) status = write_page(self, dispatch, EXECUTING);
     if (status == 0) {
         begun_ns = clock_ns();
+        noted = note_begin(self->page, plan, begun_ns, place_of(line->address, call) + REFS_AT, nbytes);
         result = PyObject_CallNoArgs(bound);
         self->now_ns = clock_ns(), kernel_ns = self->now_ns - begun_ns;
     }
     if (result && write_page(self, dispatch, WRITTEN) < 0) Py_CLEAR(result);
+    uint64_t how = result ? HAS_ENDED : HAS_RAISED;
     if (!result && !(result = take_exception())) return -1;
+    if (noted) note_end(noted, kernel_ns, how);
     if (line->is_open && result != Py_None) return finish(self, line, call, plan, kernel_ns, result);
     Py_DECREF(result);
     status = line->is_open ? end_call(line, call, plan, kernel_ns) : 0; /* else nobody is there to be told */
@@ -206,15 +229,16 @@ static int serve_next(Server *self, Line *line) {
         return done ? 0 : -1;
     }
     uint64_t plan = load64(at + PLAN), nbytes = load64(at + CALL_BYTES);
+    nbytes = nbytes < MAX_CALL_BYTES ? nbytes : MAX_CALL_BYTES;
     line->last_call = call;
     PyObject *number = PyLong_FromUnsignedLongLong(plan);
-    PyObject *body = PyBytes_FromStringAndSize((const char *)at + REFS_AT, nbytes < MAX_CALL_BYTES ? (Py_ssize_t)nbytes : MAX_CALL_BYTES);
+    PyObject *body = PyBytes_FromStringAndSize((const char *)at + REFS_AT, (Py_ssize_t)nbytes);
     PyObject *key = number && body ? PyTuple_Pack(2, number, body) : NULL;
     PyObject *bound = key ? PyDict_GetItemWithError(line->its.ready, key) : NULL;
     int status = -1;
     if (bound) {
         Py_INCREF(bound);
-        status = run(self, line, call, plan, bound);
+        status = run(self, line, call, plan, bound, nbytes);
         Py_DECREF(bound);
     } else if (key && !PyErr_Occurred()) {
         PyObject *done = PyObject_CallFunction(self->its.serve, "O(KOO)", line->its.lane, (unsigned long long)call, number, body);
@@ -377,7 +401,8 @@ PyMODINIT_FUNC PyInit__serving(void) {
     PyObject *made = PyModule_Create(&module);
     if (!made) return NULL;
     PyObject *line = PyType_FromSpec(&Line_spec), *server = PyType_FromSpec(&Server_spec);
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiiiii)", LANE_LAYOUT, IDLE, MAPPED, EXECUTING, WRITTEN);
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiiiiiiiiiiiii)", LANE_LAYOUT, IDLE, MAPPED, EXECUTING, WRITTEN, COUNT_AT, CALLS_AT, MOST_RECENT,
+                                     RECENT_BYTES, TAIL_BYTES, RUNNING, HAS_ENDED, HAS_RAISED);
     line_type = (PyTypeObject *)line; /* with its reference */
     if (!line || !server || !layout || PyModule_AddObjectRef(made, "Line", line) < 0 || PyModule_AddObjectRef(made, "Server", server) < 0 ||
         PyModule_AddObjectRef(made, "LAYOUT", layout) < 0)

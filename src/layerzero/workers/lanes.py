@@ -8,10 +8,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
+from layerzero.ipc.shm.recent_calls import ChainRecord
 from layerzero.ipc.spinning import Spin
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.workers.provider import Bound, Call
@@ -20,6 +21,7 @@ from layerzero.workers.serving import Claimed, Line, line_of
 MAX_READY = 4 * lane.DEPTH  # calls of a lane that need no second look
 MAX_CHAINS = 64
 MAX_TAKES = 64  # tries to take a ring that must come at once
+Ready: TypeAlias = tuple[tuple[Bound, ...], ChainRecord]  # a chain: its calls, and what is noted of them
 
 
 @dataclass(eq=False)
@@ -35,7 +37,7 @@ class Lane:
     answer: socket.socket  # the ringing end
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
     neighbours: dict[tuple[int, bytes], Call] = field(default_factory=dict)
-    chains: dict[bytes, tuple[Bound, ...]] = field(default_factory=dict)
+    chains: dict[bytes, Ready] = field(default_factory=dict)
     line: Line = field(init=False)
 
     @property
@@ -67,10 +69,10 @@ class Lane:
             del self.ready[next(iter(self.ready))]
         self.ready[plan, refs] = bound
 
-    def remember_chain(self, body: bytes, bounds: tuple[Bound, ...]) -> None:
+    def remember_chain(self, body: bytes, ready: Ready) -> None:
         if len(self.chains) >= MAX_CHAINS:
             del self.chains[next(iter(self.chains))]
-        self.chains[body] = bounds
+        self.chains[body] = ready
 
     def forget(self) -> None:
         """What may be run, or where, has changed: each call gets its second look again."""

@@ -20,7 +20,7 @@ import zmq
 from layerzero.ipc import spinning
 from layerzero.ipc.errors import ProtocolError, from_wire
 from layerzero.ipc.loading import loading
-from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.shm import lane, memory, recent_calls
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.chains import CHAIN, MAX_TABLE_BYTES
 from layerzero.ipc.transport.wire import (
@@ -289,14 +289,16 @@ class _Loop:
         self._lanes.forget_plan(route)
 
     def _run(self, header: Header, body: bytes) -> None:
-        dispatch, is_replayed = header.seq, False
+        dispatch, is_replayed, how, elapsed_ns = header.seq, False, recent_calls.OK, 0
         try:
             self._page.write(dispatch, MAPPED)
+            self._page.recent.begin(header.route)
             if header.flags & HAS_POINT:
                 elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
+                how = recent_calls.ENQUEUED
             elif header.flags & HAS_GRAPH_SLOT:
                 self._gpu_serving().bind_graph_slot(header, body)
-                elapsed_ns, result = 0, None
+                result, how = None, recent_calls.BOUND
             else:
                 bound = self._bound(header.route, header.aux, body)
                 elapsed_ns, result = self._call(dispatch, bound)
@@ -305,8 +307,9 @@ class _Loop:
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
             if self._gpu is not None:
                 self._gpu.gpus.check(exc)
-            body = error_body(exc)
+            body, how = error_body(exc), recent_calls.RAISED
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
+        self._page.recent.end(how, elapsed_ns)
         self._dealer.send(reply)
         self._page.write(0, IDLE)
 
@@ -354,8 +357,10 @@ class _Loop:
         page, dispatch, elapsed_ns, outcome = self._page, mark(one.number, call), 0, None
         try:
             page.write(dispatch, MAPPED)
+            page.recent.begin(plan, body)
             bound = one.ready.get((plan, body)) or self._bound_on(one, plan, body)
             if bound is None:
+                page.recent.end(recent_calls.DECLINED)
                 one.end(call, lane.DECLINED, plan)
                 page.write(0, IDLE)
                 return
@@ -371,6 +376,7 @@ class _Loop:
     def _finish_call(self, one: Lane, call: int, plan: int, elapsed_ns: int, outcome: Any) -> None:
         """Tell the client of a lane how its call ended, which the broker hears of when it is brought there."""
         status, said = said_of(outcome)
+        self._page.recent.end(status + recent_calls.OK, elapsed_ns)
         one.end(call, status, plan, 0 if status == lane.RAISED else elapsed_ns, said)
         self._page.write(0, IDLE)
 

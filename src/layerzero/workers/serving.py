@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from layerzero.ipc import spinning
-from layerzero.ipc.shm import lane
+from layerzero.ipc.shm import lane, recent_calls
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DISABLED = "LAYERZERO_NO_C"
 Claimed: TypeAlias = tuple[int, int, bytes]  # a call: its number, plan, references
 _fence = threading.Lock()
-LAYOUT = (*lane.LAYOUT, IDLE, MAPPED, EXECUTING, WRITTEN)
+LAYOUT = (*lane.LAYOUT, IDLE, MAPPED, EXECUTING, WRITTEN, *recent_calls.LAYOUT)
 
 
 def _load() -> Any:

@@ -27,7 +27,7 @@ FAILURE = Failure("one.fn", "one.fn", "BACKEND", "died", 11, None)
 def capsules_in(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str = "small") -> Capsules:
     monkeypatch.setenv("LAYERZERO_CAPSULE_DIR", str(folder))
     monkeypatch.setenv("LAYERZERO_CAPSULES", mode)
-    return Capsules(lambda *_, **__: {"backends": []}, lambda _: folder / "none.log")
+    return Capsules(lambda *_, **__: {"backends": [], "calls": [], "why": "of a test"}, lambda _: folder / "none.log")
 
 
 class Closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import select
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from tests.gpu.peer import PATIENCE_S
 
-from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.shm import lane, memory, recent_calls
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, WRITTEN, mark
 from layerzero.workers import serving
 from layerzero.workers.lanes import Lane, Lanes
@@ -245,6 +246,31 @@ def test_a_client_that_sleeps_on_the_page_is_woken_for_its_call_and_not_before(t
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert not select.select([client.hearing], [], [], 0)[0]
+
+
+def test_calls_are_noted_on_the_control_page_as_python_does(table: Table) -> None:
+    """What ran, how it ended, and the end of its references, where a neighbour's extents are."""
+    one = mmap.mmap(-1, memory.PAGE_BYTES)
+    expected = recent_calls.RecentCalls(one)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    client = table.clients[0]
+    client.put(lambda: None, fail, lambda: None)
+    client.one.forget()
+    for call, refs, bound in ((1, b"refs", lambda: None), (2, b"r" * 40, fail), (3, b"ab", lambda: None)):
+        client.one.remember(call, refs, bound)
+        client.page.put_call(call, call, refs, waits=False)
+        expected.begin(call, refs)
+        expected.end(recent_calls.RAISED if bound is fail else recent_calls.OK)
+    client.put(table.tell)
+    table.run()
+    blank = {"begun_ns": 0, "took_ns": 0}
+    found, wanted = (
+        [call._replace(**blank) for call in recent_calls.read(page)] for page in (table.page.copy(), one[:])
+    )
+    assert found[:3] == wanted
 
 
 def test_phases_and_ends_go_through_pages_with_faults(table: Table) -> None:

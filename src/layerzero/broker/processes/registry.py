@@ -13,8 +13,10 @@ from pathlib import Path
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.io import frame_codec
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.processes import stacks, supervisor
+from layerzero.broker.processes.last_calls import LastCalls
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.ipc import oom
@@ -25,22 +27,6 @@ from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
 
 AnyWorker = supervisor.Process | RemoteWorker
-
-
-def exit_event(process: AnyWorker, rings: Mapping[int, ev.RingSnapshot]) -> ev.WorkerExited:
-    """How a process ended, which is reaped by it. `rings`: what was left on those of its backend, by lanes."""
-    ended = process.reap()
-    return ev.WorkerExited(
-        process.backend,
-        process.generation,
-        ended.exit_code,
-        ended.executing,
-        ended.phase,
-        ended.stderr_tail,
-        rings,
-        is_departure=isinstance(process, RemoteWorker) and not process.has_agent,
-        oom=ended.oom,
-    )
 
 
 class Processes:
@@ -63,6 +49,8 @@ class Processes:
         self._joined = joined
         self._handle = handle
         self._on_end = on_end
+        self.last_calls = LastCalls()
+        self.to_worker = self.last_calls.noting(frame_codec.TO_WORKER)  # what makes frames
         self._live: dict[tuple[str, int], supervisor.Process] = {}
         self._oom_kills = oom.OomKills()
         self._stacks = stacks.StackWatch(settings.stacks_after_s, stacks.find(os.environ.get("PATH", os.defpath)))
@@ -112,6 +100,23 @@ class Processes:
         self._poller.watch(process.pidfd, lambda: self._end(process))
         log("worker.started", backend=backend, generation=generation, pid=process.pid)
         self._handle(ev.WorkerSpawned(backend, generation, process.pid))
+
+    def end_of(self, process: AnyWorker, rings: Mapping[int, ev.RingSnapshot]) -> ev.WorkerExited:
+        """How a process ended, which is reaped by it; its last calls are kept. `rings`: what was left on those of its
+        backend, by lanes."""
+        self.last_calls.note_end(process)
+        ended = process.reap()
+        return ev.WorkerExited(
+            process.backend,
+            process.generation,
+            ended.exit_code,
+            ended.executing,
+            ended.phase,
+            ended.stderr_tail,
+            rings,
+            is_departure=isinstance(process, RemoteWorker) and not process.has_agent,
+            oom=ended.oom,
+        )
 
     def _log_of(self, backend: str) -> Path:
         """The backend's log. A worker that another one starts beside goes on in the file that was before it, so that

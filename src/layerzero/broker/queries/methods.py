@@ -16,6 +16,7 @@ from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.queries.decisions import decisions
 from layerzero.broker.queries.function_workers import free, learn, renew, reserve
 from layerzero.broker.queries.joint_plans import plan
+from layerzero.broker.queries.last_calls import last_calls
 from layerzero.broker.queries.locks import locks
 from layerzero.broker.queries.metrics import LIVING, metrics, serving
 from layerzero.broker.queries.plan_choices import keep_plan_choice, plan_choice
@@ -446,6 +447,7 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "decisions": decisions,
     "explain": explain,
     "health": health,
+    "last_calls": last_calls,
     "learn": learn,
     "reserve": reserve,
     "free": free,

@@ -162,12 +162,17 @@ def tree_of(shown: Any) -> Any:
 
 
 def arrays(shown: Any) -> list[list[Any]]:
-    """What stands for arrays in there, in order."""
+    """What stands for arrays in there, in order: library, dtype, shape, strides, position, offset."""
+    return [node[1:] for node in nodes(shown)]
+
+
+def nodes(shown: Any) -> list[list[Any]]:
+    """As they are in there, behind the word that says what they are."""
     match shown:
         case [values.ARRAY, *_] if type(shown[0]) is int and type(shown) is list:
-            return [shown[1:]]
+            return [shown]
         case list() | tuple():
-            return [found for one in shown for found in arrays(one)]
+            return [found for one in shown for found in nodes(one)]
     return []
 
 

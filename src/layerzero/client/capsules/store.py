@@ -75,8 +75,10 @@ def is_own(folder: Path, capsule: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """A capsule, and what is in it."""
-    shutil.rmtree(folder)
+    """A capsule, and what is in it. Whoever still hashes it does not find it any more."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 def nbytes(folder: Path) -> int:

@@ -25,6 +25,7 @@ from layerzero.client.arrays.recognition import CPU, Array
 from layerzero.client.capsules.form import (
     ALIGNMENTS,
     CALL,
+    LAST_CALLS,
     LOG,
     MAX_SEGMENTS,
     MAX_TEXT_BYTES,
@@ -140,8 +141,7 @@ class Capsules:
     ) -> None:
         """Of a call that ended well long ago, with a result that is `error` from that of the kernel `reference`.
         `blocks`: a copy of each argument's memory, as kernels got it."""
-        detail = f"{error:.3g} from {reference}, found by a shadow check"
-        failure = Failure(kernel_id.partition(".")[0], kernel_id, WRONG, detail, None, None)
+        failure = wrong(kernel_id, reference, error)
         if not self.is_on or not _can_be_kept(submitted):
             return
         pairs = list(zip(blocks, _given(submitted), strict=True))
@@ -202,13 +202,14 @@ class Capsules:
         draft = self._folder / f".{name}"
         draft.mkdir(mode=0o700)
         try:
-            segments, left_out = self._keep_memory(memory, draft)
+            blocks, left_out = self._blocks_of(memory)
+            _write_blocks(draft, blocks)
             capsule = Capsule(
                 name,
                 failed.op,
                 made_s,
                 failed.arguments,
-                segments,
+                memory.segments,
                 failed.params,
                 failed.output,
                 tuple(failed.failures),
@@ -228,27 +229,24 @@ class Capsules:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         keep_within(self._folder, self._most_bytes)
+        if not left_out:
+            with suppress(RuntimeError):  # the program is ending
+                threading.Thread(target=_hash, args=(self._folder / name, capsule), name="lz-capsule").start()
         return name
 
-    def _keep_memory(self, memory: Memory, draft: Path) -> tuple[tuple[Segment, ...], str]:
-        segments = memory.segments
-        nbytes = sum(segment.nbytes for segment in segments)
+    def _blocks_of(self, memory: Memory) -> tuple[Sequence[Any], str]:
+        """The bytes of each segment, or none and why."""
+        nbytes = sum(segment.nbytes for segment in memory.segments)
         if self._mode == SHAPES:
-            return segments, _LEFT_OUT
+            return (), _LEFT_OUT
         if memory.left_out:
-            return segments, memory.left_out
+            return (), memory.left_out
         if nbytes > self.most_bytes:
-            return segments, self.too_large(nbytes)
+            return (), self.too_large(nbytes)
         try:
-            blocks = memory.load()
+            return memory.load(), ""
         except LayerZeroError as exc:
-            return segments, exc.message
-        kept = []
-        for number, (segment, block) in enumerate(zip(segments, blocks, strict=True)):
-            with (draft / memory_name(number)).open("xb") as file:
-                file.write(block)
-            kept.append(replace(segment, sha256=hashlib.sha256(block).hexdigest()))
-        return tuple(kept), ""
+            return (), exc.message
 
     def _facts(self, backend: str, in_place: Sequence[str], pids: Collection[int]) -> dict[str, Any]:
         import platform  # only where a capsule is made
@@ -267,6 +265,11 @@ class Capsules:
             for row in self._ask("status", within_s=ASK_S)["backends"]:
                 if row["name"] == backend:
                     facts["versions"] = row["versions"]
+        try:
+            told = self._ask("last_calls", backend=backend, pids=list(pids), within_s=ASK_S)
+            facts[LAST_CALLS] = told["calls"] or told["why"] or "it had none"
+        except LayerZeroError as exc:
+            facts[LAST_CALLS] = f"not known: {exc.message}"
         return facts
 
 
@@ -310,6 +313,12 @@ def failures_of(attempts: Iterable[Attempt], *, waited: bool = False) -> list[Fa
     ]
 
 
+def wrong(kernel_id: str, reference: str, error: float) -> Failure:
+    """Of a result that is `error` from that of the kernel `reference`."""
+    detail = f"{error:.3g} from {reference}, found by a shadow check"
+    return Failure(kernel_id.partition(".")[0], kernel_id, WRONG, detail, None, None)
+
+
 def _can_be_kept(submitted: Submitted) -> bool:
     """Texts and what came from another node have no arguments that a capsule describes; those of functions are
     described where they are made (functions/capsules.py), those on a GPU in client/gpu/deaths.py."""
@@ -341,21 +350,29 @@ def lay_out(
     given: Sequence[tuple[str, Any, Any]], own: dict[str, Any]
 ) -> tuple[tuple[Argument, ...], tuple[Segment, ...], list[Any]]:
     """Where kernels met the arguments, those in one piece that share memory, and the bytes of each piece. `given`:
-    name, array, and what a worker gets of it: that very memory, or a dense copy, which lies in memory that `own`
-    keeps."""
+    name, array, and what a worker gets of it: that very memory, or a copy. Where that is as the array lies, its own
+    bytes are the copy's; else there is a dense one, in memory that `own` keeps."""
     places: dict[str, tuple[int, TensorSpec]] = {}
+    apart = dict[str, int]()
     for name, array, spec in given:
         address = array.address
-        if array.needs_copy or spec != array.spec or arenas.pool.find(address, spec.span_bytes) is None:
+        if array.needs_copy or spec != array.spec:
             block = own[name] = ctypes.create_string_buffer(spec.span_bytes + ALIGNMENTS)
             address = ctypes.addressof(block)
             address += -address % ALIGNMENTS
             if spec.span_bytes:
-                copy_into(array, _bytes_at(address, spec.span_bytes))
+                copy_into(array, bytes_at(address, spec.span_bytes))
+        elif arenas.pool.find(address, spec.span_bytes) is None:  # kernels met a copy of these very bytes
+            apart[name] = address
+            continue
         places[name] = address, spec
     arguments, segments, starts = merge(places)
-    blocks = [_bytes_at(start, segment.nbytes) for start, segment in zip(starts, segments, strict=True)]
-    return arguments, segments, blocks
+    specs = {name: spec for name, _, spec in given}
+    alone = [Argument(name, specs[name], len(segments) + n, 0) for n, name in enumerate(apart)]
+    found = {a.name: a for a in (*arguments, *alone)}
+    segments += tuple(Segment(specs[name].span_bytes, 0) for name in apart)
+    blocks = [bytes_at(at, segment.nbytes) for at, segment in zip((*starts, *apart.values()), segments, strict=True)]
+    return tuple(found[name] for name in specs), segments, blocks
 
 
 def merge(
@@ -376,9 +393,32 @@ def merge(
     return tuple(arguments), segments, [start for start, _ in merged]
 
 
-def _bytes_at(address: int, nbytes: int) -> Any:
+def bytes_at(address: int, nbytes: int) -> Any:
     """A view of memory, and of nothing where there is none."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else b""
+
+
+def _write_blocks(draft: Path, blocks: Sequence[Any]) -> None:
+    """The bytes are the caller's, who may write there once the call has its answer: they are in files before."""
+    for number, block in enumerate(blocks):
+        with (draft / memory_name(number)).open("xb", buffering=0) as file:
+            left = memoryview(block)
+            while left:  # one write has 2 GiB at most
+                left = left[file.write(left) :]
+
+
+def _hash(folder: Path, capsule: Capsule) -> None:
+    """Tell what the bytes of a capsule are, of which the call has its answer. Where that fails it stays without: the
+    capsule is one all the same."""
+    hashes = []
+    with suppress(OSError):  # it was removed
+        for number, _ in enumerate(capsule.segments):
+            with (folder / memory_name(number)).open("rb") as file:
+                hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+        segments = tuple(replace(one, sha256=word) for one, word in zip(capsule.segments, hashes, strict=True))
+        draft = folder / f".{CALL}"
+        draft.write_text(json.dumps(replace(capsule, segments=segments).to_dict(), indent=1))
+        draft.rename(folder / CALL)
 
 
 def _word(failure: Failure) -> str:

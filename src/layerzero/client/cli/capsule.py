@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 capsule_app = typer.Typer(help="Look at calls whose worker died or hung, as they were kept.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of lz capsule list, its beginning, or a folder.")]
-LOG_LINES = 12
+LOG_LINES = CALL_LINES = 12
 FAULT = "Fatal Python error"  # what faulthandler begins with
 
 
@@ -102,7 +102,7 @@ def show(name: Name, as_json: Json = False) -> None:
     """Print what is known of a call: arguments, attempts, versions, and the end of its worker's log."""
     from rich.text import Text
 
-    from layerzero.client.capsules.form import LOG, MAX_TEXT_BYTES
+    from layerzero.client.capsules.form import LAST_CALLS, LOG, MAX_TEXT_BYTES
     from layerzero.client.cli.output import out, print_json
     from layerzero.ipc import files
 
@@ -129,8 +129,12 @@ def show(name: Name, as_json: Json = False) -> None:
     said.append(f"answered by {capsule.served_by}" if capsule.served_by else "no kernel answered")
     kept = f"{capsule.nbytes:,} bytes in {len(capsule.segments)} pieces"
     said.append(f"arguments: {kept if capsule.has_data else f'not kept: {capsule.left_out}'}")
+    calls = capsule.facts.get(LAST_CALLS)
     facts = {k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in capsule.facts.items()}
-    said += [f"{key}: {value}" for key, value in facts.items()]
+    said += [f"{key}: {value}" for key, value in facts.items() if key != LAST_CALLS or not isinstance(calls, list)]
+    if isinstance(calls, list):
+        shown = f", {CALL_LINES} of {len(calls)}; --json has all" if len(calls) > CALL_LINES else ""
+        said += [f"{LAST_CALLS}, before its end{shown}:", *(f"  {line}" for line in calls[-CALL_LINES:])]
     if lines:
         said += ["end of the worker's log:", *(f"  {line}" for line in _last_words(lines))]
     out().print(Text("\n".join(said)), soft_wrap=True)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from layerzero.client.tools.replay import Outcome
 
 WHY_LINES = 4
+ONE_ALONE = "--shrink looks at one backend: name it with --backend, or none for the one that failed"
+How = tuple[list[str] | None, int, float | None, int, Path | None, bool, str | None, Path | None, str]
 
 
 def replay(
@@ -105,15 +107,11 @@ def replay(
         own.append(capsule.served_by.partition(".")[0])  # wrong beside what
     wanted = None if env == "all" else list(dict.fromkeys(backend or own))
     if capsule.function is not None:
-        if device is not None:
-            raise InvalidArgument(f"leave --device out: it belongs to an op, and {capsule.name} is of a function")
-        how = (backend, times, timeout_s, seed, file, is_own or trust, under, core)
+        how = (backend, times, timeout_s, seed, file, is_own or trust, under, core, device or "")
         raise typer.Exit(_replay_function(capsule, data, how, everywhere=env == "all", shrink=shrink, as_json=as_json))
     if shrink:
         if env == "all" or (wanted is not None and len(wanted) > 1):
-            raise InvalidArgument(
-                "--shrink looks at one backend: name it with --backend, or none for the one that failed"
-            )
+            raise InvalidArgument(ONE_ALONE)
         one = (wanted or own)[0]
         _shrink(capsule, data, one, times, timeout_s, seed, device or "", as_json=as_json)
         return
@@ -190,7 +188,7 @@ def _under_gdb(
 def _replay_function(
     capsule: Capsule,
     data: list[bytes],
-    how: tuple[list[str] | None, int, float | None, int, Path | None, bool, str | None, Path | None],
+    how: How,
     *,
     everywhere: bool,
     shrink: bool,
@@ -203,17 +201,18 @@ def _replay_function(
     from layerzero.functions import replaying
     from layerzero.ipc.errors import InvalidArgument
 
-    backends, times, timeout_s, seed, file, is_trusted, under, core = how
+    backends, times, timeout_s, seed, file, is_trusted, under, core, device = how
     if shrink:
-        raise InvalidArgument(
-            "replay it without --shrink: arguments of functions have no order to make them smaller in"
-        )
+        if everywhere or len(backends or ()) > 1:
+            raise InvalidArgument(ONE_ALONE)
+        _shrink_function(capsule, data, how, as_json=as_json)
+        return 0
     if under is not None and under not in (GDB, COREDUMP):
         variables(under, capsule)
     if under is not None:
         one = (backends or [capsule.failed.backend])[0]
         kept_in = _core_file(capsule, core) if under == COREDUMP else None
-        runs = replaying.runs_of(capsule, data, one, seed, file, is_trusted=is_trusted)
+        runs = replaying.runs_of(capsule, data, one, seed, file, is_trusted=is_trusted, device=device)
         _under_gdb(capsule, runs, one, kept_in, timeout_s, as_json=as_json)
         return 0
     label = capsule.label
@@ -228,6 +227,7 @@ def _replay_function(
             begins=lambda one: status.update(f"{label} in {one} ..."),
             file=file,
             is_trusted=is_trusted,
+            device=device,
         )
     far = {one.backend for one in found if is_far(one, capsule)}
     if as_json:
@@ -236,6 +236,43 @@ def _replay_function(
     else:
         _show_outcomes(capsule, found, far)
     return int(FAILED) if far or not all(one.is_right for one in found) else 0
+
+
+def _shrink_function(capsule: Capsule, data: list[bytes], how: How, *, as_json: bool) -> None:
+    from rich.text import Text
+
+    from layerzero.client.cli.output import err, note, out, print_json
+    from layerzero.client.tools.replay import own_broker
+    from layerzero.functions import replaying, shrinking
+
+    backends, times, timeout_s, seed, file, is_trusted, _, _, device = how
+    name = (backends or [capsule.failed.backend])[0]
+    env, code, told = replaying.to_call(capsule, data, name, seed, file, is_trusted=is_trusted)
+    ordinal = replaying.place_of(capsule, device)
+    with err().status(f"{capsule.label} ...") as status, own_broker() as session:
+        replaying.learn(session, env)
+        found = shrinking.shrink(
+            session,
+            capsule,
+            code,
+            env,
+            told,
+            times=times,
+            timeout_s=timeout_s,
+            ordinal=ordinal,
+            tried=lambda shapes: status.update(f"{capsule.op} of {shapes} ..."),
+        )
+    folder = capsules_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = shrinking.save(folder, capsule, found)
+    if as_json:
+        print_json(
+            {"capsule": kept, "from": capsule.name, "why": found.what, "tries": found.tries, "shapes": found.shapes}
+        )
+        return
+    shapes = ", ".join("x".join(map(str, shape)) for shape in found.shapes) or "no arrays"
+    out().print(Text(f"{capsule.label} with {shapes} in {env} ends likewise: {found.what}"), soft_wrap=True)
+    note(f"found with {found.tries} calls; lz replay {kept} makes it again")
 
 
 def _shrink(

@@ -145,3 +145,13 @@ def named_device(op: str, arrays: Sequence[Array | None], device: str | None) ->
     elif wanted != CPU and not OPS[op].runs_on_gpus:
         raise InvalidArgument(f"{op} runs on the CPU only; leave device= out")
     return wanted
+
+
+def version_of(array: Array) -> int | None:
+    """Torch's count of writes; None where there is none."""
+    if array.kind != "torch":
+        return None
+    try:
+        return int(array.owner._version)
+    except (AttributeError, RuntimeError):  # made in inference mode, or of a class that counts none
+        return None

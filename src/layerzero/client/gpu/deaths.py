@@ -1,10 +1,10 @@
 """Capsules of calls on a GPU: taken on a thread of their own once the broker has told what became of a call whose
-worker died. The client's context is intact then. Without LAYERZERO_CAPSULES=small or full no argument is held for that.
+worker died, or by the thread of shadow checks, of a wrong result. The client's context is intact then. Without
+LAYERZERO_CAPSULES=small or full no argument is held for that.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import threading
@@ -16,22 +16,23 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
-from layerzero.client.capsules.form import CUDA, Failure, Segment
-from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of
+from layerzero.client.capsules.form import CUDA, Argument, Failure, Segment
+from layerzero.client.capsules.taking import Capsules, Failed, Memory, failures_of, merge, not_kept, pids_of, wrong
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import SelectionReport
-from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
+from layerzero.client.gpu.arrays import version_of
+from layerzero.client.gpu.memory import LOOK_S, READY_S
 from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from layerzero.client.gpu.device import Gpu
     from layerzero.client.gpu.outcomes import Enqueued
+    from layerzero.client.gpu.samples import GpuSample
 
 NOTE_S = 10.0  # so long a report waits for the capsule that it names
-READY_S = 5.0  # so long the inputs of a failed call are waited for
-LOOK_S = 0.001
 LINGER_S = 1.0  # after a call is done its worker's death may not have been heard of yet
 SWEEP_S = 0.25
 MAX_PIDS = 1024
@@ -62,7 +63,7 @@ class Given(NamedTuple):
         if self.is_written:
             return "the call writes into its arguments, and was made again elsewhere"
         for name, array, version in zip(names, self.arrays, self.versions, strict=True):
-            if array is not None and _version(array) != version:
+            if array is not None and version_of(array) != version:
                 return f"the program has written to {name} since the call"
             if array is not None and array.needs_copy:
                 return f"{name} has strides that cannot be described"
@@ -94,7 +95,7 @@ class Deaths:
         self._queue: SimpleQueue[tuple[Enqueued, _Taken] | None] = SimpleQueue()  # None: look
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._is_relaxed = self._is_finished = False
+        self._is_finished = False
         self._pids: set[int] = set()  # of dead workers of which a call was kept
 
     # --- before a failure
@@ -106,7 +107,7 @@ class Deaths:
         if they are not more than a capsule may have. `is_direct`: its result is not written over them."""
         enqueued.refs, enqueued.has_out = refs, out is not None
         if self.holds:
-            versions = tuple([None if array is None else _version(array) for array in arrays])
+            versions = tuple([None if array is None else version_of(array) for array in arrays])
             given = Given(arrays, versions, not is_direct or bool(OPS[enqueued.op].in_place))
             most = self._capsules.most_bytes
             if given.nbytes > most:
@@ -222,7 +223,7 @@ class Deaths:
         names = OPS[enqueued.op].inputs
 
         def describe() -> tuple[Failed, Memory]:
-            facts: dict[str, Any] = {"gpu": _gpu(enqueued), "memory crosses by": enqueued.gpu.transport}
+            facts: dict[str, Any] = {"gpu": _gpu(enqueued.gpu), "memory crosses by": enqueued.gpu.transport}
             given, places = enqueued.given, dict[str, tuple[int, TensorSpec]]()
             if given is not None:
                 pairs = zip(names, given.arrays, strict=True)
@@ -276,30 +277,11 @@ class Deaths:
             if time.monotonic() >= until_s:
                 raise BackendError(f"its arguments were not there within {READY_S:g} s")
             time.sleep(LOOK_S)
-        blocks = [bytearray(segment.nbytes) for segment in segments]
-        with gpu.memory.context as context:
-            driver, stream = context.driver, gpu.memory.own_stream()
-            if not self._is_relaxed:
-                driver.exchange_capture_mode(CAPTURE_RELAXED)  # nothing here breaks the program's captures
-                self._is_relaxed = True
-            for block, start in zip(blocks, starts, strict=True):
-                if block:
-                    target = (ctypes.c_char * len(block)).from_buffer(block)
-                    driver.copy_to_host(ctypes.addressof(target), start, len(block), stream)
-            driver.synchronize_stream(stream)
+        blocks = gpu.memory.read([(start, one.nbytes) for start, one in zip(starts, segments, strict=True)])
         problem = given.problem(OPS[enqueued.op].inputs)  # meanwhile
         if problem:
             raise BackendError(problem)
         return blocks
-
-
-def _version(array: Array) -> int | None:
-    if array.kind != "torch":
-        return None
-    try:
-        return int(array.owner._version)
-    except RuntimeError:  # made in inference mode
-        return None
 
 
 def _whole(array: Array) -> tuple[int, int]:
@@ -325,12 +307,34 @@ def _places(
     return places, bool(known)
 
 
-def _gpu(enqueued: Enqueued) -> str:
-    context = enqueued.gpu.memory.context
+def take_wrong(capsules: Capsules, sample: GpuSample, kernel_id: str, reference: str, error: float) -> None:
+    """Of a call that ended well long ago, with a result that is `error` from that of the kernel `reference`. Its
+    arguments were copied for the check."""
+    asks = sample.route.asks
+    if asks is None or not capsules.is_on:
+        return
+    params, specs = asks
+    failure = wrong(kernel_id, reference, error)
+    copies = [(n, one) for n, one in zip(OPS[sample.request.op].inputs, sample.inputs, strict=True) if one is not None]
+
+    def describe() -> tuple[Failed, Memory]:
+        segments = tuple(Segment(one.spec.span_bytes, 0) for _, one in copies)
+        arguments = tuple(Argument(name, one.spec, number, 0) for number, (name, one) in enumerate(copies))
+        facts = {"gpu": _gpu(sample.gpu), "arguments": "copies of the check: what they shared, and where, is not kept"}
+        failed = Failed(
+            *(sample.request.op, [failure], None, dict(params), arguments, None, reference, "", CUDA), facts=facts
+        )
+        return failed, Memory(segments, lambda: [one.load() for _, one in copies])
+
+    capsules.keep(failure, (sample.request.op, specs), describe)
+
+
+def _gpu(gpu: Gpu) -> str:
+    context = gpu.memory.context
     try:
         name, version = context.driver.name(context.ordinal), context.driver.version()
     except LayerZeroError:
-        return enqueued.gpu.uuid
+        return gpu.uuid
     return f"{name}, driver's CUDA {version // 1000}.{version % 1000 // 10}"
 
 

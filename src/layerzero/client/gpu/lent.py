@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.report import Copy
-from layerzero.client.gpu.arrays import current_stream, device_name, give
+from layerzero.client.gpu.arrays import current_stream, device_name, give, version_of
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.memory import Place
 from layerzero.client.gpu.outcomes import Sent
@@ -40,6 +40,8 @@ class GpuArguments:
         self.like = like
         self.arrays: list[Array] = []
         self.nodes: list[list[Any]] = []  # to be told where the array lies
+        self.versions: list[int | None] = []  # torch's counts of writes
+        self.stream: int | None = None  # the caller's, once a call was made
 
     def add(self, array: Array, node: list[Any]) -> None:
         """Raises InvalidArgument for one beside which others cannot go."""
@@ -52,6 +54,12 @@ class GpuArguments:
             raise InvalidArgument(f"an array of {theirs} on a GPU beside one of {ours}; pass arrays of one library")
         self.arrays.append(array)
         self.nodes.append(node)
+        self.versions.append(version_of(array))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the program has written there since, as far as that is counted."""
+        return any(version_of(a) != version for a, version in zip(self.arrays, self.versions, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -80,14 +88,14 @@ class GpuLoan:
         """`positions`: those that ranges may have. `stream`: None for the caller's current one. Raises InvalidArgument,
         and CudaGraphUnsafe while the stream is captured."""
         self.gpu, self.transport, self.like = gpu, gpu.transport, given.like
-        self.stream = current_stream(given.like) if stream is None else stream
+        self.stream = given.stream = current_stream(given.like) if stream is None else stream
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
         self.ranges: list[Range] = []
         self.outs: list[list[Any]] = []
         self.results = tuple(results)
         self.pending: Sent | None = None  # what the call is waited for by
-        self._positions = positions
+        self._positions, self.first = positions, positions.start  # ranges of shared memory come before them
         self._made: list[Any] = []
         self._blocks: list[Block] = []
         self._named: list[tuple[list[Any], int, int]] = []  # nodes, with range and offset in the arena

@@ -3,18 +3,25 @@ process ends, except what its own library frees."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import re
 import secrets
 import threading
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from layerzero.client.arrays.recognition import CPU
 from layerzero.ipc.cuda import driver, streams
+from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.memory import Arena, Block, InPlace, Pool
-from layerzero.ipc.errors import CudaError, InvalidArgument
+from layerzero.ipc.errors import BackendError, CudaError, InvalidArgument
+
+READY_S = 5.0  # so long a stream's work is waited for before its memory is read
+LOOK_S = 0.001
 
 
 class Place(NamedTuple):
@@ -54,6 +61,25 @@ class GpuMemory:
             with self.context:
                 stream = self._own.stream = self.context.driver.create_stream()
         return stream
+
+    def read(self, places: Sequence[tuple[int, int]], behind: int | None = None) -> list[bytearray]:
+        """Copies of memory, by address and bytes, in a stream of this thread's, behind all that the stream `behind` has
+        so far. Captures of the program go on. Raises CudaError, and BackendError where that stream takes too long."""
+        blocks, stream = [bytearray(nbytes) for _, nbytes in places], self.own_stream()
+        with self.context as context:
+            driver = context.driver
+            mode = driver.exchange_capture_mode(CAPTURE_RELAXED)
+            try:
+                if behind is not None:
+                    _await(driver, behind)
+                for block, (address, nbytes) in zip(blocks, places, strict=True):
+                    if nbytes:
+                        target = (ctypes.c_char * nbytes).from_buffer(block)
+                        driver.copy_to_host(ctypes.addressof(target), address, nbytes, stream)
+                driver.synchronize_stream(stream)
+            finally:
+                driver.exchange_capture_mode(mode)
+        return blocks
 
     def find(self, address: int, nbytes: int, transport: str) -> tuple[Arena, int] | str:
         """The arena that these bytes lie in, and where; or why they must be copied. Needs a current context."""
@@ -112,3 +138,16 @@ _NAMES = re.compile(r"cuda(:(?P<ordinal>\d{1,4}))?|GPU-[\w-]{1,60}")
 def memory_of(ordinal: int) -> GpuMemory:
     """Made at the first call on a GPU."""
     return GpuMemory(uuid_of(ordinal))
+
+
+def _await(driver: driver.Driver, stream: int) -> None:
+    """Until a stream has done what it has now."""
+    event, until_s = driver.create_event(), time.monotonic() + READY_S
+    try:
+        driver.record_event(event, stream)
+        while not driver.is_event_done(event):
+            if time.monotonic() >= until_s:
+                raise BackendError(f"their stream was not done within {READY_S:g} s")
+            time.sleep(LOOK_S)
+    finally:
+        driver.destroy_event(event)

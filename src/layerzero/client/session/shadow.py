@@ -29,6 +29,7 @@ from layerzero.client.connection.call import Sample
 from layerzero.client.connection.link import Pending
 from layerzero.client.connection.overlay import Scope, only
 from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.gpu import deaths
 from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.gpu.samples import MAX_SAMPLE_BYTES, REASON, GpuSample
 from layerzero.client.session.watched import ONLY_UNNAMED, WatchedCall, Watcher, takes
@@ -402,6 +403,8 @@ class Shadow:
             "shadow", route=sample.route.body, kernel_id=kernel_id, reference=reference, error=error
         )
         self.counts["beyond"] += bool(answer["is_beyond"])
+        if answer["is_beyond"]:
+            deaths.take_wrong(self._session.capsules, sample, kernel_id, reference, error)
 
     def _tune_on_gpu(self, sample: GpuSample) -> None:
         """As `_tune`; several runs, until the worker has told a time."""

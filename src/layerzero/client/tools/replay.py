@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from layerzero.client.arrays.recognition import CPU
-from layerzero.client.capsules.form import ALIGNMENTS, CUDA, Argument, Capsule, Segment
+from layerzero.client.capsules.form import ALIGNMENTS, CUDA, WRONG, Argument, Capsule, Segment
 from layerzero.client.connection.call import Request
 from layerzero.client.facade import api, default_session
 from layerzero.client.facade.memory import empty
@@ -85,7 +85,8 @@ def replay(
 ) -> list[Outcome]:
     """Make the call on each of the backends; None: on all that have the op and can serve here. `data`: the capsule's
     memory; where that is empty, random numbers of this seed. Results are compared with those of the first backend that
-    gave one, torch before the others. `device`: as torch says it; where the capsule's call was when left out.
+    gave one, torch before the others; of a capsule of a wrong result, that which it was compared with. `device`: as
+    torch says it; where the capsule's call was when left out.
     `variables`: of the broker and its workers. `log` gets what each backend's workers have written. Needs NumPy, and
     ml_dtypes for dtypes that NumPy lacks. Raises EnvError without, InvalidArgument for backends or a device that are
     not there."""
@@ -101,7 +102,8 @@ def replay(
         arguments = lay_out(capsule.op, capsule.arguments, capsule.segments, data, seed, device=ordinal)
         found: dict[str, Outcome] = {}
         reference: list[Any] | None = None
-        for name in sorted(named, key=lambda one: (one != "torch", one)):
+        right = capsule.served_by.partition(".")[0] if capsule.failed.outcome == WRONG else "torch"
+        for name in sorted(named, key=lambda one: (one != right, one != "torch", one)):
             begins(name)
             found[name] = outcome = Outcome(name)
             reference = outcome_on(session, capsule, arguments, outcome, times, timeout_s, reference)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,33 +128,32 @@ def _cut(array: Any, extent: int, part: slice) -> Any:
 
 def save(folder: Path, capsule: Capsule, shrunk: Shrunk) -> str:
     """A capsule of the smaller call, beside the whole one; its name. Raises OSError."""
-    made_s, what = time.time(), capsule.name.partition("-")[2].removesuffix(SUFFIX)
+    arguments, segments, blocks = [], [], []
+    for number, (its, array) in enumerate(shrunk.arguments.items()):
+        strides = tuple(step // array.itemsize for step in array.strides)
+        spec = TensorSpec(str(array.dtype), tuple(array.shape), strides)
+        blocks.append(ctypes.string_at(array.ctypes.data, spec.span_bytes) if spec.numel else b"")
+        segments.append(Segment(len(blocks[-1]), array.ctypes.data % ALIGNMENTS))
+        arguments.append(Argument(its, spec, number, 0))
+    smaller = replace(capsule, arguments=tuple(arguments), segments=tuple(segments), output=None)
+    return put(folder, capsule, smaller, blocks)
+
+
+def put(folder: Path, whole: Capsule, smaller: Capsule, blocks: Sequence[bytes]) -> str:
+    """Keep a capsule beside the one that it was made of, with the bytes of its segments; its name. Raises OSError."""
+    made_s, what = time.time(), whole.name.partition("-")[2].removesuffix(SUFFIX)
     name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(made_s))}-{what}{SUFFIX}"  # of its own time, as others
     draft = folder / f".{name}.{os.getpid()}"
     draft.mkdir(mode=0o700)
     try:
-        arguments, segments = [], []
-        for number, (its, array) in enumerate(shrunk.arguments.items()):
-            strides = tuple(step // array.itemsize for step in array.strides)
-            spec = TensorSpec(str(array.dtype), tuple(array.shape), strides)
-            memory = ctypes.string_at(array.ctypes.data, spec.span_bytes) if spec.numel else b""
+        segments = []
+        for number, (segment, block) in enumerate(zip(smaller.segments, blocks, strict=True)):
             file = draft / memory_name(number)
-            file.write_bytes(memory)
+            file.write_bytes(block)
             file.chmod(0o600)
-            offset = array.ctypes.data % ALIGNMENTS
-            segments.append(Segment(len(memory), offset, hashlib.sha256(memory).hexdigest()))
-            arguments.append(Argument(its, spec, number, 0))
-        facts = {**capsule.facts, "shrunk_from": capsule.name}
-        made = replace(
-            capsule,
-            name=name,
-            made_s=made_s,
-            arguments=tuple(arguments),
-            segments=tuple(segments),
-            output=None,
-            left_out="",
-            facts=facts,
-        )
+            segments.append(replace(segment, sha256=hashlib.sha256(block).hexdigest()))
+        facts = {**whole.facts, "shrunk_from": whole.name}
+        made = replace(smaller, name=name, made_s=made_s, segments=tuple(segments), left_out="", facts=facts)
         (draft / CALL).write_text(json.dumps(made.to_dict(), indent=1))
         shutil.rmtree(folder / name, ignore_errors=True)
         draft.rename(folder / name)

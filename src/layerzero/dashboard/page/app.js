@@ -105,10 +105,19 @@ function draw() {
   else if (focus) [main.querySelectorAll(tag)[order]].find((one) => one?.textContent === said)?.focus({ preventScroll: true });
   if (caret !== null) $("filter")?.setSelectionRange(caret, caret);
   document.querySelectorAll("#views a").forEach((one) => {
-    if (one.dataset.view === state.view) one.setAttribute("aria-current", "page");
-    else one.removeAttribute("aria-current");
+    if (one.dataset.view !== state.view) one.removeAttribute("aria-current");
+    else if (!one.hasAttribute("aria-current")) {
+      one.setAttribute("aria-current", "page");
+      showCurrent();
+    }
   });
 }
+
+/** Of the views' names, which are wider than a narrow window. */
+function showCurrent() {
+  document.querySelector("#views a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+window.addEventListener("resize", showCurrent);
 
 /** Whether it is a list that somebody chooses from just now. */
 function isOpen(focus) {

@@ -118,6 +118,7 @@ function timeline(calls) {
 /** A fact as text: of versions "mlx 0.32, numpy 2.4". */
 function worded(value) {
   if (typeof value === "string") return value;
+  if (Array.isArray(value) && value.every((one) => typeof one === "string")) return value.join(", ");
   const isFlat = value && !Array.isArray(value) && Object.values(value).every((one) => typeof one !== "object");
   return isFlat ? Object.entries(value).map((pair) => pair.join(" ")).join(", ") : JSON.stringify(value);
 }
@@ -138,8 +139,11 @@ export function capsules(state) {
   ];
 }
 
+const LAST_CALLS = "its worker's last calls";
+
 function capsule(name) {
   const answer = asked(`/api/capsules/${encodeURIComponent(name)}`, Infinity);
+  const calls = Array.isArray(answer?.facts?.[LAST_CALLS]) ? answer.facts[LAST_CALLS] : null;
   const back = h("div.bar", {}, h("h2", {}, name), h("button", { type: "button", click: () => open(name) }, "Close"));
   return [back, ...missing(answer) ?? [
     h("p", {}, h("code", {}, answer.call)),
@@ -151,7 +155,8 @@ function capsule(name) {
     })), { empty: "" }),
     h("h3", {}, "Facts"),
     h("dl.facts", {}, facts({ "answered by": answer.served_by || "nobody", "data": answer.left_out || "kept",
-      ...Object.fromEntries(Object.entries(answer.facts).map(([key, value]) => [key, worded(value)])) })),
+      ...Object.fromEntries(Object.entries(answer.facts).filter(([key]) => key !== LAST_CALLS || !calls).map(([key, value]) => [key, worded(value)])) })),
+    calls ? [h("h3", {}, "Its worker's last calls, the newest first"), h("pre", {}, calls.toReversed().join("\n"))] : null,
     answer.log ? [h("h3", {}, "The worker's last words"), h("pre", {}, answer.log)] : null,
   ]];
 }

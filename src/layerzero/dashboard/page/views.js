@@ -84,7 +84,7 @@ function overview(state) {
     h("h2", {}, "Workers"),
     table([["backend", "name"], ["state", "name"], ["calls a second", "n"], ["memory", "n"], ["running", "n wide"], ["waiting", "n"]]
       .map(([head, style]) => [head, style.replace(" ", ".")]),
-    now.backends.filter((row) => row.pid || row.state !== "absent" && !row.unavailable).map((row) => ({
+    now.backends.filter((row) => row.pid || row.state !== "absent" && !ELSEWHERE.includes(row.unavailable?.code)).map((row) => ({
       key: row.name, open: (key) => { location.hash = `backends/${encodeURIComponent(key)}`; },
       cells: [row.name, dot(stateOf(row)), number(now.isOld ? 0 : row.rate), memoryOf(row), row.running, row.waiting],
     })), { empty: "None runs: the first call starts one." }),

@@ -16,6 +16,7 @@ import weakref
 from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory, ProtocolError
 from layerzero.ipc.shm import huge_pages
+from layerzero.ipc.shm.recent_calls import RecentCalls
 
 ALIGNMENT = 64  # bytes; JAX and oneDNN want that much to view memory without a copy
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -162,14 +163,15 @@ def _unmap(owner: int, address: int, nbytes: int) -> None:
 
 
 class ControlPage:
-    """One page that a worker writes and the broker reads: the dispatch being executed and its phase, and how much it
-    keeps for clients.
+    """One page that a worker writes and the broker reads: the dispatch being executed and its phase, how much it keeps
+    for clients, and its newest calls (`recent`).
 
     The broker trusts it for blame, diagnosis, and whether a worker may rest, only.
     """
 
     def __init__(self, fd: int, *, writable: bool) -> None:
         self._map = map_fd(fd, PAGE_BYTES, writable=writable)
+        self.recent = RecentCalls(self._map)
 
     @property
     def address(self) -> int:
@@ -192,5 +194,10 @@ class ControlPage:
         (count,) = _KEPT.unpack_from(self._map, _PAGE.size)
         return int(count)
 
+    def copy(self) -> bytes:
+        """All that is on it."""
+        return self._map[:]
+
     def close(self) -> None:
+        self.recent.close()
         self._map.close()

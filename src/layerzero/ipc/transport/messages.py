@@ -18,7 +18,7 @@ __all__ = ["MESSAGES", "AddCounters", "CountersAdded", "Message", "decode", "enc
 
 @named_record
 class Hello(Message):
-    """peer -> broker, first on the control socket. Answered by Welcome or Refused, by Challenge if there is a secret."""
+    """peer -> broker, first on the control socket. Answered by Welcome, Refused, or Challenge if there is a secret."""
 
     kind: ClassVar[str] = "hello"
     protocols: list[Any]  # of int, newest first

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm import lane
+from layerzero.ipc.shm import lane, recent_calls
 from layerzero.ipc.shm.memory import ControlPage
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring_words import ENQUEUED, LEFT, REPLAYED, RingCall
@@ -156,12 +156,14 @@ class Rings:
             error: Exception | None = None
             try:
                 self._page.write(mark(one.number, call.call), EXECUTING)
+                self._page.recent.begin(call.plan, how=recent_calls.ENQUEUED)
                 status = LEFT if link is None else self._enqueue(one, link, call)
             except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
                 self._gpus.check(exc)
                 status, error = LEFT, exc
             ring.note(call.call, status)
             if status == LEFT:
+                self._page.recent.end(recent_calls.DECLINED if error is None else recent_calls.RAISED)
                 self._leave(one.number, call.call, error)
 
     def _enqueue(self, one: _Lane, link: Link, call: RingCall) -> int:

@@ -10,6 +10,7 @@ import pytest
 from layerzero.client.arrays.recognition import Array
 from layerzero.client.capsules.taking import Capsules
 from layerzero.client.gpu import deaths
+from layerzero.client.gpu.arrays import version_of
 from layerzero.ipc.transport.wire import NO_ARENA, REF
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -24,7 +25,7 @@ def tensor(owner: Any, *, needs_copy: bool = False) -> Array:
 
 def test_what_was_written_since_is_left_out_by_name() -> None:
     counted = SimpleNamespace(_version=3)
-    given = deaths.Given((tensor(counted), None), (deaths._version(tensor(counted)), None), is_written=False)
+    given = deaths.Given((tensor(counted), None), (version_of(tensor(counted)), None), is_written=False)
     assert given.problem(("x", "weight")) == ""
     counted._version += 1
     assert given.problem(("x", "weight")) == "the program has written to x since the call"
@@ -42,7 +43,7 @@ def test_tensors_of_inference_mode_have_no_count() -> None:
         def _version(self) -> int:
             raise RuntimeError("Inference tensors do not track version counter.")
 
-    assert deaths._version(tensor(Inference())) is None
+    assert version_of(tensor(Inference())) is None
 
 
 def test_arguments_that_are_gone_lie_as_they_were_lent() -> None:
