@@ -277,7 +277,9 @@ class Exchange:
                 loan.close()
             raise
         made = self.request_at((arena, offset, frame.nbytes), [block, keep], lent, room, timeout_s, copies)
-        made.on_gpu = self.loan = loan
+        made.on_gpu = loan
+        if loan is not None:  # an answer that is fetched is of the same call
+            self.loan = loan
         return made
 
     def request_at(

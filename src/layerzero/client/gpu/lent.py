@@ -11,7 +11,7 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import current_stream, device_name, give
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.memory import Place
-from layerzero.client.gpu.outcomes import Sent
+from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.gpu.results import layout_of, result_like
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import STAGED
@@ -86,7 +86,7 @@ class GpuLoan:
         self.ranges: list[Range] = []
         self.outs: list[list[Any]] = []
         self.results = tuple(results)
-        self.pending: Sent | None = None  # what the call is waited for by
+        self.pending: Enqueued | None = None  # what the call is waited for by
         self._positions = positions
         self._made: list[Any] = []
         self._blocks: list[Block] = []

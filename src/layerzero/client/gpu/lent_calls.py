@@ -9,13 +9,14 @@ from layerzero.client.connection.call import Submitted
 from layerzero.client.gpu.arrays import current_stream
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.lent import GpuArguments, GpuLoan, demand_uncaptured
+from layerzero.client.gpu.lent_ring import Asked
 from layerzero.client.gpu.memory import uuid_of
 from layerzero.client.gpu.outcomes import Sent
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import stream_key
 from layerzero.ipc.errors import BackendError, LayerZeroError, NotConnected, NoTransport
-from layerzero.ipc.transport import messages
+from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -75,6 +76,7 @@ def pending(gpus: GpuCalls, submitted: Submitted) -> Sent:
     )
     loan.pending = made
     made.is_awaited, made.hold, made.patience_s = True, (request, submitted.outputs), request.timeout_s
+    made.arenas = wire.arenas_of(submitted.refs)
     return made
 
 
@@ -97,9 +99,10 @@ def take(submitted: Submitted, decision: messages.Decision) -> str:
     """It was answered; what its worker has enqueued may yet fail, which a later call raises. A note for its report.
     Raises BackendError where it saw other memory than it was lent."""
     sent = submitted.pending
-    assert isinstance(sent, Sent)
+    assert isinstance(sent, Sent | Asked)
     sent.is_awaited = False
     if not sent.gpu.is_signed(decision.slot):
         text = f"memory on the GPU does not reach {decision.backend} by {sent.transport}: pass arrays of the CPU"
         raise BackendError(f"{text}; the function has run", backend=decision.backend)
+    submitted.route.is_armed = True
     return sent.gpu.transport_note

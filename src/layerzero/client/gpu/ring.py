@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 from layerzero.client.connection.call import Route
 from layerzero.client.connection.express import Lease
@@ -14,6 +15,9 @@ from layerzero.ipc.shm import lane, ring
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring_words import SLOTS
 from layerzero.ipc.shm.timeline_words import TimelinePoint
+from layerzero.ipc.spinning import Spin, limit_ns
+
+LOOK_S = 50e-6
 
 
 class GpuLane:
@@ -25,6 +29,8 @@ class GpuLane:
         self.gpu, self._page = gpu, gpu.order.page
         self.points: list[TimelinePoint | None] = [None] * SLOTS
         self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
+        self.awaited: set[int] = set()  # calls whose callers have not seen yet what their slots say
+        self.spin = Spin(limit_ns(os.environ))
         self._barrier = threading.Lock()
         self.is_closed = False
         self.doorbell = -1
@@ -46,17 +52,19 @@ class GpuLane:
     def is_ended(self) -> bool:
         return self.is_closed or not self.is_open or self._ring.is_ended
 
-    def put(self, route: Route, plan: int, seq: int, point: TimelinePoint, refs: bytes) -> bool:
+    def put(self, route: Route, plan: int, seq: int, point: TimelinePoint, refs: bytes, timeout_s: float = 0.0) -> bool:
         """Put the next call, number `head` from now on. False: the worker is gone, and the broker may not have seen
-        the call. Waits while the ring is full."""
+        the call. Waits while the ring is full. `timeout_s`: the call's own."""
         call = self._ring.head + 1  # what an interrupt left half done is not there
         slot = call % SLOTS
         before = self.points[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
+        while call + 1 - SLOTS in self.awaited:
+            time.sleep(LOOK_S)
         self.points[slot], self.routes[slot] = point, route
         ring = self._ring
-        ring.put(call, route.number, plan, seq, point, refs)
+        ring.put(call, route.number, plan, seq, point, refs, timeout_s)
         with self._barrier:  # a locked instruction: what was put is seen before what follows is read
             pass
         if ring.is_asleep:
@@ -76,6 +84,10 @@ class GpuLane:
     def status(self, call: int) -> int:
         """As Ring.status."""
         return 0 if self.is_closed else self._ring.status(call)
+
+    def is_taken(self, call: int) -> bool:
+        """Whether the worker has come to it."""
+        return self._ring.taken >= call
 
     def close(self) -> None:
         """The page stays mapped while something refers to this."""

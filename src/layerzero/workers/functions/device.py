@@ -113,8 +113,8 @@ class Libraries(Protocol):
     def found(self, value: Any, device: int) -> Found | None:
         """An array on that GPU; None for what is none. Raises InvalidArgument for what cannot cross."""
 
-    def was_written(self, array: Any) -> bool:
-        """Whether the library has seen a write to one that it was given."""
+    def writes_of(self, array: Any) -> int:
+        """How many writes to it, or to what it is a view of, its library has counted."""
 
 
 class Device:
@@ -126,8 +126,10 @@ class Device:
         self._stream: int | None = None  # of the present call
         self._ordinal = 0
         self._last: tuple[int, int] | None = None  # context and stream of the latest work; None before the first
-        self._lent: list[Any] = []
+        self._lent: list[tuple[Any, int]] = []  # with the writes to it until then
+        self._events: dict[int, int] = {}  # by context: what one stream waits for of another
         self._known: set[str] = set()  # functions that have run on a GPU
+        self._is_settled = False  # the stream of the present call waits for all that the function has told others
 
     @contextlib.contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
@@ -156,9 +158,11 @@ class Device:
         self._ordinal = ordinal
         self._follow(driver, driver.current_context(), stream)
         try:
+            self._is_settled = False
             with libraries.on_stream(stream, ordinal):
                 yield
-            self._order(driver, LEGACY, stream)  # of libraries that know no streams
+            if not self._is_settled:
+                self._order(driver, LEGACY, stream)  # of libraries that know no streams
             driver.is_stream_idle(stream)  # raises where the function has cost this process its GPU
         finally:
             self.results = None
@@ -182,20 +186,21 @@ class Device:
         if before != self._last:
             self._order(driver, before[1], stream, of=before[0])
 
-    @staticmethod
-    def _order(driver: Driver, first: int, then: int, of: int | None = None) -> None:
+    def _order(self, driver: Driver, first: int, then: int, of: int | None = None) -> None:
         """What one stream has to do comes before what the other is told from now on. `of`: the first one's context,
         where that is not the current one."""
+        context = driver.current_context() if of is None else of
         if of is not None:
             driver.push_context(of)
         try:
-            event = driver.create_event()
+            event = self._events.get(context)
+            if event is None:
+                event = self._events[context] = driver.create_event()
             driver.record_event(event, first)
         finally:
             if of is not None:
                 driver.pop_context()
         driver.wait_event(then, event)
-        driver.destroy_event(event)
 
     def begin(self, label: str) -> None:
         """A function is about to run. Its first time it may import what then asks for the current stream too late: its
@@ -216,8 +221,9 @@ class Device:
         """An array of the caller's, lent. Raises InvalidArgument."""
         assert self.libraries is not None
         assert self._stream is not None
-        array = self.libraries.open(library, spec, span, self._stream)
-        self._lent.append(array)
+        libraries = self.libraries
+        array = libraries.open(library, spec, span, self._stream)
+        self._lent.append((array, libraries.writes_of(array)))
         return array
 
     def out(self, library: str, spec: TensorSpec, span: Span) -> Any:
@@ -233,8 +239,8 @@ class Device:
     def demand_unwritten(self, label: str) -> None:
         """Raises InvalidArgument where the function wrote to what it was lent."""
         assert self.libraries is not None
-        for place, array in enumerate(self._lent):
-            if self.libraries.was_written(array):
+        for place, (array, before) in enumerate(self._lent):
+            if self.libraries.writes_of(array) != before:
                 text = f"{label} has to write to a copy, such as x.clone(): it has run, and has written to the memory"
                 raise InvalidArgument(f"{text} of its caller's, array {place} of its arguments on a GPU")
 
@@ -259,6 +265,7 @@ class Device:
         driver = _driver()
         for stream in {LEGACY, *(found.stream for found in self.results.found)}:
             self._order(driver, stream, self._stream)
+        self._is_settled = True
         return self.results.put(driver, self._stream)
 
 

@@ -73,21 +73,25 @@ class GpuLibraries:
             return _of_cupy(cupy, value, device)
         return _of_interface(value) if hasattr(value, "__cuda_array_interface__") else None
 
-    def was_written(self, array: Any) -> bool:
-        """As device.Libraries: torch counts writes, also those by views. Others do not tell."""
+    def writes_of(self, array: Any) -> int:
+        """As device.Libraries: torch counts them, also those by views. Others do not tell."""
         try:
-            return bool(getattr(array, "_version", 0))
+            return int(getattr(array, "_version", 0))
         except RuntimeError:  # of torch.inference_mode
-            return False
+            return 0
 
 
 def _chosen(library: str) -> str:
     """What an array of this library is here; empty for none of those that we make arrays of. Raises
     InvalidArgument where there are some and none can use a GPU."""
-    able = [one for one in dict.fromkeys((library, "torch", "cupy")) if one in _OPEN and _is_there(one)]
-    for one in able:
-        if _has_cuda(one):
+    able = []
+    for one in dict.fromkeys((library, "torch", "cupy")):
+        if _cuda.get(one):  # it is here: to look for others takes longer than the call
             return one
+        if one in _OPEN and _is_there(one):
+            able.append(one)
+            if _has_cuda(one):
+                return one
     if able:
         told = ", ".join(f"{one} {getattr(sys.modules.get(one), '__version__', '')}".rstrip() for one in able)
         text = f"pass it with .cpu(), or have {' or '.join(able)} with CUDA in its environment"
@@ -149,13 +153,24 @@ def _to_torch(spec: TensorSpec, span: Span) -> Any:
     dtype = getattr(torch, spec.dtype, None)
     if dtype is None:
         raise InvalidArgument(f"torch {torch.__version__} of this environment has no {spec.dtype}")
-    device = torch.device("cuda", span.device)
     if not spec.numel:
-        return torch.empty(spec.shape, dtype=dtype, device=device)
-    flat = torch.as_tensor(_Bytes(span), device=device)  # as bytes: the interface has no bfloat16
-    if flat.data_ptr() != span.pointer:
-        raise InvalidArgument(f"torch {torch.__version__} of this environment copies what it is lent on a GPU")
-    return flat.view(dtype).as_strided(spec.shape, spec.strides)
+        return torch.empty(spec.shape, dtype=dtype, device=torch.device("cuda", span.device))
+    key = (span.pointer, span.nbytes, span.device, spec.dtype)
+    flat = _flats.get(key)
+    if flat is None:
+        flat = torch.as_tensor(_Bytes(span), device=torch.device("cuda", span.device))  # the interface has no bfloat16
+        if flat.data_ptr() != span.pointer:
+            raise InvalidArgument(f"torch {torch.__version__} of this environment copies what it is lent on a GPU")
+        if len(_flats) >= MAX_FLATS:
+            _flats.clear()
+        flat = _flats[key] = flat.view(dtype)
+    return flat.as_strided(spec.shape, spec.strides)
+
+
+MAX_FLATS = 256
+_flats: dict[tuple[int, int, int, str], Any] = {}
+"""Tensors over memory that was lent, which own nothing, by address, bytes, GPU and dtype. Calls get views of their own;
+writes to those are counted for all."""
 
 
 class _Bytes:
@@ -218,13 +233,20 @@ class GpuMemory:
 
 
 def _of_torch(value: Any, device: int) -> Found:
-    name = str(value.dtype).removeprefix("torch.")
-    if name not in ITEMSIZE or str(value.layout) != "torch.strided":
+    torch = sys.modules["torch"]
+    name = _dtype_names.get(value.dtype)
+    if name is None:
+        name = _dtype_names[value.dtype] = str(value.dtype).removeprefix("torch.")
+    if name not in ITEMSIZE or value.layout is not torch.strided:
         text = f"a {value.layout} tensor of {name} on {value.device}"
         raise InvalidArgument(f"{text}; allowed: dense ones of {', '.join(ITEMSIZE)}")
     _demand_device(int(value.get_device()), device)
-    dense = value.detach().resolve_conj().resolve_neg().contiguous()
+    is_plain = not (value.requires_grad or value.is_conj() or value.is_neg()) and value.is_contiguous()
+    dense = value if is_plain else value.detach().resolve_conj().resolve_neg().contiguous()
     return Found(_spec(name, tuple(dense.shape)), int(dense.data_ptr()), dense)
+
+
+_dtype_names: dict[Any, str] = {}
 
 
 def _of_cupy(cupy: Any, value: Any, device: int) -> Found:

@@ -16,8 +16,8 @@ def test_a_call_that_claims_too_many_bytes_has_those_of_its_slot() -> None:
     client, worker = Ring(fd), Ring(fd)
     client.put(1, 1, 7, 1, TimelinePoint(0, 1), b"\1" * MAX_CALL_BYTES)
     client.put(2, 1, 7, 2, TimelinePoint(0, 2), b"\2" * MAX_CALL_BYTES)
-    for nbytes in (MAX_CALL_BYTES + 1, 1 << 32, (1 << 64) - 1):
-        os.pwrite(fd, struct.pack("Q", nbytes), SLOTS_AT + SLOT_BYTES + struct.calcsize("<QIIQII"))
+    for nbytes in (MAX_CALL_BYTES + 1, 1 << 31, (1 << 32) - 1):
+        os.pwrite(fd, struct.pack("I", nbytes), SLOTS_AT + SLOT_BYTES + struct.calcsize("<QIIQII"))
         found = worker.call(1)
         assert found is not None
         assert found.refs == b"\1" * MAX_CALL_BYTES
