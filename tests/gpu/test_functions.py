@@ -12,14 +12,13 @@ import os
 import sys
 import threading
 import time
-import venv
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
+from tests.gpu.function_sites import interpreter
 from tests.process.harness import PATIENCE_S, Site, wait_until
 
 import layerzero as lz
@@ -28,16 +27,6 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("torch sees no NVIDIA GPU", allow_module_level=True)
 CYCLES = 400_000_000  # some 0.2 s
-
-
-def interpreter(folder: Path) -> Path:
-    """A venv that has what is installed here."""
-    venv.create(folder, symlinks=True)
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    site = folder / "lib" / f"python{minor}" / "site-packages"
-    here = [path for path in sys.path if path and Path(path).is_dir() and any(Path(path).glob("*.dist-info"))]
-    (site / "here.pth").write_text("".join(f"{path}\n" for path in here))
-    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,14 @@ from layerzero.client.connection.express import Lane, Lease
 from layerzero.client.connection.report import EXPRESS
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import handler
+from layerzero.client.gpu import lent_keys
 from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
 from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan
 from layerzero.functions.calls import Call, Owner
+from layerzero.functions.gpu_express import GpuExpress, GpuExpressCall
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import resolve
 from layerzero.ipc.errors import LayerZeroError
@@ -73,12 +75,13 @@ _NO_ARGUMENTS = Given(pack_tree([values.LIST]), b"", 0, 0)
 class Express:
     """Of one function. Threads may share it."""
 
-    def __init__(self, owner: Owner, count: int, label: str = "", backends: tuple[str, ...] = ()) -> None:
-        """`count`: of its arguments. `label`, `backends`: of what is no function, but within an object."""
-        self.owner, self._count = owner, count
+    def __init__(self, owner: Owner, counts: range, label: str = "", backends: tuple[str, ...] = ()) -> None:
+        """`counts`: of its arguments. `label`, `backends`: of what is no function, but within an object."""
+        self.owner, self._counts = owner, counts
         self._label, self._backends = label, backends
         self._ways: dict[int, _Way] = {}  # by how many ranges of memory a call lends beside its frame
         self._pause = self._skipped = 0
+        self._on_gpu = GpuExpress(self)
 
     @property
     def label(self) -> str:
@@ -98,11 +101,13 @@ class Express:
         given = Arguments(args, {}, self.backends)
         return Call(self.owner, given, args, {}, self.owner._options, session=session)
 
-    def begin(self, args: tuple[Any, ...], loan: Any = None) -> ExpressCall | None:
+    def begin(self, args: tuple[Any, ...], loan: Any = None) -> ExpressCall | GpuExpressCall | None:
         """A call that is on its lane; None for one that has to go the longer way. `loan`: is kept until it has
         ended."""
-        if len(args) != self._count:
+        if len(args) not in self._counts:
             return None
+        if lent_keys.types and (on_gpu := lent_keys.key_of(args)) is not None:
+            return self._on_gpu.begin(args, on_gpu, loan)
         if self._skipped < self._pause:
             self._skipped += 1
             return None

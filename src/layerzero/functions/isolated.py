@@ -120,9 +120,9 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{code.label}: {text}")
         self._placing = self._place()
         self._threads = Threads(self._places.count_of(where))
-        self._count = -1 if self._signature is None else plain_count(self._signature)
+        self._counts = NO_COUNTS if self._signature is None else plain_counts(self._signature)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
-        self._express = Express(self, self._count) if self._takes_express else None
+        self._express = Express(self, self._counts) if self._takes_express else None
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
@@ -144,7 +144,7 @@ class Isolated(Generic[P, R]):
     def _takes_express(self) -> bool:
         """Whether nothing about its calls needs a look at each."""
         options, placed = self._options, self._placing is not None
-        is_plain = self._count >= 0 and not (self._is_stream or options.keep or options.shapes or options.shadow)
+        is_plain = bool(self._counts) and not (self._is_stream or options.keep or options.shapes or options.shadow)
         return is_plain and not placed and len(self._places.backends) == 1
 
     @property
@@ -206,7 +206,7 @@ class Isolated(Generic[P, R]):
         while True:
             while len(ahead) < MAX_CHUNKS and (items := list(itertools.islice(calls, size))):
                 for args in items:
-                    if len(args) != self._count:
+                    if len(args) not in self._counts:
                         self._bind(args, {})
                 call = ChunkCall(self, items, self._options)
                 call.send()
@@ -412,7 +412,7 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{self._label}: {exc}") from None
 
     def _start(self, args: Any, kwargs: Any) -> Call:
-        if kwargs or len(args) != self._count:
+        if kwargs or len(args) not in self._counts:
             self._bind(args, kwargs)
         if self._placing is None:
             return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
@@ -453,8 +453,13 @@ def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
     return None
 
 
-def plain_count(signature: inspect.Signature) -> int:
-    """So many arguments fit without a look; -1 for none."""
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
+def plain_counts(signature: inspect.Signature) -> range:
+    """So many arguments fit without a look; none where each call needs one."""
+    parameters = signature.parameters.values()
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len(kinds) if all(kind in plain for kind in kinds) else -1
+    if not all(one.kind in plain for one in parameters):
+        return NO_COUNTS
+    return range(sum(one.default is inspect.Parameter.empty for one in parameters), len(parameters) + 1)
+
+
+NO_COUNTS = range(0)

@@ -14,6 +14,7 @@ from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments, ObjectLost
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.express import Express, ExpressCall, Given
+from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.functions.held import Hold, Stay
 from layerzero.functions.options import Options
 from layerzero.functions.use import Use
@@ -38,7 +39,7 @@ class Stream:
         self._stay = Stay(label, owner._env)
         self._stay.take(hold)
         self._lock = threading.Lock()
-        self._ahead: _Next | ExpressCall | None = None
+        self._ahead: _Next | ExpressCall | GpuExpressCall | None = None
         may_pass = self._options.timeout_s == owner._options.timeout_s
         self._express = ItemExpress(owner, hold, self._options, label) if may_pass else None
 
@@ -159,7 +160,7 @@ class ItemExpress(Express):
     """Of the items of one stream, on the express lane. It keeps no object."""
 
     def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
-        super().__init__(owner, 0, label, (hold.backend,))
+        super().__init__(owner, range(1), label, (hold.backend,))
         self._options, self._reference = options, hold.reference
 
     def head(self) -> bytes:

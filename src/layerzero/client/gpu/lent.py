@@ -10,6 +10,7 @@ from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import current_stream, device_name, give
 from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.lent_keys import ALIGNMENT, learn
 from layerzero.client.gpu.memory import Place
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.gpu.results import layout_of, result_like
@@ -20,7 +21,6 @@ from layerzero.ipc.errors import CudaGraphUnsafe, InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-ALIGNMENT = 256  # at which ranges begin
 LEFT = 2  # positions that are left for blocks
 
 
@@ -50,6 +50,7 @@ class GpuArguments:
         if array.kind != first.kind:
             ours, theirs = (type(one.obj).__module__.partition(".")[0] for one in (first, array))
             raise InvalidArgument(f"an array of {theirs} on a GPU beside one of {ours}; pass arrays of one library")
+        learn(type(array.obj))
         self.arrays.append(array)
         self.nodes.append(node)
 
@@ -64,7 +65,52 @@ def demand_uncaptured(context: Context, stream: int) -> None:
         raise CudaGraphUnsafe("call the function outside of the CUDA graph's capture; its process runs it at each call")
 
 
-class GpuLoan:
+class Lent:
+    """What one attempt of a call has lent, and what was `made` for its results: `ranges` and `outs` are of those that
+    its maker does not know by itself."""
+
+    def __init__(self, gpu: Gpu, like: Array, stream: int, results: Sequence[TensorSpec], made: list[Any]) -> None:
+        self.gpu, self.transport, self.like, self.stream = gpu, gpu.transport, like, stream
+        self.copies: list[Copy] = []
+        self.uncopied_bytes = 0
+        self.results = tuple(results)
+        self.pending: Enqueued | None = None  # what the call is waited for by
+        self._made = made
+        self.ranges: list[Range] = []
+        self.outs: list[list[Any]] = []
+
+    @property
+    def result_bytes(self) -> int:
+        """Of all arrays that it has made for results."""
+        return sum(spec.span_bytes for spec in self.results)
+
+    def hush(self) -> None:
+        """Another call follows that fails where this one does: it tells of that."""
+        if self.pending is not None:
+            self.pending.is_apart = True
+
+    def given(self) -> list[Any]:
+        """The results as the caller gets them, once the stream waits for the call."""
+        if self.like.kind == "dlpack":  # its library waits for a stream of ours, that of the thread that takes them
+            own, driver = self.gpu.memory.own_stream(), self.gpu.memory.context.driver
+            with self.gpu.memory.context:
+                event = driver.create_event()
+                driver.record_event(event, self.stream)
+                driver.wait_event(own, event)
+                driver.destroy_event(event)
+        return [give(self.like, one) for one in self._made]
+
+    def note_kept(self, reason: str) -> None:
+        """The worker copies what it was lent."""
+        if self.uncopied_bytes:
+            self.copies.append(Copy("an argument", self.uncopied_bytes, "worker", reason))
+        self.uncopied_bytes = 0
+
+    def close(self) -> None:
+        """What was lent for it serves what the stream does next."""
+
+
+class GpuLoan(Lent):
     """What one attempt of a call lends, in the order of the caller's stream: `ranges`, which its nodes name by their
     positions, and among them memory for its results, of which `outs` are the nodes. `sent` follows once the stream
     waits for the call, `close` in any case."""
@@ -79,16 +125,10 @@ class GpuLoan:
     ) -> None:
         """`positions`: those that ranges may have. `stream`: None for the caller's current one. Raises InvalidArgument,
         and CudaGraphUnsafe while the stream is captured."""
-        self.gpu, self.transport, self.like = gpu, gpu.transport, given.like
-        self.stream = current_stream(given.like) if stream is None else stream
-        self.copies: list[Copy] = []
-        self.uncopied_bytes = 0
-        self.ranges: list[Range] = []
-        self.outs: list[list[Any]] = []
-        self.results = tuple(results)
-        self.pending: Enqueued | None = None  # what the call is waited for by
+        super().__init__(gpu, given.like, current_stream(given.like) if stream is None else stream, results, [])
         self._positions = positions
-        self._made: list[Any] = []
+        # Each array has a range of its own where there is room: so calls that are alike have the same nodes.
+        self._is_apart = self.transport not in STAGED and len(given.arrays) + bool(results) + LEFT <= len(positions)
         self._blocks: list[Block] = []
         self._named: list[tuple[list[Any], int, int]] = []  # nodes, with range and offset in the arena
         self._whole: tuple[Place, int, int] | None = None  # the results' memory, their own address and bytes
@@ -135,9 +175,10 @@ class GpuLoan:
         if place.copied:
             self.copies.append(Copy("result", layout.nbytes, "client", place.copied))
         self._whole = (place, address, layout.nbytes)
+        self._put(place, layout.nbytes, None)
         for node, at, spec in zip(self.outs, layout.offsets, specs, strict=True):
             if spec.span_bytes:
-                self._put(place._replace(offset=place.offset + at), spec.span_bytes, node)
+                self._named.append((node, self._position_of(place.arena), place.offset + at))
 
     def _find(self, address: int, nbytes: int) -> Place:
         """The caller's own memory where a worker reaches it, and a position is left for it; else a block."""
@@ -157,19 +198,23 @@ class GpuLoan:
 
     def _put(self, place: Place, nbytes: int, node: list[Any] | None) -> None:
         low, high = place.offset // ALIGNMENT * ALIGNMENT, place.offset + nbytes
-        for at, known in enumerate(self.ranges):
-            if known.arena is place.arena:
-                low = min(known.offset, low)
-                self.ranges[at] = Range(place.arena, low, max(known.offset + known.nbytes, high) - low)
-                break
+        at = len(self.ranges) if self._is_apart else self._position_of(place.arena)
+        if at < len(self.ranges):
+            known = self.ranges[at]
+            low = min(known.offset, low)
+            self.ranges[at] = Range(place.arena, low, max(known.offset + known.nbytes, high) - low)
         else:
-            at = len(self.ranges)
             if at == len(self._positions):
                 text = f"pass arrays of at most {at} allocations on a GPU, such as parts of one"
                 raise InvalidArgument(f"{text}: a call names no more")
             self.ranges.append(Range(place.arena, low, high - low))
         if node is not None:
             self._named.append((node, at, place.offset))
+
+    def _position_of(self, arena: Arena) -> int:
+        """That of the newest range in an arena; of a new one where there is none."""
+        found = [at for at, known in enumerate(self.ranges) if known.arena is arena]
+        return found[-1] if found else len(self.ranges)
 
     def _close_ranges(self) -> None:
         """They are known: tell nodes where they are in them, and workers that see copies what is there."""
@@ -178,17 +223,6 @@ class GpuLoan:
         if self.transport in STAGED:
             for arena, offset, nbytes in self.ranges:
                 arena.publish(self.transport, offset, nbytes, self.stream)
-
-    @property
-    def result_bytes(self) -> int:
-        """Of all arrays that it has made for results."""
-        return sum(spec.span_bytes for spec in self.results)
-
-    def note_kept(self, reason: str) -> None:
-        """The worker copies what it was lent."""
-        if self.uncopied_bytes:
-            self.copies.append(Copy("an argument", self.uncopied_bytes, "worker", reason))
-        self.uncopied_bytes = 0
 
     def sent(self) -> None:
         """The call is on its way, and the stream waits for it: what it made goes where the caller wants it."""
@@ -199,22 +233,6 @@ class GpuLoan:
             place.arena.collect(self.transport, place.offset, nbytes, self.stream)
         if place.block is not None:
             self.gpu.memory.context.driver.copy_on_device(address, place.block.address, nbytes, self.stream)
-
-    def hush(self) -> None:
-        """Another call follows that fails where this one does: it tells of that."""
-        if self.pending is not None:
-            self.pending.is_apart = True
-
-    def given(self) -> list[Any]:
-        """The results as the caller gets them, once `sent`."""
-        if self.like.kind == "dlpack":  # its library waits for a stream of ours, that of the thread that takes them
-            own, driver = self.gpu.memory.own_stream(), self.gpu.memory.context.driver
-            with self.gpu.memory.context:
-                event = driver.create_event()
-                driver.record_event(event, self.stream)
-                driver.wait_event(own, event)
-                driver.destroy_event(event)
-        return [give(self.like, one) for one in self._made]
 
     def close(self) -> None:
         """The blocks serve what the stream does next."""

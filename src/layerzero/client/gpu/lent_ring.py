@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from layerzero.client.connection import retained
 from layerzero.client.connection.call import Route, Submitted
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 FIRST_S, MOST_S, GROWTH = 20e-6, 1e-3, 1.3  # of looks at the ring, once nobody looks all the time
 NEWS_S = 100e-6  # of such a look; from then on it is seen what the broker says
+MANY = 64  # calls that are awaited; then it is seen which of them are over
 LOOK_EVERY = 16  # calls of a stream; then it is seen whether too many are open
 GRACE_S = 2.0  # for the broker, to end a worker that takes too long
 _FAILED = int(Kind.FAILED)
@@ -43,11 +43,14 @@ class Asked(OnRing, Pending):
         route: Route,
         copies: Sequence[Copy],
         start_ns: int,
+        hold: object,
     ) -> None:
-        Pending.__init__(self)
+        """`hold`: what it lends, and memory of its answer."""
+        Pending.__init__(self, hold)
         OnRing.__init__(self, outcomes, gpu, lane, lease, op, route, copies, start_ns)
         self.is_awaited = True  # its caller raises its error
         self.is_done = True  # where the broker is heard of it, that has said all
+        self._is_over = False  # its worker has said so
 
     def answer_again(self, header: Header, body: bytes) -> None:
         """As of others; the error of one that is awaited is raised by itself."""
@@ -56,18 +59,27 @@ class Asked(OnRing, Pending):
         if header.kind == _FAILED and not self.is_awaited:
             self.outcomes.note_failure(self)
 
-    def await_answer(self, link: Link, hold: object) -> bool:
+    def see(self) -> bool:
+        """As ring.Awaited."""
+        if not self._is_over and self.lane.status(self.call) in (ENQUEUED, REPLAYED):
+            self._is_over = True
+        if self._is_over or self.header is not None:
+            self.hold = None
+            self.lane.awaited.pop(self.call, None)
+            return True
+        return False
+
+    def await_answer(self, link: Link, until_s: float = math.inf) -> bool:
         """Until the function has returned; False where the broker has answered in its worker's stead, which is for
-        Session.finish. `hold`: what was lent. Raises BrokerLost, NotConnected and Cancelled."""
+        Session.finish. Raises TimeoutError at `until_s`, BrokerLost, NotConnected and Cancelled."""
         try:
             if not self._look():
-                self._wait(link, hold)
-        except BaseException:  # an interrupt, most of all: the worker may write to what was lent
-            self.is_awaited = False
-            retained.keep(hold)
+                self._wait(link, until_s)
+        except TimeoutError:
             raise
-        finally:
-            self.lane.awaited.discard(self.call)
+        except BaseException:  # an interrupt, most of all: what it lends is kept until it is over
+            self.is_awaited = False
+            raise
         if self.header is not None:
             return False
         self.is_awaited = False
@@ -77,31 +89,34 @@ class Asked(OnRing, Pending):
 
     def _look(self) -> bool:
         """Whether it is over, as is seen by looking all the time, for a moment."""
-        lane, call = self.lane, self.call
-        spin_ns = lane.spin.next_ns()
+        spin, see = self.lane.spin, self.see
+        spin_ns = spin.next_ns()
         if not spin_ns:
-            return lane.status(call) in (ENQUEUED, REPLAYED)
+            return see()
         start_ns = now_ns = time.perf_counter_ns()
         while now_ns - start_ns < spin_ns:
-            if lane.status(call) in (ENQUEUED, REPLAYED):
-                lane.spin.note(now_ns - start_ns)
+            if see():
+                spin.note(now_ns - start_ns)
                 return True
             now_ns = time.perf_counter_ns()
-        lane.spin.note(None)
+        spin.note(None)
         return False
 
-    def _wait(self, link: Link, hold: object) -> None:
+    def _wait(self, link: Link, until_s: float) -> None:
         lane, call, timeout_s = self.lane, self.call, self.timeout_s
         pause_s, due_s, is_reported = FIRST_S, math.inf, False
-        while self.header is None and lane.status(call) not in (ENQUEUED, REPLAYED):
+        while not self.see():
             if link.lost is not None or lane.is_closed:
-                raise link.gone(hold)
+                lane.awaited.pop(call, None)
+                raise link.gone(self.hold)
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                raise TimeoutError(f"{self.op} is still running")
             time.sleep(pause_s)
             pause_s = min(pause_s * GROWTH, MOST_S)
             if pause_s < NEWS_S:
                 continue
             link.read_nowait()
-            now_s = time.monotonic()
             if timeout_s and due_s == math.inf and lane.is_taken(call):
                 due_s = now_s + timeout_s
             if now_s >= due_s:
@@ -112,10 +127,38 @@ class Asked(OnRing, Pending):
                 due_s, is_reported = now_s + GRACE_S, True
 
 
-def put(gpus: GpuCalls, link: Link, submitted: Submitted) -> Asked | None:
-    """Onto the ring of the worker that has served such calls, behind what the stream does so far, which then waits for
-    it. None where that is not to be: the broker has it then, and nothing has been done."""
-    loan, route, refs = submitted.request.on_gpu, submitted.route, submitted.refs
+def ask(
+    gpus: GpuCalls,
+    gpu: Gpu,
+    place: tuple[GpuLane, Lease],
+    its: tuple[str, Route, Sequence[Copy], int],
+    stream: int,
+    refs: bytes,
+    hold: object,
+    timeout_s: float | None,
+) -> Asked:
+    """Onto a ring, behind what the stream does so far, which then waits for it. `its`: op, route, copies and when it
+    began. The GPU's lock is held, and its context is current."""
+    lane, (op, route, copies, start_ns) = place[0], its
+    asked = Asked(gpus.outcomes, gpu, lane, place[1], op, route, copies, start_ns, hold)
+    asked.timeout_s = timeout_s or 0.0
+    if len(lane.awaited) >= MANY:
+        for one in list(lane.awaited.values()):
+            one.see()
+    try:
+        gpus.put(asked, stream, refs, hold)
+    except BaseException:
+        asked.is_awaited = False
+        raise
+    lane.awaited[asked.call] = asked
+    return asked
+
+
+def put(gpus: GpuCalls, submitted: Submitted) -> Asked | None:
+    """Onto the ring of the worker that has served such calls. None where that is not to be: the broker has it then, and
+    nothing has been done."""
+    request, route, refs = submitted.request, submitted.route, submitted.refs
+    loan = request.on_gpu
     if route.lease is None or route.needs_digest:
         return None
     gpu = loan.gpu
@@ -125,19 +168,12 @@ def put(gpus: GpuCalls, link: Link, submitted: Submitted) -> Asked | None:
         place = gpus.lane_of(gpu, route, wire.arenas_of(refs))
         if place is None:
             return None
-        lane, lease = place
-        op, copies, start_ns = submitted.request.op, submitted.copies, submitted.start_ns
-        asked = Asked(gpus.outcomes, gpu, lane, lease, op, route, copies, start_ns)
-        asked.timeout_s = submitted.request.timeout_s or 0.0
-        loan.pending = asked
+        its = (request.op, route, submitted.copies, submitted.start_ns)
         try:
             with gpu.memory.context:
-                gpus.put(asked, loan.stream, refs, submitted)
-                asked.lane.awaited.add(asked.call)
+                hold = (request, submitted.outputs)
+                loan.pending = asked = ask(gpus, gpu, place, its, loan.stream, refs, hold, request.timeout_s)
                 loan.sent()
-        except BaseException:
-            asked.is_awaited = False
-            raise
         finally:
             loan.close()
     if not asked.point.value % LOOK_EVERY:

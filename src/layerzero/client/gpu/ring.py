@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import Protocol
 
 from layerzero.client.connection.call import Route
 from layerzero.client.connection.express import Lease
@@ -18,6 +19,14 @@ from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.spinning import Spin, limit_ns
 
 LOOK_S = 50e-6
+PATIENCE = 4  # times as long as elsewhere it is looked: a function on a GPU takes longer than a kernel of the CPU
+
+
+class Awaited(Protocol):
+    """A call whose caller waits for it."""
+
+    def see(self) -> bool:
+        """Whether it is over, and its slot may have another call: then that is known, and it is awaited no more."""
 
 
 class GpuLane:
@@ -29,8 +38,8 @@ class GpuLane:
         self.gpu, self._page = gpu, gpu.order.page
         self.points: list[TimelinePoint | None] = [None] * SLOTS
         self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
-        self.awaited: set[int] = set()  # calls whose callers have not seen yet what their slots say
-        self.spin = Spin(limit_ns(os.environ))
+        self.awaited: dict[int, Awaited] = {}  # calls whose callers have not seen yet what their slots say
+        self.spin = Spin(PATIENCE * limit_ns(os.environ))
         self._barrier = threading.Lock()
         self.is_closed = False
         self.doorbell = -1
@@ -60,7 +69,7 @@ class GpuLane:
         before = self.points[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
-        while call + 1 - SLOTS in self.awaited:
+        while (late := self.awaited.get(call + 1 - SLOTS)) is not None and not late.see():
             time.sleep(LOOK_S)
         self.points[slot], self.routes[slot] = point, route
         ring = self._ring

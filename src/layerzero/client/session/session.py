@@ -190,9 +190,9 @@ class Session:
     def _run_prepared(self, submitted: Submitted) -> Any:
         request = submitted.request
         if request.on_gpu is not None:
-            asked = None if self.shadow.is_on else lent_ring.put(self.gpus, self._link, submitted)
+            asked = None if self.shadow.is_on else lent_ring.put(self.gpus, submitted)
             if asked is not None:
-                if asked.await_answer(self._link, submitted):
+                if asked.await_answer(self._link):
                     return self.lanes.end_asked(submitted, asked)
                 submitted.pending = asked  # the broker's answer
                 return self.finish(submitted)

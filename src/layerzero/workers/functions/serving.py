@@ -38,6 +38,7 @@ from layerzero.workers.functions.libraries import Arrays, Models
 from layerzero.workers.functions.objects import Held, Objects, demand_use, ended_within, use_of
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
+from layerzero.workers.functions.there import There
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
 CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all together
@@ -56,6 +57,7 @@ class Functions:
         self._told, self._loop = 0, EventLoop()
         self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
+        self._there = There(self)
 
     def bind_of(self, client: int) -> Bind:
         """As provider.PerClient."""
@@ -92,7 +94,6 @@ class Functions:
         again: Again | None = None
 
         def bound() -> None:
-            nonlocal before, again
             self._breakpoints.client = client
             try:
                 if ordinal is None and not device.is_used:
@@ -108,11 +109,11 @@ class Functions:
         def serve() -> None:
             nonlocal before, again
             read = start.tobytes()  # nobody changes that meanwhile
-            made: Frame | Written
+            made: Frame | Written | None = None if ordinal is None else self._there.serve(client, read, lent)
             if again is not None and read.startswith(again.head):
                 placing.begin(answer)
                 made = self._run_again(client, again)
-            else:
+            elif made is None:
                 made = self._serve(client, frame, lent, answer)
                 if read == before and ordinal is None:
                     held = partial(self._objects.code_of, client)
