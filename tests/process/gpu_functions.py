@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -96,6 +97,42 @@ def leave_later(x: Any, gate: str) -> Any:
 
     driver.put(soft_cupy.current().ptr, wait)
     return x * 2.0
+
+
+@lz.isolated(THERE)
+def act(x: Any, what: str = "", value: Any = 2.0) -> Any:
+    """Do this, and give the array so many times."""
+    match what:
+        case "print":
+            print("hello " * value)
+            return x * 2.0
+        case "raise":
+            raise LookupError(value)
+        case "rows":
+            return x[: int(value)] * 2.0
+        case "several":
+            return {"twice": x * 2.0, "rest": [value, (x * 3.0, None)]}
+        case "text":
+            return f"{x.shape} {value!r}"
+        case "nothing":
+            return None
+        case "here":
+            return x.get()
+        case "die":
+            os._exit(3)
+        case "die once":
+            if not Path(value).exists():
+                Path(value).touch()
+                os._exit(3)
+            return x * 2.0
+        case "pause":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            while True:
+                signal.pause()
+        case "where":
+            return os.getpid()
+    return x * float(value)
 
 
 @lz.isolated(THERE)

@@ -36,7 +36,7 @@ from layerzero.functions.calls import Call, Owner
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import of_those, resolve
 from layerzero.ipc.cuda.handles import STAGED
-from layerzero.ipc.errors import CudaError, LayerZeroError
+from layerzero.ipc.errors import BrokerLost, CudaError, LayerZeroError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.transport.wire import REF
@@ -346,7 +346,7 @@ class GpuExpressCall:
         """`made`: arrays for its results."""
         self._site, self._asked, self._block, self._refs = site, asked, block, refs
         self._args, self._made, self._stream, self._loan = args, made, stream, loan
-        self._session, self._start_ns = site.session, asked.start_ns
+        self._session, self._start_ns, self._forks = site.session, asked.start_ns, arenas.forks
         self._record: Any = None
         self._plain: Plain | None = None
         self._call: Call | None = None  # that it has become
@@ -369,6 +369,8 @@ class GpuExpressCall:
     def finish(self, timeout: float | None = None) -> Any:
         """As Call.finish."""
         if self._call is None:
+            if self._session.link.forks != self._forks:
+                raise BrokerLost("the call was sent before a fork, and its answer goes to the parent; call again here")
             site, until_s = self._site, math.inf if timeout is None else time.monotonic() + timeout
             try:
                 is_over = self._asked.await_answer(self._session.link, until_s)
