@@ -45,6 +45,7 @@ from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_SITES, MAX_PLACES, MAX_BLOCKS = 64, 64, 64
+MAX_PAUSE = 64  # calls that go the longer way after some that came to nothing
 _root_logger = logging.getLogger()
 
 
@@ -87,33 +88,41 @@ class GpuExpress:
 
     def __init__(self, called: Called) -> None:
         self.called = called
-        self._sites: dict[Hashable, _Site | None] = {}
+        self._sites: dict[Hashable, _Site] = {}
+        self._results: dict[Hashable, tuple[TensorSpec, ...]] = {}  # of calls whose results were others than the last
+        self._pause = self._skipped = 0
 
     def begin(self, args: tuple[Any, ...], found: Key, loan: Any) -> GpuExpressCall | None:
         """A call that is on its ring; None for one that has to go the longer way."""
+        if self._skipped < self._pause:
+            self._skipped += 1
+            return None
         session, key = default_session.session(), (found.key, _root_logger.level)
         site = self._sites.get(key)
         if site is None or not site.is_open(session):
-            site = self._found(session, args)
-            if site is None:
-                return None
-            if len(self._sites) >= MAX_SITES:
-                self._sites.clear()
-            self._sites[key] = site
-        return site.begin(args, found.addresses, loan)
+            site = self._found(session, key, args)
+            if site is not None:
+                if len(self._sites) >= MAX_SITES:
+                    self._sites.clear()
+                self._sites[key] = site
+        call = None if site is None else site.begin(args, found.addresses, loan)
+        # Where such calls come to nothing in a row, ever more of them are not tried.
+        self._pause, self._skipped = min(2 * self._pause + 1, MAX_PAUSE) if call is None else 0, 0
+        return call
 
-    def forget(self, site: _Site) -> None:
-        """Its calls are looked at anew."""
-        for key, one in list(self._sites.items()):
-            if one is site:
-                del self._sites[key]
+    def expect(self, site: _Site, results: Sequence[TensorSpec]) -> None:
+        """Calls like those of this site are looked at anew, and may have such results."""
+        self._sites.pop(site.key, None)
+        if len(self._results) >= MAX_SITES:
+            self._results.clear()
+        self._results[site.key] = tuple(results)
 
-    def _found(self, session: Session, args: tuple[Any, ...]) -> _Site | None:
+    def _found(self, session: Session, key: Hashable, args: tuple[Any, ...]) -> _Site | None:
         """That of calls like this one, where this thread's last call was on a ring."""
         called = self.called
         owner, label = called.owner, called.label
         last: Any = getattr(owner._last, "call", None)
-        record, results = getattr(last, "_record", None), owner._places.results_there.get(label)
+        record, results = getattr(last, "_record", None), self._results.get(key, owner._places.results_there.get(label))
         if type(record) is not tuple or record[6].lane != EXPRESS or results is None:
             return None
         if last._session is not session or session.link.lost is not None or observing.recorder is not None:
@@ -147,7 +156,7 @@ class GpuExpress:
         sizes = tuple(one.spec.span_bytes for one in arrays)
         first = next(at for at, one in enumerate(args) if one is lent.like.obj)
         return _Site(
-            self, session, gpu, route, frames.prefix(len(head)) + head, sizes, tuple(results), lent.like, first
+            self, key, session, gpu, route, frames.prefix(len(head)) + head, sizes, tuple(results), lent.like, first
         )
 
 
@@ -157,6 +166,7 @@ class _Site:
     def __init__(
         self,
         express: GpuExpress,
+        key: Hashable,
         session: Session,
         gpu: Gpu,
         route: Route,
@@ -167,7 +177,7 @@ class _Site:
         first: int,
     ) -> None:
         """`sizes`: bytes that the arguments span; `first`: of them, that results are made like."""
-        self.express, self.session, self.gpu, self.route = express, session, gpu, route
+        self.express, self.key, self.session, self.gpu, self.route = express, key, session, gpu, route
         self.owner, self.label = express.called.owner, express.called.label
         self.results, self.asked_in = results, overlay.process()
         self.timeout_s, self.env = self.owner._options.timeout_s, self.owner._places.env.name
@@ -218,7 +228,10 @@ class _Site:
             refs = self._refs(addresses, address)
             if refs is None:
                 return None
-            block = self._blocks.pop() if self._blocks else self._allocate()
+            try:
+                block = self._blocks.pop()
+            except IndexError:
+                block = self._allocate()
             with gpu.lock:
                 if self._gpus.is_closing or gpu.is_behind():
                     self.give(block)
@@ -312,6 +325,8 @@ class _Site:
             case [frames.RETURNED_THERE, tree, [], list(there)]:
                 if not self.results:
                     raise _NotPlainError
+            case [frames.AWAITS, *_]:
+                raise _OtherResultsError
             case _:
                 raise _NotPlainError
         values.decode(tree, self._look, resolve, "result")  # which raises
@@ -348,6 +363,7 @@ class GpuExpressCall:
         self._args, self._made, self._stream, self._loan = args, made, stream, loan
         self._session, self._start_ns, self._forks = site.session, asked.start_ns, arenas.forks
         self._record: Any = None
+        self._has_others = False  # results, than were expected
         self._plain: Plain | None = None
         self._call: Call | None = None  # that it has become
 
@@ -380,8 +396,10 @@ class GpuExpressCall:
             if is_over:
                 try:
                     plain = site.read(self._block.answer)
+                except _OtherResultsError:
+                    self._has_others = True
                 except (LayerZeroError, _NotPlainError):
-                    site.express.forget(site)
+                    pass
                 else:
                     return self._end(plain)
             self._call = self._become(is_over=is_over)
@@ -389,6 +407,8 @@ class GpuExpressCall:
             return self._call.finish(timeout)
         finally:
             self._record = self._call._record
+            if self._has_others:
+                self._site.express.expect(self._site, self._site.owner._places.results_there.get(self.label, ()))
             self._let_go()
 
     def _end(self, plain: Plain) -> Any:
@@ -440,3 +460,7 @@ class GpuExpressCall:
 
 class _NotPlainError(Exception):
     """More than a result."""
+
+
+class _OtherResultsError(Exception):
+    """Of other shapes than there was memory for."""

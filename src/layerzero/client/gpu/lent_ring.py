@@ -15,7 +15,6 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.outcomes import OnRing, Outcomes
 from layerzero.client.gpu.ring import GpuLane
-from layerzero.ipc.shm.ring_words import ENQUEUED, REPLAYED
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.wire import Header, Kind
 
@@ -61,7 +60,7 @@ class Asked(OnRing, Pending):
 
     def see(self) -> bool:
         """As ring.Awaited."""
-        if not self._is_over and self.lane.status(self.call) in (ENQUEUED, REPLAYED):
+        if not self._is_over and self.lane.is_enqueued(self.call):
             self._is_over = True
         if self._is_over or self.header is not None:
             self.hold = None
@@ -106,7 +105,7 @@ class Asked(OnRing, Pending):
         lane, call, timeout_s = self.lane, self.call, self.timeout_s
         pause_s, due_s, is_reported = FIRST_S, math.inf, False
         while not self.see():
-            if link.lost is not None or lane.is_closed:
+            if link.lost is not None:
                 lane.awaited.pop(call, None)
                 raise link.gone(self.hold)
             now_s = time.monotonic()
@@ -117,6 +116,9 @@ class Asked(OnRing, Pending):
             if pause_s < NEWS_S:
                 continue
             link.read_nowait()
+            if lane.is_ended and self.header is None and self.gpu.order.page.is_done(self.point):
+                link.check_alive()  # what the broker has said of it is here then
+                self._is_over = self.header is None  # its worker had written the answer, and died before it said so
             if timeout_s and due_s == math.inf and lane.is_taken(call):
                 due_s = now_s + timeout_s
             if now_s >= due_s:

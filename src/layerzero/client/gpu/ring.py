@@ -14,7 +14,7 @@ from layerzero.client.connection.link import Link
 from layerzero.client.gpu.device import Gpu
 from layerzero.ipc.shm import lane, ring
 from layerzero.ipc.shm.ring import Ring
-from layerzero.ipc.shm.ring_words import SLOTS
+from layerzero.ipc.shm.ring_words import ENQUEUED, REPLAYED, SLOTS
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.spinning import Spin, limit_ns
 
@@ -34,7 +34,7 @@ class GpuLane:
 
     def __init__(self, link: Link, number: int, gpu: Gpu) -> None:
         """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
-        self.number = number
+        self.number, self._link = number, link
         self.gpu, self._page = gpu, gpu.order.page
         self.points: list[TimelinePoint | None] = [None] * SLOTS
         self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
@@ -69,7 +69,8 @@ class GpuLane:
         before = self.points[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
-        while (late := self.awaited.get(call + 1 - SLOTS)) is not None and not late.see():
+        while (late := self.awaited.get(call + 1 - SLOTS)) is not None and not late.see() and not self._ring.is_ended:
+            self._link.read_nowait()
             time.sleep(LOOK_S)
         self.points[slot], self.routes[slot] = point, route
         ring = self._ring
@@ -93,6 +94,10 @@ class GpuLane:
     def status(self, call: int) -> int:
         """As Ring.status."""
         return 0 if self.is_closed else self._ring.status(call)
+
+    def is_enqueued(self, call: int) -> bool:
+        """Whether the worker has said so; also of a ring that is closed."""
+        return self._ring.status(call) in (ENQUEUED, REPLAYED)
 
     def is_taken(self, call: int) -> bool:
         """Whether the worker has come to it."""
