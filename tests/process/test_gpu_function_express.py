@@ -178,6 +178,31 @@ def test_methods_take_the_way_of_functions(there: int) -> None:
         total.add(one)
 
 
+def test_a_shape_function_saves_the_copy(there: int) -> None:
+    """It is asked at each call; what is returned besides is copied."""
+    x, values = randn(5, 3)
+    settled(x, function=fn.into)
+    for number in range(10):
+        check(fn.into(x), values * 2)
+        report = fn.into.last_report()
+        assert (path_of(report), report.copies, report.uncopied_bytes) == ("express", (), 2 * x.size * 4), number
+        check(fn.into(x, False), values * 3)
+        assert {copy.where for copy in fn.into.last_report().copies} == {"worker"}
+    with pytest.raises(lz.InvalidArgument, match="missing a required argument"):
+        fn.into()
+
+
+def test_calls_in_turns_have_memory_for_their_own_results(there: int) -> None:
+    x, values = randn(8, 4)
+    for rows in (3, 5):
+        settled(x, "rows", rows)
+    for _ in range(20):
+        for rows in (3, 5):
+            check(fn.act(x, "rows", rows), values[:rows] * 2)
+    assert path_of(fn.act.last_report()) == "express"
+    assert len(fn.act.last_report().copies) == 1  # it did not wait there for memory
+
+
 def test_nobody_waits_for_the_stream(there: int) -> None:
     x, values = randn(32)
     settled(x, function=fn.slow)

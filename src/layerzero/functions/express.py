@@ -38,6 +38,7 @@ from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.transport.wire import REF
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 FRAME_BYTES = 1024  # of a block, for the call; its answer lies behind that
 MAX_BLOCKS = 64  # kept of a function
@@ -95,6 +96,12 @@ class Express:
     def head(self) -> bytes:
         """What its calls begin with, packed: all before their arguments."""
         return b"\x95" + pack_tree(frames.CALL) + pack_tree(self.owner._places.tree(self.backends))
+
+    has_out = False  # results on a GPU are written into memory that the function is given
+
+    def results(self, args: tuple[Any, ...]) -> tuple[TensorSpec, ...] | None:
+        """What a call on a GPU results in, where that is declared."""
+        return None
 
     def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
         """A call as others are, for one that was sent and does not end plainly. `loan`: as of `begin`."""

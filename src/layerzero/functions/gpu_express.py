@@ -78,6 +78,9 @@ class Called(Protocol):
     def label(self) -> str: ...
     @property
     def backends(self) -> tuple[str, ...]: ...
+    @property
+    def has_out(self) -> bool: ...
+    def results(self, args: tuple[Any, ...]) -> tuple[TensorSpec, ...] | None: ...
     def head(self) -> bytes: ...
     def tail(self, level: int) -> bytes: ...
     def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call: ...
@@ -97,10 +100,11 @@ class GpuExpress:
         if self._skipped < self._pause:
             self._skipped += 1
             return None
-        session, key = default_session.session(), (found.key, _root_logger.level)
+        session, declared = default_session.session(), self.called.results(args)
+        key = (found.key, _root_logger.level, declared)
         site = self._sites.get(key)
         if site is None or not site.is_open(session):
-            site = self._found(session, key, args)
+            site = self._found(session, key, args, declared)
             if site is not None:
                 if len(self._sites) >= MAX_SITES:
                     self._sites.clear()
@@ -117,12 +121,15 @@ class GpuExpress:
             self._results.clear()
         self._results[site.key] = tuple(results)
 
-    def _found(self, session: Session, key: Hashable, args: tuple[Any, ...]) -> _Site | None:
+    def _found(
+        self, session: Session, key: Hashable, args: tuple[Any, ...], declared: tuple[TensorSpec, ...] | None
+    ) -> _Site | None:
         """That of calls like this one, where this thread's last call was on a ring."""
         called = self.called
         owner, label = called.owner, called.label
         last: Any = getattr(owner._last, "call", None)
-        record, results = getattr(last, "_record", None), self._results.get(key, owner._places.results_there.get(label))
+        record = getattr(last, "_record", None)
+        results = self._results.get(key, owner._places.results_there.get(label)) if declared is None else declared
         if type(record) is not tuple or record[6].lane != EXPRESS or results is None:
             return None
         if last._session is not session or session.link.lost is not None or observing.recorder is not None:
@@ -148,16 +155,16 @@ class GpuExpress:
             node[-2:] = [len(arrays), offset]
         try:
             call = called.head() + pack_tree(given.trees[0]) + called.tail(_root_logger.level)
-            head = b"\x94" + pack_tree(frames.GPU) + call + pack_tree(outs) + pack_tree(False)
+            head = b"\x94" + pack_tree(frames.GPU) + call + pack_tree(outs) + pack_tree(called.has_out)
         except (OverflowError, ValueError):
             return None
         if len(head) > frames.MAX_KNOWN_BYTES:
             return None
         sizes = tuple(one.spec.span_bytes for one in arrays)
         first = next(at for at, one in enumerate(args) if one is lent.like.obj)
-        return _Site(
-            self, key, session, gpu, route, frames.prefix(len(head)) + head, sizes, tuple(results), lent.like, first
-        )
+        frame, declares = frames.prefix(len(head)) + head, declared is not None
+        its = (self, key, session, gpu, route, frame, sizes, tuple(results), lent.like, first)
+        return _Site(*its, is_declared=declares)
 
 
 class _Site:
@@ -175,8 +182,11 @@ class _Site:
         results: tuple[TensorSpec, ...],
         like: Array,
         first: int,
+        *,
+        is_declared: bool,
     ) -> None:
-        """`sizes`: bytes that the arguments span; `first`: of them, that results are made like."""
+        """`sizes`: bytes that the arguments span; `first`: of them, that results are made like; `is_declared`: these
+        are by a shape function."""
         self.express, self.key, self.session, self.gpu, self.route = express, key, session, gpu, route
         self.owner, self.label = express.called.owner, express.called.label
         self.results, self.asked_in = results, overlay.process()
@@ -193,6 +203,7 @@ class _Site:
         self._rest = (MAX_LENT - len(sizes) - bool(results)) * NO_REF
         self._blocks: list[Block] = []
         self.plain: Plain | None = None  # the last answer of that kind
+        self.is_declared = is_declared
 
     def is_open(self, asked: Session) -> bool:
         """Whether the next call of that session may go here, too."""
@@ -407,7 +418,7 @@ class GpuExpressCall:
             return self._call.finish(timeout)
         finally:
             self._record = self._call._record
-            if self._has_others:
+            if self._has_others and not self._site.is_declared:
                 self._site.express.expect(self._site, self._site.owner._places.results_there.get(self.label, ()))
             self._let_go()
 

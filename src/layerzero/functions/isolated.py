@@ -34,7 +34,7 @@ from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
-from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
+from layerzero.functions.shapes import OUT, Shaped, ShapedCall, ShapedExpress, takes_out, without_out
 from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
@@ -122,7 +122,7 @@ class Isolated(Generic[P, R]):
         self._threads = Threads(self._places.count_of(where))
         self._counts = NO_COUNTS if self._signature is None else plain_counts(self._signature)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
-        self._express = Express(self, self._counts) if self._takes_express else None
+        self._express = self._own_express() if self._takes_express else None
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
@@ -140,11 +140,19 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{self._label} is of its environment alone; allowed as placement: worker")
         return Placing(self._env, asked, self._label)
 
+    def _own_express(self) -> Express:
+        shapes = self._options.shapes
+        return (
+            Express(self, self._counts)
+            if shapes is None
+            else ShapedExpress(self, self._counts, shapes, has_out=self._has_out)
+        )
+
     @property
     def _takes_express(self) -> bool:
         """Whether nothing about its calls needs a look at each."""
         options, placed = self._options, self._placing is not None
-        is_plain = bool(self._counts) and not (self._is_stream or options.keep or options.shapes or options.shadow)
+        is_plain = bool(self._counts) and not (self._is_stream or options.keep or options.shadow)
         return is_plain and not placed and len(self._places.backends) == 1
 
     @property
