@@ -464,10 +464,12 @@ def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
 def plain_counts(signature: inspect.Signature) -> range:
     """So many arguments fit without a look; none where each call needs one."""
     parameters = signature.parameters.values()
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if not all(one.kind in plain for one in parameters):
+    plain = [one for one in parameters if one.kind in _POSITIONAL]
+    if len(plain) + any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters) < len(parameters):
         return NO_COUNTS
-    return range(sum(one.default is inspect.Parameter.empty for one in parameters), len(parameters) + 1)
+    least = sum(one.default is inspect.Parameter.empty for one in plain)
+    return range(least, len(plain) + 1 if len(plain) == len(parameters) else MAX_COUNT)
 
 
-NO_COUNTS = range(0)
+NO_COUNTS, MAX_COUNT = range(0), 1 << 20
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -67,6 +67,10 @@ class Results:
         self._places.append(place)
         return frames.array_node(frames.OF_GPU, found.spec, frames.ON_GPU, max(place, 0))
 
+    def fits(self, found: Found) -> bool:
+        """Whether there is memory for a result that is the only one."""
+        return len(self._outs) == 1 and self._place_of(found) == 0
+
     def _place_of(self, found: Found) -> int:
         if not self._is_given:
             at = len(self.found)
@@ -128,6 +132,8 @@ class Device:
         self._last: tuple[int, int] | None = None  # context and stream of the latest work; None before the first
         self._lent: list[tuple[Any, int]] = []  # with the writes to it until then
         self._events: dict[int, int] = {}  # by context: what one stream waits for of another
+        self._contexts: dict[int, int] = {}  # by ordinal
+        self.driver: Driver | None = None
         self._known: set[str] = set()  # functions that have run on a GPU
         self._is_settled = False  # the stream of the present call waits for all that the function has told others
 
@@ -149,24 +155,30 @@ class Device:
         """A call: `ordinal` of its GPU; None for one without, in a worker that has had others."""
         return self._after_others() if ordinal is None else self._on_gpu(ordinal)
 
-    @contextlib.contextmanager
-    def _on_gpu(self, ordinal: int) -> Iterator[None]:
-        stream, libraries = self._stream, self.libraries
-        assert stream is not None
-        assert libraries is not None
-        driver = _driver()
-        self._ordinal = ordinal
-        self._follow(driver, driver.current_context(), stream)
-        try:
-            self._is_settled = False
-            with libraries.on_stream(stream, ordinal):
-                yield
-            if not self._is_settled:
-                self._order(driver, LEGACY, stream)  # of libraries that know no streams
-            driver.is_stream_idle(stream)  # raises where the function has cost this process its GPU
-        finally:
-            self.results = None
-            self._lent.clear()
+    def _on_gpu(self, ordinal: int) -> AbstractContextManager[None]:
+        assert self._stream is not None
+        assert self.libraries is not None
+        return _OnGpu(self, ordinal, self._stream, self.libraries)
+
+    def enter(self, ordinal: int, stream: int) -> Driver:
+        """A call on this GPU begins, in this stream. The driver."""
+        driver = self.driver = self.driver or _driver()
+        context = self._contexts.get(ordinal)
+        if context is None:
+            context = self._contexts[ordinal] = driver.current_context()
+        self._ordinal, self._is_settled = ordinal, False
+        self._follow(driver, context, stream)
+        return driver
+
+    def leave(self, driver: Driver, stream: int) -> None:
+        """The function has returned. Raises where it has cost this process its GPU."""
+        if not self._is_settled:
+            self._follow_legacy(driver, stream)
+        driver.is_stream_idle(stream)  # which raises
+
+    def end(self) -> None:
+        self.results = None
+        self._lent.clear()
 
     @contextlib.contextmanager
     def _after_others(self) -> Iterator[None]:
@@ -189,7 +201,7 @@ class Device:
     def _order(self, driver: Driver, first: int, then: int, of: int | None = None) -> None:
         """What one stream has to do comes before what the other is told from now on. `of`: the first one's context,
         where that is not the current one."""
-        context = driver.current_context() if of is None else of
+        context = self._contexts[self._ordinal] if of is None else of
         if of is not None:
             driver.push_context(of)
         try:
@@ -201,6 +213,11 @@ class Device:
             if of is not None:
                 driver.pop_context()
         driver.wait_event(then, event)
+
+    def _follow_legacy(self, driver: Driver, stream: int) -> None:
+        """What libraries that know no streams have told comes before what this one is told from now on."""
+        if not driver.is_stream_idle(LEGACY):
+            self._order(driver, LEGACY, stream)
 
     def begin(self, label: str) -> None:
         """A function is about to run. Its first time it may import what then asks for the current stream too late: its
@@ -255,6 +272,14 @@ class Device:
             raise InvalidArgument(NO_STREAM)
         return self.results.add(found)
 
+    def found(self, value: Any) -> Found | None:
+        """A result on the GPU of the present call. None for what is none, or cannot go."""
+        assert self.libraries is not None
+        try:
+            return self.libraries.found(value, self._ordinal)
+        except InvalidArgument:
+            return None
+
     def settle(self) -> list[int] | None:
         """Copy the results to their caller's memory: the places of those that were made there. None where there is not
         the memory for them."""
@@ -262,11 +287,33 @@ class Device:
         assert self._stream is not None
         if not self.results.have_room:
             return None
-        driver = _driver()
-        for stream in {LEGACY, *(found.stream for found in self.results.found)}:
+        driver = self.driver or _driver()
+        self._follow_legacy(driver, self._stream)
+        for stream in {found.stream for found in self.results.found} - {LEGACY}:
             self._order(driver, stream, self._stream)
         self._is_settled = True
         return self.results.put(driver, self._stream)
+
+
+class _OnGpu(AbstractContextManager[None]):
+    """A call on a GPU."""
+
+    def __init__(self, device: Device, ordinal: int, stream: int, libraries: Libraries) -> None:
+        self._device, self._stream = device, stream
+        self._driver = device.enter(ordinal, stream)
+        self._inside = libraries.on_stream(stream, ordinal)
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        device = self._device
+        try:
+            self._inside.__exit__(None, None, None)
+            if kind is None:
+                device.leave(self._driver, self._stream)
+        finally:
+            device.end()
 
 
 NO_STREAM = (

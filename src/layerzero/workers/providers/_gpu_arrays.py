@@ -3,11 +3,10 @@ CuPy, else an object that other libraries read. What they enqueue goes to the st
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
@@ -26,40 +25,21 @@ class GpuLibraries:
     """As device.Libraries."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[str, int, int], Any] = {}  # by library, GPU and handle
-        self._entered: tuple[ExitStack, set[str], int, int] | None = None  # of the present call
+        self.streams: dict[tuple[str, int, int], tuple[Any, ...]] = {}  # by library, GPU and handle
+        self._entered: _Entered | None = None  # of the present call
 
-    @contextlib.contextmanager
-    def on_stream(self, stream: int, device: int) -> Iterator[None]:
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[None]:
         """As device.Libraries."""
-        with ExitStack() as stack:
-            self._entered = (stack, set(), stream, device)
-            try:
-                for library in _ENTER:
-                    if library in sys.modules:
-                        self._enter(library)
-                yield
-            finally:
-                self._entered = None
-
-    def _enter(self, library: str) -> None:
-        assert self._entered is not None
-        stack, entered, stream, device = self._entered
-        if library not in entered and _has_cuda(library):
-            entered.add(library)
-            key = (library, device, stream)
-            found = self._streams.get(key)
-            if found is None:
-                found = self._streams[key] = _ENTER[library](stream, device)
-            for one in found:
-                stack.enter_context(one() if callable(one) else one)
+        self._entered = entered = _Entered(self.streams, stream, device)
+        return entered
 
     def open(self, library: str, spec: TensorSpec, span: Span, stream: int) -> Any:
         """As device.Libraries."""
         chosen = _chosen(library)
         if not chosen:
             return GpuMemory(spec, span, stream)
-        self._enter(chosen)
+        assert self._entered is not None
+        self._entered.enter(chosen)
         return _OPEN[chosen](spec, span)
 
     def found(self, value: Any, device: int) -> Found | None:
@@ -79,6 +59,43 @@ class GpuLibraries:
             return int(getattr(array, "_version", 0))
         except RuntimeError:  # of torch.inference_mode
             return 0
+
+
+class _Entered(AbstractContextManager[None]):
+    """One call, in which libraries enqueue on its stream. As an ExitStack, in a tenth of the time."""
+
+    def __init__(self, streams: dict[tuple[str, int, int], tuple[Any, ...]], stream: int, device: int) -> None:
+        self._streams, self._stream, self._device = streams, stream, device
+        self._libraries: set[str] = set()
+        self._inside: list[Any] = []
+
+    def __enter__(self) -> None:
+        for library in _ENTER:
+            if library in sys.modules:
+                self.enter(library)
+
+    def enter(self, library: str) -> None:
+        if library not in self._libraries and _has_cuda(library):
+            self._libraries.add(library)
+            key = (library, self._device, self._stream)
+            found = self._streams.get(key)
+            if found is None:
+                found = self._streams[key] = _ENTER[library](self._stream, self._device)
+            for one in found:
+                entered = one() if callable(one) else one
+                entered.__enter__()
+                self._inside.append(entered)
+
+    def __exit__(self, *_: object) -> None:
+        """What a library raises is raised when all are left."""
+        error: Exception | None = None
+        while self._inside:
+            try:
+                self._inside.pop().__exit__(None, None, None)
+            except Exception as exc:
+                error = error or exc
+        if error is not None:
+            raise error
 
 
 def _chosen(library: str) -> str:
@@ -133,10 +150,37 @@ def _imported(library: str) -> Any:
     return cupy
 
 
+class _TorchStream:
+    """As torch.cuda.stream, of whose time most goes into asking which GPU is meant."""
+
+    def __init__(self, torch: Any, stream: Any) -> None:
+        self._get, self._set = torch._C._cuda_getCurrentStream, torch._C._cuda_setStream
+        self._device, self._set_device = torch._C._cuda_getDevice, torch._C._cuda_setDevice
+        self._index = stream.device_index
+        self._its = {name: getattr(stream, name) for name in _OF_STREAM}
+        self._before: list[tuple[int, Any]] = []
+
+    def __enter__(self) -> None:
+        self._before.append((self._device(), self._get(self._index)))
+        self._set(**self._its)
+
+    def __exit__(self, *_: object) -> None:
+        device, before = self._before.pop()
+        self._set(**dict(zip(_OF_STREAM, before, strict=True)))
+        if device != self._index:
+            self._set_device(device)
+
+
+_OF_STREAM = ("stream_id", "device_index", "device_type")
+
+
 def _torch_stream(stream: int, device: int) -> tuple[Any, ...]:
     torch = sys.modules["torch"]
     made = torch.cuda.ExternalStream(stream, device=device)
-    return (lambda: torch.cuda.stream(made),)
+    current = torch._C._cuda_getCurrentStream(device)
+    if isinstance(current, tuple) and len(current) == len(_OF_STREAM) and all(hasattr(made, n) for n in _OF_STREAM):
+        return (_TorchStream(torch, made),)
+    return (lambda: torch.cuda.stream(made),)  # of torch 1
 
 
 def _cupy_stream(stream: int, device: int) -> tuple[Any, ...]:
