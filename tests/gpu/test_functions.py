@@ -267,6 +267,43 @@ def test_a_worker_that_loses_its_gpu_takes_nobody_along(fn: ModuleType, how: str
         assert torch.equal(fn.scaled(x), x * 2)
 
 
+def test_a_function_is_an_op_of_torch_on_the_gpu(fn: ModuleType) -> None:
+    """Eagerly, with gradients, compiled; of tensors of the CPU, too. What fake= says of the device is compared."""
+    op = fn.scaled.as_torch_op(
+        "lzgpufn::scaled",
+        "(Tensor x, float factor=2.0) -> Tensor",
+        fake=lambda x, factor: torch.empty_like(x),
+        backward=lambda grad, x, factor: grad * factor,
+    )
+    cube = fn.cube.as_torch_op(
+        "lzgpufn::cube", "(Tensor x) -> Tensor", fake=torch.empty_like, backward=fn.cube_backward
+    )
+    wrong = fn.scaled.as_torch_op(
+        "lzgpufn::wrong", "(Tensor x, float factor=2.0) -> Tensor", fake=lambda x, factor: torch.empty_like(x).cpu()
+    )
+    for device in ("cuda", "cpu"):
+        x = torch.randn(64, 32, device=device, dtype=torch.float64, requires_grad=True)
+        for _ in range(8):
+            result = op(x, 3.0)
+            assert torch.equal(result, x.detach() * 3)
+            assert result.device == x.device
+        assert torch.autograd.gradcheck(lambda x: op(x, 3.0), x[:2, :2].detach().requires_grad_())
+        for backend in ("eager", "aot_eager"):
+            compiled = torch.compile(lambda x: op(x * 2, 3.0) + cube(x), fullgraph=True, backend=backend)
+            x.grad = None
+            found = compiled(x)
+            torch.testing.assert_close(found, x.detach() * 6 + x.detach() ** 3)
+            found.sum().backward()
+            torch.testing.assert_close(x.grad, 6 + 3 * x.detach() ** 2)
+        torch.library.opcheck(op, (x.detach(), 3.0))
+    with pytest.raises(lz.InvalidArgument, match=r"fake= says .* on cpu"):
+        wrong(torch.randn(3, device="cuda"))
+    graph, y = torch.cuda.CUDAGraph(), torch.randn(4, device="cuda")
+    with pytest.raises(lz.CudaGraphUnsafe), torch.cuda.graph(graph):
+        op(y)
+    torch.cuda.synchronize()
+
+
 def test_what_a_call_costs(fn: ModuleType) -> None:
     """Not a limit: printed, for the record."""
     x = randn(1 << 18)
