@@ -297,6 +297,36 @@ def test_threads_get_their_own_results(there: int) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("transport", ["vmm", "staged", "copied"])
+def test_memory_crosses_in_other_ways(site: Site, store: Path, transport: str) -> None:
+    """What is copied around a call is copied in its order."""
+    lz.disconnect()
+    one = new_site(store)
+    one.environ["LAYERZERO_GPU_TRANSPORT"] = transport
+    try:
+        with one.environment():
+            fn.THERE.build(quiet=True)
+            one.start().connect()
+            fn.prepare()
+            x, values = randn(8, 4)
+            paths = set()
+            for number in range(30):
+                check(fn.act(x, "", float(number)), values * number)
+                found = fn.several(x, x)
+                check(found["sum"], values * 2)
+                check(found["parts"][1][0], values * 3)
+                check(fn.into(x), values * 2)
+                report = fn.into.last_report().selection
+                assert any(f"memory crosses by {transport}" in note for note in report.notes)
+                paths.add(report.path)
+            assert "express" in paths
+            lz.disconnect()
+    finally:
+        one.stop()
+    with site.environment():
+        site.connect()
+
+
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_death_is_of_one_call(own: Site, tmp_path: Path, *, is_sent: bool) -> None:
     """One that is idempotent is made once more, a fallback has the arguments, and the caller's stream goes on."""

@@ -222,6 +222,7 @@ class GpuLoan(Lent):
             node[-2:] = [self._positions[at], offset - self.ranges[at].offset]
         if self.transport in STAGED:
             for arena, offset, nbytes in self.ranges:
+                self.gpu.number(arena, self.transport)  # it is shown before anything is put into what is shown
                 arena.publish(self.transport, offset, nbytes, self.stream)
 
     def sent(self) -> None:
