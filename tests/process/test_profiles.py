@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.process import test_cli
-from tests.process.harness import Site
+from tests.process.harness import Site, wait_until
+from tests.process.join_site import Agent
 
 import layerzero as lz
 from layerzero.client.session.settings_check import SettingWarning
@@ -19,15 +20,19 @@ WIDER = "lz down, then LAYERZERO_PROFILE=all lz up"
 MINE = {"schema": 1, "calls": {"silu": ["float32"]}}
 
 
-@pytest.fixture
-def site(new_site: Sites, tmp_path: Path) -> Site:
-    """With the profile `mine`, which has silu in float32, and a backend that has float64 as well."""
-    site = new_site(profile="mine")
+def a_site(new_site: Sites, tmp_path: Path, profile: str = "mine", **settings: object) -> Site:
+    """Not started, with a backend that has silu in float32 and float64; the profile `mine` has float32 alone."""
+    site = new_site(profile=profile, **settings)
     site.environ["LAYERZERO_STORE"] = str(tmp_path)
     site.add_backend("wide", dtypes=["float32", "float64"])
-    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles").mkdir(exist_ok=True)
     (tmp_path / "profiles" / "mine.json").write_text(json.dumps(MINE))
-    return site.start()
+    return site
+
+
+@pytest.fixture
+def site(new_site: Sites, tmp_path: Path) -> Site:
+    return a_site(new_site, tmp_path).start()
 
 
 def test_a_call_outside_of_the_profile_is_refused_with_the_reason(site: Site) -> None:
@@ -65,3 +70,26 @@ def test_the_probe_of_a_profile_is_of_its_calls_alone(site: Site) -> None:
     wide, alpha = rows["wide.silu"], rows["alpha.matmul"]
     assert (wide["state"], wide["outside"], list(wide["certified"])) == ("certified", ["float64"], ["float32"])
     assert (alpha["state"], alpha["cause"]) == ("not probed", "profile mine")
+
+
+def certified_where_joined(site: Site) -> int:
+    """How many classes the agent of `wide` certified for the site's broker, but that of null."""
+    site.start()
+    agent = Agent(site, "wide")
+    try:
+        with site.connect():
+            wait_until(lambda: site.backend("wide")["state"] == "ready")
+            assert lz.silu(np.ones(4, "float32"), backend="wide").shape == (4,)
+        lines = map(json.loads, (site.folder / "broker.log").read_text().splitlines())
+        (found,) = [line["certified"] for line in lines if line["event"] == "agent.certified"]
+        return int(found) - 1
+    finally:
+        agent.end()
+
+
+def test_a_joined_worker_is_probed_on_the_calls_of_the_profile(new_site: Sites, tmp_path: Path) -> None:
+    """Its agent is told which: of silu the classes of one dtype, or those of both."""
+    mine, both = (
+        certified_where_joined(a_site(new_site, tmp_path, joined="wide", profile=name)) for name in ("mine", "all")
+    )
+    assert both == 2 * mine > 0

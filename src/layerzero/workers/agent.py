@@ -148,7 +148,8 @@ class Children:
             raise ProtocolError("keep comes once, with the backend's descriptor")
         self._keep, self._descriptor_fd = message, fds[0]
         if message.probes:
-            targets = [self._provider(message), f"/proc/self/fd/{fds[0]}"]
+            told = [json.dumps(message.calls)] if message.calls else []
+            targets = [self._provider(message), f"/proc/self/fd/{fds[0]}", *told]
             self._probe = self._start_tool("layerzero.workers.probe", targets, message.timeout_s, (fds[0],))
 
     def compile(self, message: messages.CompileHere) -> None:

@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layerzero.broker.configuration.settings import Settings
@@ -28,6 +28,7 @@ from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.supervisor import Exit
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.profiles import ALL, Profile
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs import functions
 from layerzero.envs.build import environ
@@ -161,7 +162,7 @@ class Joined:
         launcher = self._launcher
         manifest = launcher.manifests[hello.backend]
         key = _certificate_key(hello, manifest)
-        record = probe.cached_record(self._record_path(hello.backend, key))
+        record = self._kept_record(hello.backend, key)
         agent = Agent(peer, hello.backend, hello.env, key)
         self._agents.setdefault(hello.backend, []).append(agent)
         self._by_peer[peer.number] = agent
@@ -179,6 +180,7 @@ class Joined:
                 defaults=environ.worker_environ({}, {}),
                 probes=record is None,
                 timeout_s=self._settings.start_timeout_s,
+                calls=launcher.profile.to_json() or {},
             )
             self._tell(agent, keep, (fd,))
         finally:
@@ -424,9 +426,12 @@ class Joined:
         timeout_s = self._settings.start_timeout_s
         repair = joining.command(agent.backend)
         record = probe.judge(ended, agent.backend, agent.key, message.seconds, timeout_s, lambda *_: repair)
+        profile = self._launcher.profile
+        if profile.hash:
+            record = replace(record, profile=profile.name)
         if record.ok and agent.env:
             try:
-                probe.keep_record(self._record_path(agent.backend, agent.key), record)
+                probe.keep_record(self._record_path(agent.backend, agent.key, profile), record)
             except OSError as exc:  # it serves all the same, and is probed again when it comes again
                 log("probe.not_kept", backend=agent.backend, store=str(self._settings.store), error=str(exc))
         self._certify(agent, record)
@@ -459,8 +464,14 @@ class Joined:
             )
         return self._launcher.absence(backend)
 
-    def _record_path(self, backend: str, key: str) -> Path:
-        return self._settings.store / "probes" / f"{backend}-{key}.json"
+    def _kept_record(self, backend: str, key: str) -> ProbeRecord | None:
+        """One on all calls is one on those of the profile, too."""
+        of_all = probe.cached_record(self._record_path(backend, key))
+        return of_all or probe.cached_record(self._record_path(backend, key, self._launcher.profile))
+
+    def _record_path(self, backend: str, key: str, profile: Profile = ALL) -> Path:
+        of_profile = f"{probe.OF_PROFILE}{profile.hash}" if profile.hash else ""
+        return self._settings.store / "probes" / f"{backend}-{key}{of_profile}.json"
 
     def _tell(self, agent: Agent, message: messages.Message, fds: tuple[int, ...] = ()) -> None:
         """One that has ended is seen by the end of its connection; one that does not read is cut off, which kills its

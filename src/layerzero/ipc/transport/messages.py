@@ -297,6 +297,7 @@ class Keep(Message):
     defaults: dict[str, Any]  # variables of the worker that the agent's own win over
     probes: bool
     timeout_s: float  # of the probe: how long it may be in one case
+    calls: dict[str, Any]  # what the probe runs: dtypes by op, those of the broker's profile; empty for all
 
 
 @named_record
