@@ -159,6 +159,24 @@ def test_what_a_call_comes_to_besides_is_as_ever(there: int, capfd: pytest.Captu
         assert capfd.readouterr().out == f"[there] {'hello ' * int(value)}\n" * 5 if what == "print" else True
 
 
+def test_arguments_by_name_are_those_by_place(there: int) -> None:
+    x, values = randn(8)
+    settled(x, "", 3.0)
+
+    def is_past() -> bool:
+        check(fn.act(x, value=3.0, what=""), values * 3)
+        return isinstance(fn.act._last.call, GpuExpressCall)
+
+    wait_until(is_past)
+    for _ in range(3):
+        check(fn.act(x, value=5.0), values * 5)  # what is left out has its default there
+        check(fn.act(x=x, what="", value=7.0), values * 7)
+    with pytest.raises(lz.InvalidArgument, match="multiple values"):
+        fn.act(x, "", what="")
+    with pytest.raises(lz.InvalidArgument, match="unexpected"):
+        fn.act(x, other=1)
+
+
 def test_methods_take_the_way_of_functions(there: int) -> None:
     total = fn.Total(soft_cupy.asarray(np.zeros(4, np.float32)))
     one = soft_cupy.asarray(np.ones(4, np.float32))

@@ -27,8 +27,9 @@ from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, Wra
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
-from layerzero.functions.express import Express
+from layerzero.functions.express import Express, ExpressCall
 from layerzero.functions.futures import FunctionFuture
+from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.functions.handle import Handle
 from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
@@ -121,6 +122,7 @@ class Isolated(Generic[P, R]):
         self._placing = self._place()
         self._threads = Threads(self._places.count_of(where))
         self._counts = NO_COUNTS if self._signature is None else plain_counts(self._signature)
+        self._names = () if self._signature is None else names_by_place(self._signature)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
         self._express = self._own_express() if self._takes_express else None
         self._last = threading.local()
@@ -176,19 +178,32 @@ class Isolated(Generic[P, R]):
         """
         if self._is_coroutine:
             return self.submit(*args, **kwargs)  # type: ignore[return-value]
-        if self._express is not None and not kwargs and (begun := self._express.begin(args)) is not None:
+        begun = None if self._express is None else self._begun(self._express, args, kwargs)
+        if begun is not None:
             return begun.run()  # type: ignore[no-any-return]
         return self._start(args, kwargs).finish()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
         """Send a call and return at once. Arguments must not change before it is done."""
-        if self._express is not None and not kwargs and self._kernel_ns < SHORT_NS:
-            begun = self._express.begin(args)
+        if self._express is not None and self._kernel_ns < SHORT_NS:
+            begun = self._begun(self._express, args, kwargs)
             if begun is not None:
                 return FunctionFuture(begun)
         call = self._start(args, kwargs)
         call.send()
         return FunctionFuture(call)
+
+    def _begun(self, express: Express, args: tuple[Any, ...], kwargs: Any) -> ExpressCall | GpuExpressCall | None:
+        """A call that passes the broker; None for one that has to go the longer way, such as one with an argument by
+        name behind one that is left out."""
+        if not kwargs:
+            return express.begin(args)
+        given = [*args]
+        for name in self._names[len(args) :]:
+            if name not in kwargs:
+                break
+            given.append(kwargs[name])
+        return express.begin((*given,)) if len(given) == len(args) + len(kwargs) else None
 
     def map(self, *iterables: Any, chunksize: int = 1) -> Iterator[R]:
         """Results of calls with items of these, in order; some calls are on their way ahead. The first that fails
@@ -469,6 +484,14 @@ def plain_counts(signature: inspect.Signature) -> range:
         return NO_COUNTS
     least = sum(one.default is inspect.Parameter.empty for one in plain)
     return range(least, len(plain) + 1 if len(plain) == len(parameters) else MAX_COUNT)
+
+
+def names_by_place(signature: inspect.Signature) -> tuple[str, ...]:
+    """Of the arguments that are given by place or by name, where all of them are."""
+    parameters = signature.parameters.values()
+    if any(one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for one in parameters):
+        return ()
+    return tuple(signature.parameters)
 
 
 NO_COUNTS, MAX_COUNT = range(0), 1 << 20

@@ -38,7 +38,7 @@ class Part(NamedTuple):
         end = self.offset + self.spec.span_bytes
         if not isinstance(memory, Span) or end > memory.nbytes:
             raise ProtocolError(f"{self.spec} at {self.offset} is outside of its memory {self.position}")
-        return memory[self.offset : end]
+        return memory[self.offset : end] if self.offset or end < memory.nbytes else memory
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ CuPy, else an object that other libraries read. What they enqueue goes to the st
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -320,6 +321,7 @@ def _demand_device(own: int, device: int) -> None:
         raise InvalidArgument(f"an array on cuda:{own}, where the call is on cuda:{device}; move it there")
 
 
+@functools.lru_cache(maxsize=1024)
 def _spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
     if len(shape) > MAX_NDIM:
         raise InvalidArgument(f"an array of {len(shape)} dimensions; allowed: at most {MAX_NDIM}; reshape it")
