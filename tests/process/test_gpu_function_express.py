@@ -8,6 +8,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ import pytest
 from tests.process import forks
 from tests.process import gpu_functions as fn
 from tests.process.gpu_site import SOFT, finish, randn, soft
-from tests.process.harness import PATIENCE_S, Site, is_paused, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, is_paused, wait_until
 from tests.process.test_express import forked
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
@@ -219,6 +221,36 @@ def test_calls_in_turns_have_memory_for_their_own_results(there: int) -> None:
             check(fn.act(x, "rows", rows), values[:rows] * 2)
     assert path_of(fn.act.last_report()) == "express"
     assert len(fn.act.last_report().copies) == 1  # it did not wait there for memory
+
+
+ANOTHER = """
+import numpy
+from tests.soft_gpu import soft_cupy
+soft_cupy.install()
+import layerzero as lz
+from tests.process import gpu_functions as fn
+lz.connect()
+one = soft_cupy.asarray(numpy.ones(4, numpy.float32))
+for _ in range({count}):
+    fn.summed(one, {name!r})
+assert fn.summed.last_report().selection.path == "express", fn.summed.last_report()
+lz.synchronize()
+lz.disconnect()
+"""
+
+
+def test_programs_share_a_workers_state_in_order(site: Site, there: int) -> None:
+    """Each has a ring of its own; what both have added is there."""
+    one, name, count = soft_cupy.asarray(np.ones(4, np.float32)), str(time.monotonic_ns()), 60
+    settled(one, f"{name} before", function=fn.summed)
+    with site.environment():
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_RUNTIME_DIR": str(site.folder)}
+        program = [sys.executable, "-c", ANOTHER.format(count=count, name=name)]
+        other = subprocess.Popen(program, env=environ, cwd=ROOT)
+        for _ in range(count):
+            fn.summed(one, name)
+        assert other.wait(PATIENCE_S) == 0
+    check(fn.summed(one, name), np.full(4, 2.0 * count + 1))
 
 
 def test_nobody_waits_for_the_stream(there: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.errors import CudaError, InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, DeviceMemory
@@ -272,11 +272,13 @@ class Device:
         return self.results.add(found)
 
     def found(self, value: Any) -> Found | None:
-        """A result on the GPU of the present call. None for what is none, or cannot go."""
+        """A result on the GPU of the present call. None for what is none, or cannot go, which `put` says of it."""
         assert self.libraries is not None
         try:
             return self.libraries.found(value, self._ordinal)
-        except InvalidArgument:
+        except CudaError:
+            raise
+        except Exception:  # such as a library that has no memory for a dense copy
             return None
 
     def settle(self) -> list[int] | None:
