@@ -127,6 +127,13 @@ def rows(x: Any) -> Iterator[Any]:
         yield row.cpu()
 
 
+@lz.isolated(GPU)
+def steps(x: Any, count: int) -> Iterator[Any]:
+    for _ in range(count):
+        x = x + 1
+        yield x
+
+
 @lz.isolated(PAIR)
 def spread(x: Any) -> tuple[Any, int]:
     return x + 1, os.getpid()

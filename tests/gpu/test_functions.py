@@ -165,6 +165,18 @@ def test_submitted_calls_and_generators(fn: ModuleType) -> None:
     assert torch.equal(torch.stack(list(fn.rows(x))), x.cpu())
 
 
+def test_items_of_generators_are_on_the_gpu(fn: ModuleType) -> None:
+    """In the order of the stream that takes them; what they are made of is the generator's own."""
+    x = randn(1 << 16)
+    before, other = x.clone(), torch.cuda.Stream()
+    for number, item in enumerate(fn.steps(x, 9)):
+        x.zero_()
+        with torch.cuda.stream(other) if number % 2 else torch.cuda.stream(torch.cuda.current_stream()):
+            other.wait_stream(torch.cuda.default_stream())
+            torch.testing.assert_close(item, before + number + 1)
+        item.fill_(-1)
+
+
 def test_workers_of_a_pool_have_streams_of_their_own(fn: ModuleType) -> None:
     """Calls of one stream go to one worker; of several, side by side."""
     x = randn(3, 5)

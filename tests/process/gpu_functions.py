@@ -175,6 +175,14 @@ def rows(x: Any) -> Any:
         yield (x * float(number)).get()
 
 
+@lz.isolated(THERE)
+def steps(x: Any, count: int) -> Any:
+    """Items on the GPU: of the state that it has, and beside others; the last ones are shorter."""
+    for number in range(count):
+        x = x + 1.0
+        yield x if number % 3 else {"of": number, "x": x[: 2 if number > count // 2 else 4]}
+
+
 @lz.isolated(BARE)
 def without_a_gpu(x: Any) -> Any:
     return x

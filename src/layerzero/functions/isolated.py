@@ -23,20 +23,19 @@ from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, Wrap, warm_up
+from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, warm_up
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.express import Express, ExpressCall
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.gpu_express import GpuExpressCall
-from layerzero.functions.handle import Handle
+from layerzero.functions.handle import wrap_of
 from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, ShapedExpress, takes_out, without_out
-from layerzero.functions.streams import Stream
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
 from layerzero.ipc.functions.frames import Code
@@ -460,20 +459,12 @@ class Isolated(Generic[P, R]):
     def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
         if options.shapes is not None:
             return ShapedCall(self, given, args, kwargs, options, self._shaped(args, kwargs), has_out=self._has_out)
-        return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))
+        wrap = wrap_of(options, self._label, is_stream=self._is_stream, given=given.on_gpu)
+        return Call(self, given, args, kwargs, options, wrap=wrap)
 
     def _shaped(self, args: Any, kwargs: Any) -> Shaped:
         assert self._options.shapes is not None
         return Shaped(self._label, self._options.shapes, args, kwargs)
-
-
-def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
-    """What a call gives of a result that stays there; None where none does."""
-    if options.keep:
-        return Handle
-    if is_stream:
-        return lambda owner, hold: Stream(owner, hold, options, label)
-    return None
 
 
 def plain_counts(signature: inspect.Signature) -> range:

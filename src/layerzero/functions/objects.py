@@ -17,8 +17,9 @@ from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.express import ExpressCall
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.gpu_express import GpuExpressCall
+from layerzero.functions.handle import wrap_of
 from layerzero.functions.held import Hold, Lent, Reserved, Stay
-from layerzero.functions.isolated import NO_COUNTS, Isolated, plain_counts, wrap_of
+from layerzero.functions.isolated import NO_COUNTS, Isolated, plain_counts
 from layerzero.functions.methods import Borrowed, MethodExpress
 from layerzero.functions.names import look_up
 from layerzero.functions.options import Options, options_of

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays.recognition import Array
+from layerzero.client.arrays.recognition import Array, describe
 from layerzero.client.connection.report import Copy
-from layerzero.client.gpu.arrays import current_stream, device_name, give
+from layerzero.client.gpu.arrays import current_stream, device_name, give, new_like
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.lent_keys import ALIGNMENT, learn
 from layerzero.client.gpu.memory import Place
@@ -59,6 +59,15 @@ class GpuArguments:
         return sum(array.nbytes for array in self.arrays)
 
 
+def like_of(given: GpuArguments | None) -> Array | None:
+    """What later results of a call are made like; it keeps none of the arguments. None where there is no such array, as
+    of libraries that show no stream."""
+    if given is None or given.like.kind not in ("torch", "cupy"):
+        return None
+    made, _ = new_like(given.like, TensorSpec.contiguous(given.like.spec.dtype, (0,)))
+    return describe(made)
+
+
 def demand_uncaptured(context: Context, stream: int) -> None:
     """Raises CudaGraphUnsafe."""
     if context.driver.is_capturing(stream):
@@ -105,6 +114,16 @@ class Lent:
         if self.uncopied_bytes:
             self.copies.append(Copy("an argument", self.uncopied_bytes, "worker", reason))
         self.uncopied_bytes = 0
+
+    def enter_stream(self) -> None:
+        """What this thread's stream is told from now on comes behind the call, if that is of another one."""
+        stream, context = current_stream(self.like), self.gpu.memory.context
+        if stream != self.stream:
+            with context:
+                event = context.driver.create_event()
+                context.driver.record_event(event, self.stream)
+                context.driver.wait_event(stream, event)
+                context.driver.destroy_event(event)
 
     def close(self) -> None:
         """What was lent for it serves what the stream does next."""
