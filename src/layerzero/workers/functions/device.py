@@ -67,9 +67,13 @@ class Results:
         self._places.append(place)
         return frames.array_node(frames.OF_GPU, found.spec, frames.ON_GPU, max(place, 0))
 
-    def fits(self, found: Found) -> bool:
-        """Whether there is memory for a result that is the only one."""
-        return len(self._outs) == 1 and self._place_of(found) == 0
+    def takes(self, found: Found) -> bool:
+        """Whether there is memory for a result that is the only one: then it is added."""
+        if len(self._outs) != 1 or self._place_of(found):
+            return False
+        self.found.append(found)
+        self._places.append(0)
+        return True
 
     def _place_of(self, found: Found) -> int:
         if not self._is_given:

@@ -149,13 +149,12 @@ class There:
         """The answer of a call that results in one array, as there is memory for; None for all others."""
         assert device.results is not None
         found = device.found(result)
-        if found is None or not device.results.fits(found) or self._server._output.has_items:
+        if found is None or self._server._output.has_items or not device.results.takes(found):
             return None
-        node = device.results.add(found)
         there = tuple(device.settle() or ())
         answer = call.answers.get(there)
         if answer is None:
-            tree = [values.ARRAY, *node]
+            tree = [values.ARRAY, *frames.array_node(frames.OF_GPU, found.spec, frames.ON_GPU, 0)]
             answer = call.answers[there] = Frame([frames.RETURNED_THERE, tree, [], list(there)])
         return answer
 
