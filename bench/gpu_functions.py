@@ -77,7 +77,7 @@ def main() -> None:
                 functions.GPU.build(quiet=True)
                 site.start().connect()
                 functions.place()
-                table, told = list(rows(functions, quick=args.quick)), versions()
+                table, told = list(rows(functions, quick=args.quick)), {"client": versions()["client"]}
                 lz.disconnect()
         finally:
             site.stop()

@@ -177,15 +177,17 @@ class Isolated(Generic[P, R]):
         """
         if self._is_coroutine:
             return self.submit(*args, **kwargs)  # type: ignore[return-value]
-        begun = None if self._express is None else self._begun(self._express, args, kwargs)
-        if begun is not None:
-            return begun.run()  # type: ignore[no-any-return]
+        express = self._express
+        if express is not None:
+            begun = self._begun(express, args, kwargs) if kwargs else express.begin(args)
+            if begun is not None:
+                return begun.run()  # type: ignore[no-any-return]
         return self._start(args, kwargs).finish()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
         """Send a call and return at once. Arguments must not change before it is done."""
         if self._express is not None and self._kernel_ns < SHORT_NS:
-            begun = self._begun(self._express, args, kwargs)
+            begun = self._begun(self._express, args, kwargs) if kwargs else self._express.begin(args)
             if begun is not None:
                 return FunctionFuture(begun)
         call = self._start(args, kwargs)
@@ -195,8 +197,6 @@ class Isolated(Generic[P, R]):
     def _begun(self, express: Express, args: tuple[Any, ...], kwargs: Any) -> ExpressCall | GpuExpressCall | None:
         """A call that passes the broker; None for one that has to go the longer way, such as one with an argument by
         name behind one that is left out."""
-        if not kwargs:
-            return express.begin(args)
         given = [*args]
         for name in self._names[len(args) :]:
             if name not in kwargs:
