@@ -21,9 +21,7 @@ from layerzero.ipc.transport.wire import Header, Kind
 if TYPE_CHECKING:
     from layerzero.client.gpu.calls import GpuCalls
 
-# Looks at the ring, and how much longer each is waited for. Who looks all the time takes speed from the worker, where
-# cores share what they run at: a call of 1 MiB took 240 us so and 170 with pauses (H200).
-FIRST_S, MOST_S, GROWTH = 10e-6, 1e-3, 1.15
+FIRST_S, MOST_S, GROWTH = 20e-6, 1e-3, 1.3  # of looks at the ring, once nobody looks all the time
 NEWS_S = 100e-6  # of such a look; from then on it is seen what the broker says
 MANY = 64  # calls that are awaited; then it is seen which of them are over
 LOOK_EVERY = 16  # calls of a stream; then it is seen whether too many are open
@@ -74,7 +72,7 @@ class Asked(OnRing, Pending):
         """Until the function has returned; False where the broker has answered in its worker's stead, which is for
         Session.finish. Raises TimeoutError at `until_s`, BrokerLost, NotConnected and Cancelled."""
         try:
-            if not self.see():
+            if not self._look():
                 self._wait(link, until_s)
         except TimeoutError:
             raise
@@ -87,6 +85,21 @@ class Asked(OnRing, Pending):
         if self.header is not None and self.header.kind == _FAILED:  # just now, of what the GPU has to do yet
             self.outcomes.note_failure(self)
         return True
+
+    def _look(self) -> bool:
+        """Whether it is over, as is seen by looking all the time, for a moment."""
+        spin, see = self.lane.spin, self.see
+        spin_ns = spin.next_ns()
+        if not spin_ns:
+            return see()
+        start_ns = now_ns = time.perf_counter_ns()
+        while now_ns - start_ns < spin_ns:
+            if see():
+                spin.note(now_ns - start_ns)
+                return True
+            now_ns = time.perf_counter_ns()
+        spin.note(None)
+        return False
 
     def _wait(self, link: Link, until_s: float) -> None:
         lane, call, timeout_s = self.lane, self.call, self.timeout_s

@@ -16,8 +16,10 @@ from layerzero.ipc.shm import lane, ring
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring_words import ENQUEUED, REPLAYED, SLOTS
 from layerzero.ipc.shm.timeline_words import TimelinePoint
+from layerzero.ipc.spinning import Spin, limit_ns
 
 LOOK_S = 50e-6
+PATIENCE = 4  # times as long as elsewhere it is looked: a function on a GPU takes longer than a kernel of the CPU
 
 
 class Awaited(Protocol):
@@ -37,6 +39,7 @@ class GpuLane:
         self.points: list[TimelinePoint | None] = [None] * SLOTS
         self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
         self.awaited: dict[int, Awaited] = {}  # calls whose callers have not seen yet what their slots say
+        self.spin = Spin(PATIENCE * limit_ns(os.environ))
         self._barrier = threading.Lock()
         self.is_closed = False
         self.doorbell = -1

@@ -10,6 +10,7 @@ import pytest
 
 from layerzero.client.gpu.lent_ring import Asked
 from layerzero.ipc.errors import BrokerLost, LayerZeroError
+from layerzero.ipc.spinning import Spin
 from layerzero.ipc.transport.wire import Header, Kind
 
 
@@ -19,6 +20,7 @@ class Lane:
     number = 3
 
     def __init__(self) -> None:
+        self.spin = Spin(0)
         self.awaited: dict[int, Any] = {}
         self.enqueued: set[int] = set()
         self.is_ended = self.is_begun = False
