@@ -31,6 +31,16 @@ def scaled(x: Any, factor: float = 2.0) -> Any:
 
 
 @lz.isolated(GPU)
+def cube(x: Any) -> Any:
+    return x * x * x
+
+
+@lz.isolated(GPU)
+def cube_backward(grad: Any, x: Any) -> Any:
+    return 3 * x * x * grad
+
+
+@lz.isolated(GPU)
 def total(x: Any) -> float:
     return float(x.sum())
 
@@ -115,6 +125,13 @@ class Counter:
 def rows(x: Any) -> Iterator[Any]:
     for row in x:
         yield row.cpu()
+
+
+@lz.isolated(GPU)
+def steps(x: Any, count: int) -> Iterator[Any]:
+    for _ in range(count):
+        x = x + 1
+        yield x
 
 
 @lz.isolated(PAIR)

@@ -12,14 +12,13 @@ import os
 import sys
 import threading
 import time
-import venv
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
+from tests.gpu.function_sites import interpreter
 from tests.process.harness import PATIENCE_S, Site, wait_until
 
 import layerzero as lz
@@ -28,16 +27,6 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("torch sees no NVIDIA GPU", allow_module_level=True)
 CYCLES = 400_000_000  # some 0.2 s
-
-
-def interpreter(folder: Path) -> Path:
-    """A venv that has what is installed here."""
-    venv.create(folder, symlinks=True)
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    site = folder / "lib" / f"python{minor}" / "site-packages"
-    here = [path for path in sys.path if path and Path(path).is_dir() and any(Path(path).glob("*.dist-info"))]
-    (site / "here.pth").write_text("".join(f"{path}\n" for path in here))
-    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +165,18 @@ def test_submitted_calls_and_generators(fn: ModuleType) -> None:
     assert torch.equal(torch.stack(list(fn.rows(x))), x.cpu())
 
 
+def test_items_of_generators_are_on_the_gpu(fn: ModuleType) -> None:
+    """In the order of the stream that takes them; what they are made of is the generator's own."""
+    x = randn(1 << 16)
+    before, other = x.clone(), torch.cuda.Stream()
+    for number, item in enumerate(fn.steps(x, 9)):
+        x.zero_()
+        with torch.cuda.stream(other) if number % 2 else torch.cuda.stream(torch.cuda.current_stream()):
+            other.wait_stream(torch.cuda.default_stream())
+            torch.testing.assert_close(item, before + number + 1)
+        item.fill_(-1)
+
+
 def test_workers_of_a_pool_have_streams_of_their_own(fn: ModuleType) -> None:
     """Calls of one stream go to one worker; of several, side by side."""
     x = randn(3, 5)
@@ -276,6 +277,43 @@ def test_a_worker_that_loses_its_gpu_takes_nobody_along(fn: ModuleType, how: str
     wait_until(serves)
     for _ in range(3):
         assert torch.equal(fn.scaled(x), x * 2)
+
+
+def test_a_function_is_an_op_of_torch_on_the_gpu(fn: ModuleType) -> None:
+    """Eagerly, with gradients, compiled; of tensors of the CPU, too. What fake= says of the device is compared."""
+    op = fn.scaled.as_torch_op(
+        "lzgpufn::scaled",
+        "(Tensor x, float factor=2.0) -> Tensor",
+        fake=lambda x, factor: torch.empty_like(x),
+        backward=lambda grad, x, factor: grad * factor,
+    )
+    cube = fn.cube.as_torch_op(
+        "lzgpufn::cube", "(Tensor x) -> Tensor", fake=torch.empty_like, backward=fn.cube_backward
+    )
+    wrong = fn.scaled.as_torch_op(
+        "lzgpufn::wrong", "(Tensor x, float factor=2.0) -> Tensor", fake=lambda x, factor: torch.empty_like(x).cpu()
+    )
+    for device in ("cuda", "cpu"):
+        x = torch.randn(64, 32, device=device, dtype=torch.float64, requires_grad=True)
+        for _ in range(8):
+            result = op(x, 3.0)
+            assert torch.equal(result, x.detach() * 3)
+            assert result.device == x.device
+        assert torch.autograd.gradcheck(lambda x: op(x, 3.0), x[:2, :2].detach().requires_grad_())
+        for backend in ("eager", "aot_eager"):
+            compiled = torch.compile(lambda x: op(x * 2, 3.0) + cube(x), fullgraph=True, backend=backend)
+            x.grad = None
+            found = compiled(x)
+            torch.testing.assert_close(found, x.detach() * 6 + x.detach() ** 3)
+            found.sum().backward()
+            torch.testing.assert_close(x.grad, 6 + 3 * x.detach() ** 2)
+        torch.library.opcheck(op, (x.detach(), 3.0))
+    with pytest.raises(lz.InvalidArgument, match=r"fake= says .* on cpu"):
+        wrong(torch.randn(3, device="cuda"))
+    graph, y = torch.cuda.CUDAGraph(), torch.randn(4, device="cuda")
+    with pytest.raises(lz.CudaGraphUnsafe), torch.cuda.graph(graph):
+        op(y)
+    torch.cuda.synchronize()
 
 
 def test_what_a_call_costs(fn: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -99,6 +100,52 @@ def leave_later(x: Any, gate: str) -> Any:
 
 
 @lz.isolated(THERE)
+def act(x: Any, what: str = "", value: Any = 2.0) -> Any:
+    """Do this, and give the array so many times."""
+    match what:
+        case "print":
+            print("hello " * value)
+            return x * 2.0
+        case "raise":
+            raise LookupError(value)
+        case "rows":
+            return x[: int(value)] * 2.0
+        case "several":
+            return {"twice": x * 2.0, "rest": [value, (x * 3.0, None)]}
+        case "text":
+            return f"{x.shape} {value!r}"
+        case "nothing":
+            return None
+        case "here":
+            return x.get()
+        case "die":
+            os._exit(3)
+        case "die once":
+            if not Path(value).exists():
+                Path(value).touch()
+                os._exit(3)
+            return x * 2.0
+        case "pause":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            while True:
+                signal.pause()
+        case "where":
+            return os.getpid()
+    return x * float(value)
+
+
+_sums: dict[str, Any] = {}
+
+
+@lz.isolated(THERE)
+def summed(x: Any, name: str) -> Any:
+    """State on the GPU that programs share."""
+    _sums[name] = x * 1.0 if name not in _sums else _sums[name] + x
+    return _sums[name]
+
+
+@lz.isolated(THERE)
 def fail(x: Any) -> None:
     raise LookupError("no such thing")
 
@@ -126,6 +173,14 @@ class Total:
 def rows(x: Any) -> Any:
     for number in range(3):
         yield (x * float(number)).get()
+
+
+@lz.isolated(THERE)
+def steps(x: Any, count: int) -> Any:
+    """Items on the GPU: of the state that it has, and beside others; the last ones are shorter."""
+    for number in range(count):
+        x = x + 1.0
+        yield x if number % 3 else {"of": number, "x": x[: 2 if number > count // 2 else 4]}
 
 
 @lz.isolated(BARE)

@@ -191,6 +191,11 @@ class Base:
         """Another constructor."""
         return cls(2 * start, path=path)
 
+    @classmethod
+    def once(cls, start: int) -> Any:
+        """One that has all of its arguments."""
+        return cls(start)
+
 
 @lz.isolated(PLAIN)
 class Counter(Base):

@@ -3,6 +3,7 @@ which order, and what is refused. tests/gpu/test_functions.py has torch's on a r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -158,6 +159,24 @@ def test_what_stays_is_a_copy_and_generators_give_items_of_the_cpu(there: int) -
     y, held = randn(3)
     for number, row in enumerate(fn.rows(y)):
         np.testing.assert_allclose(row, held * number)
+
+
+def test_items_of_generators_are_on_the_gpu_where_they_were_made_there(there: int) -> None:
+    """In the order of the stream that takes them; the caller may write to what it gave and got meanwhile."""
+    x, values = randn(4)
+    stream = fn.steps(x, 12)
+    for number in range(12):
+        with soft_cupy.stream() if number % 4 == 1 else contextlib.nullcontext():
+            item = next(stream)
+            x.fill(7.0)
+            found = item if number % 3 else item["x"]
+            expected = values + np.float32(number + 1)
+            np.testing.assert_allclose(found.get(), expected[: found.size], rtol=1e-5)
+            assert number % 3 or item["of"] == number
+            found.fill(-1.0)
+    assert list(stream) == []
+    with fn.steps(x, 5) as left:
+        assert next(left)["x"].size == 4
 
 
 def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:

@@ -105,6 +105,9 @@ def test_methods_and_attributes_of_the_class(tmp_path: Path) -> None:
         assert cls.last_report().function == "tests.process.isolated_objects.Counter.adds"
         with cls.twice.options(keep=True)(1) as held:
             assert one.adds(held) == 14
+    for number in range(8):  # later ones of a function would pass the broker
+        with cls.once(number) as again:
+            assert again.add() == number + 1
     for name, why in (("double", "is an object's"), ("nothing", "has no nothing"), ("_path", "stay there")):
         with pytest.raises(AttributeError, match=why):
             getattr(cls, name)

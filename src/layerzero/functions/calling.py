@@ -14,7 +14,7 @@ from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.call import Request, why_copied
 from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import is_on_gpu
-from layerzero.client.gpu.lent import GpuArguments, GpuLoan
+from layerzero.client.gpu.lent import GpuArguments, GpuLoan, Lent
 from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.preparation import BYTES
@@ -116,7 +116,7 @@ class Arguments:
         self.backends, self.library = backends, library
         self._payload, self._lent = Payload(), _Lent()
         self.on_gpu: GpuArguments | None = None
-        self.loan: GpuLoan | None = None  # of the present attempt, what it lends on a GPU
+        self.loan: Lent | None = None  # of the present attempt, what it lends on a GPU
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
         given = self._tree(list(args), "args") if args else [values.LIST]
         self.trees = [given, named, _root_logger.level]
@@ -200,7 +200,7 @@ class Arguments:
         return frames.array_node(library, spec, frames.IN_FRAME, offset)
 
 
-def all_lent(ranges: Sequence[Place], loan: GpuLoan | None) -> tuple[Place | None, ...]:
+def all_lent(ranges: Sequence[Place], loan: Lent | None) -> tuple[Place | None, ...]:
     """Of each range of memory that a call can lend, what it does: shared memory, then a GPU's."""
     found = ranges if loan is None else [*ranges, *loan.ranges]
     return (*found, *_TAIL[len(found) :])
@@ -253,7 +253,7 @@ class Exchange:
         self._stays, self._params = stays, {"of": of}
         self.answer_bytes = self.placed_bytes = 0  # placed: of arrays that were made where they lie
         self.library = ""  # of arrays here; each its own when empty
-        self.loan: GpuLoan | None = None  # of a call on a GPU
+        self.loan: Lent | None = None  # of a call on a GPU
         self.there: tuple[TensorSpec, ...] | None = None  # its results there, which the next call may have room for
         self.warned: list[tuple[Warned, str]] = []  # with the function and the environment
 
@@ -277,7 +277,7 @@ class Exchange:
                 loan.close()
             raise
         made = self.request_at((arena, offset, frame.nbytes), [block, keep], lent, room, timeout_s, copies)
-        made.on_gpu = self.loan = loan
+        made.on_gpu, self.loan = loan, loan or self.loan  # an answer that is fetched is of the same call
         return made
 
     def request_at(

@@ -19,7 +19,7 @@ from layerzero.client.connection.report import Attempt, SelectionReport
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
-from layerzero.client.gpu.lent import GpuLoan
+from layerzero.client.gpu.lent import GpuLoan, Lent
 from layerzero.client.gpu.lent_calls import homes, lend, steps_down
 from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.session import Session
@@ -213,16 +213,18 @@ class Call:
                 owner._room = frames.PLACED_AT + exchange.answer_bytes + exchange.answer_bytes // 8
         return found
 
-    def request_at(self, place: Place, block: memoryview) -> Request:
-        """Of a call whose frame is in this block, at that place of an arena, and was put on a lane."""
+    def request_at(self, place: Place, block: memoryview, lent: Lent | None = None) -> Request:
+        """Of a call whose frame is in this block, at that place of an arena, put on a lane. `lent`: on a GPU."""
         assert self.given is not None
         exchange = self._new_exchange(self.given)
+        self.given.loan = exchange.loan = lent
         held = [block, self.given.keep]
         return exchange.request_at(place, held, self.given.lent, MIN_ROOM, self._timeout_s(), [])
 
-    def go_on(self, sent: OnLane, start_ns: int) -> None:
-        """It was put on a lane, then."""
-        self._sent, self._start_ns = Sent(self._session, FUNCTION, sent), start_ns
+    def go_on(self, sent: OnLane | Sent, start_ns: int) -> None:
+        """It was put on a lane, or on a ring, then."""
+        self._sent = sent if isinstance(sent, Sent) else Sent(self._session, FUNCTION, sent)
+        self._start_ns = start_ns
 
     def _new_exchange(self, given: Arguments) -> Exchange:
         """Of one more attempt."""

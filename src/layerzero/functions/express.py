@@ -20,12 +20,14 @@ from layerzero.client.connection.express import Lane, Lease
 from layerzero.client.connection.report import EXPRESS
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import handler
+from layerzero.client.gpu import lent_keys
 from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
 from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan
 from layerzero.functions.calls import Call, Owner
+from layerzero.functions.gpu_express import GpuExpress, GpuExpressCall
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import resolve
 from layerzero.ipc.errors import LayerZeroError
@@ -36,6 +38,7 @@ from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.transport.wire import REF
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.ops import FUNCTION
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 FRAME_BYTES = 1024  # of a block, for the call; its answer lies behind that
 MAX_BLOCKS = 64  # kept of a function
@@ -73,12 +76,13 @@ _NO_ARGUMENTS = Given(pack_tree([values.LIST]), b"", 0, 0)
 class Express:
     """Of one function. Threads may share it."""
 
-    def __init__(self, owner: Owner, count: int, label: str = "", backends: tuple[str, ...] = ()) -> None:
-        """`count`: of its arguments. `label`, `backends`: of what is no function, but within an object."""
-        self.owner, self._count = owner, count
+    def __init__(self, owner: Owner, counts: range, label: str = "", backends: tuple[str, ...] = ()) -> None:
+        """`counts`: of its arguments. `label`, `backends`: of what is no function, but within an object."""
+        self.owner, self._counts = owner, counts
         self._label, self._backends = label, backends
         self._ways: dict[int, _Way] = {}  # by how many ranges of memory a call lends beside its frame
         self._pause = self._skipped = 0
+        self._on_gpu = GpuExpress(self)
 
     @property
     def label(self) -> str:
@@ -93,16 +97,24 @@ class Express:
         """What its calls begin with, packed: all before their arguments."""
         return b"\x95" + pack_tree(frames.CALL) + pack_tree(self.owner._places.tree(self.backends))
 
+    has_out = False  # results on a GPU are written into memory that the function is given
+
+    def results(self, args: tuple[Any, ...]) -> tuple[TensorSpec, ...] | None:
+        """What a call on a GPU results in, where that is declared."""
+        return None
+
     def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
         """A call as others are, for one that was sent and does not end plainly. `loan`: as of `begin`."""
         given = Arguments(args, {}, self.backends)
         return Call(self.owner, given, args, {}, self.owner._options, session=session)
 
-    def begin(self, args: tuple[Any, ...], loan: Any = None) -> ExpressCall | None:
+    def begin(self, args: tuple[Any, ...], loan: Any = None) -> ExpressCall | GpuExpressCall | None:
         """A call that is on its lane; None for one that has to go the longer way. `loan`: is kept until it has
         ended."""
-        if len(args) != self._count:
+        if len(args) not in self._counts:
             return None
+        if lent_keys.types and (on_gpu := lent_keys.key_of(args)) is not None:
+            return self._on_gpu.begin(args, on_gpu, loan)
         if self._skipped < self._pause:
             self._skipped += 1
             return None

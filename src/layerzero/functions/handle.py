@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.gpu.lent import GpuArguments, like_of
 from layerzero.functions.calling import Inside
-from layerzero.functions.calls import Owner
+from layerzero.functions.calls import Owner, Wrap
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold, Lent, Stay
 from layerzero.functions.options import Options, options_of
@@ -122,3 +123,13 @@ class HandleMethod:
 
 
 _plain = Options(idempotent=True)  # nothing runs
+
+
+def wrap_of(options: Options, label: str, *, is_stream: bool, given: GpuArguments | None = None) -> Wrap | None:
+    """What a call gives of a result that stays there; None where none does. `given`: its arrays on a GPU."""
+    if options.keep:
+        return Handle
+    if not is_stream:
+        return None
+    like = like_of(given)
+    return lambda owner, hold: Stream(owner, hold, options, label, like)

@@ -23,19 +23,19 @@ from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, Wrap, warm_up
+from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, warm_up
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
-from layerzero.functions.express import Express
+from layerzero.functions.express import Express, ExpressCall
 from layerzero.functions.futures import FunctionFuture
-from layerzero.functions.handle import Handle
+from layerzero.functions.gpu_express import GpuExpressCall
+from layerzero.functions.handle import wrap_of
 from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
-from layerzero.functions.shapes import OUT, Shaped, ShapedCall, takes_out, without_out
-from layerzero.functions.streams import Stream
+from layerzero.functions.shapes import OUT, Shaped, ShapedCall, ShapedExpress, takes_out, without_out
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
 from layerzero.ipc.functions.frames import Code
@@ -120,9 +120,10 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{code.label}: {text}")
         self._placing = self._place()
         self._threads = Threads(self._places.count_of(where))
-        self._count = -1 if self._signature is None else plain_count(self._signature)
+        self._counts = NO_COUNTS if self._signature is None else plain_counts(self._signature)
+        self._names = () if self._signature is None else names_by_place(self._signature)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
-        self._express = Express(self, self._count) if self._takes_express else None
+        self._express = self._own_express() if self._takes_express else None
         self._last = threading.local()
         self.__name__, self.__qualname__, self.__module__ = code.qualname.rpartition(".")[2], code.qualname, code.module
         if function is not None:
@@ -140,11 +141,19 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{self._label} is of its environment alone; allowed as placement: worker")
         return Placing(self._env, asked, self._label)
 
+    def _own_express(self) -> Express:
+        shapes = self._options.shapes
+        return (
+            Express(self, self._counts)
+            if shapes is None
+            else ShapedExpress(self, self._counts, shapes, has_out=self._has_out)
+        )
+
     @property
     def _takes_express(self) -> bool:
         """Whether nothing about its calls needs a look at each."""
         options, placed = self._options, self._placing is not None
-        is_plain = self._count >= 0 and not (self._is_stream or options.keep or options.shapes or options.shadow)
+        is_plain = bool(self._counts) and not (self._is_stream or options.keep or options.shadow)
         return is_plain and not placed and len(self._places.backends) == 1
 
     @property
@@ -168,19 +177,32 @@ class Isolated(Generic[P, R]):
         """
         if self._is_coroutine:
             return self.submit(*args, **kwargs)  # type: ignore[return-value]
-        if self._express is not None and not kwargs and (begun := self._express.begin(args)) is not None:
-            return begun.run()  # type: ignore[no-any-return]
+        express = self._express
+        if express is not None:
+            begun = self._begun(express, args, kwargs) if kwargs else express.begin(args)
+            if begun is not None:
+                return begun.run()  # type: ignore[no-any-return]
         return self._start(args, kwargs).finish()  # type: ignore[no-any-return]
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
         """Send a call and return at once. Arguments must not change before it is done."""
-        if self._express is not None and not kwargs and self._kernel_ns < SHORT_NS:
-            begun = self._express.begin(args)
+        if self._express is not None and self._kernel_ns < SHORT_NS:
+            begun = self._begun(self._express, args, kwargs) if kwargs else self._express.begin(args)
             if begun is not None:
                 return FunctionFuture(begun)
         call = self._start(args, kwargs)
         call.send()
         return FunctionFuture(call)
+
+    def _begun(self, express: Express, args: tuple[Any, ...], kwargs: Any) -> ExpressCall | GpuExpressCall | None:
+        """A call that passes the broker; None for one that has to go the longer way, such as one with an argument by
+        name behind one that is left out."""
+        given = [*args]
+        for name in self._names[len(args) :]:
+            if name not in kwargs:
+                break
+            given.append(kwargs[name])
+        return express.begin((*given,)) if len(given) == len(args) + len(kwargs) else None
 
     def map(self, *iterables: Any, chunksize: int = 1) -> Iterator[R]:
         """Results of calls with items of these, in order; some calls are on their way ahead. The first that fails
@@ -206,7 +228,7 @@ class Isolated(Generic[P, R]):
         while True:
             while len(ahead) < MAX_CHUNKS and (items := list(itertools.islice(calls, size))):
                 for args in items:
-                    if len(args) != self._count:
+                    if len(args) not in self._counts:
                         self._bind(args, {})
                 call = ChunkCall(self, items, self._options)
                 call.send()
@@ -412,7 +434,7 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{self._label}: {exc}") from None
 
     def _start(self, args: Any, kwargs: Any) -> Call:
-        if kwargs or len(args) != self._count:
+        if kwargs or len(args) not in self._counts:
             self._bind(args, kwargs)
         if self._placing is None:
             return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
@@ -437,24 +459,31 @@ class Isolated(Generic[P, R]):
     def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
         if options.shapes is not None:
             return ShapedCall(self, given, args, kwargs, options, self._shaped(args, kwargs), has_out=self._has_out)
-        return Call(self, given, args, kwargs, options, wrap=wrap_of(options, self._label, is_stream=self._is_stream))
+        wrap = wrap_of(options, self._label, is_stream=self._is_stream, given=given.on_gpu)
+        return Call(self, given, args, kwargs, options, wrap=wrap)
 
     def _shaped(self, args: Any, kwargs: Any) -> Shaped:
         assert self._options.shapes is not None
         return Shaped(self._label, self._options.shapes, args, kwargs)
 
 
-def wrap_of(options: Options, label: str, *, is_stream: bool) -> Wrap | None:
-    """What a call gives of a result that stays there; None where none does."""
-    if options.keep:
-        return Handle
-    if is_stream:
-        return lambda owner, hold: Stream(owner, hold, options, label)
-    return None
+def plain_counts(signature: inspect.Signature) -> range:
+    """So many arguments fit without a look; none where each call needs one."""
+    parameters = signature.parameters.values()
+    plain = [one for one in parameters if one.kind in _POSITIONAL]
+    if len(plain) + any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters) < len(parameters):
+        return NO_COUNTS
+    least = sum(one.default is inspect.Parameter.empty for one in plain)
+    return range(least, len(plain) + 1 if len(plain) == len(parameters) else MAX_COUNT)
 
 
-def plain_count(signature: inspect.Signature) -> int:
-    """So many arguments fit without a look; -1 for none."""
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len(kinds) if all(kind in plain for kind in kinds) else -1
+def names_by_place(signature: inspect.Signature) -> tuple[str, ...]:
+    """Of the arguments that are given by place or by name, where all of them are."""
+    parameters = signature.parameters.values()
+    if any(one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for one in parameters):
+        return ()
+    return tuple(signature.parameters)
+
+
+NO_COUNTS, MAX_COUNT = range(0), 1 << 20
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

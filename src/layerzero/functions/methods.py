@@ -24,8 +24,8 @@ class Borrowed(NamedTuple):
 class MethodExpress(Express):
     """Of one method of one object, in the worker that it was in at first. It keeps neither."""
 
-    def __init__(self, owner: Owner, count: int, name: str, label: str, hold: Hold) -> None:
-        super().__init__(owner, count, label, (hold.backend,))
+    def __init__(self, owner: Owner, counts: range, name: str, label: str, hold: Hold) -> None:
+        super().__init__(owner, counts, label, (hold.backend,))
         self._name, self._reference = name, hold.reference
 
     def is_of(self, hold: Hold) -> bool:

@@ -16,8 +16,10 @@ from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Owner, warm_up
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.express import ExpressCall
 from layerzero.functions.futures import FunctionFuture
+from layerzero.functions.gpu_express import GpuExpressCall
+from layerzero.functions.handle import wrap_of
 from layerzero.functions.held import Hold, Lent, Reserved, Stay
-from layerzero.functions.isolated import Isolated, plain_count, wrap_of
+from layerzero.functions.isolated import NO_COUNTS, Isolated, plain_counts
 from layerzero.functions.methods import Borrowed, MethodExpress
 from layerzero.functions.names import look_up
 from layerzero.functions.options import Options, options_of
@@ -158,14 +160,14 @@ class IsolatedClass:
         except TypeError as exc:
             raise InvalidArgument(f"{label}: {exc}") from None
 
-    def _plain_count_of(self, name: str) -> int:
-        """So many arguments of a method fit without a look; -1 for none."""
+    def _plain_counts_of(self, name: str) -> range:
+        """So many arguments of a method fit without a look; none where each call needs one."""
         bits = self._surface.names.get(name, 0)
         signature = None if self._class is None else _signature(getattr(self._class, name, None))
         if signature is None or bits & (STREAM | COROUTINE):
-            return -1
-        count = plain_count(signature)
-        return count if bits & OF_CLASS else count - 1
+            return NO_COUNTS
+        counts = plain_counts(signature)
+        return counts if bits & OF_CLASS or not counts else range(max(counts.start - 1, 0), counts.stop - 1)
 
     def _demand_fit(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises InvalidArgument for arguments that a method does not take."""
@@ -192,10 +194,16 @@ class ClassFunction(Isolated[Any, Any]):
         self, of: IsolatedClass, function: Any, where: FunctionEnv, options: Options, code: Code, bits: int
     ) -> None:
         """`bits`: of its surface. One that is not the class's own takes an object as its first argument."""
+        self._bits = bits
         super().__init__(
             function, where, options, code, is_stream=bool(bits & STREAM), is_coroutine=bool(bits & COROUTINE)
         )
-        self._of, self._bits, self._last = of, bits, of._last
+        self._of, self._last = of, of._last
+
+    @property
+    def _takes_express(self) -> bool:
+        """As of others; what may construct an object says that with each call."""
+        return not self._bits & OF_CLASS and super()._takes_express
 
     def options(self, **changes: Any) -> ClassFunction:
         """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
@@ -246,15 +254,15 @@ class Remote(Stay):
                 self._construct(*again)
         return True
 
-    def begin(self, name: str, args: tuple[Any, ...]) -> ExpressCall | None:
+    def begin(self, name: str, args: tuple[Any, ...]) -> ExpressCall | GpuExpressCall | None:
         """A call of a method that is on its lane; None for one that has to go the longer way."""
         with self._lock:
             hold, express = self._hold, self._express.get(name)
             if hold is None or (express is None and name in self._express):
                 return None
             if express is None or not express.is_of(hold):
-                count = self.owner._plain_count_of(name)
-                its = None if count < 0 else MethodExpress(self.owner, count, name, f"{self.label}.{name}", hold)
+                counts = self.owner._plain_counts_of(name)
+                its = None if not counts else MethodExpress(self.owner, counts, name, f"{self.label}.{name}", hold)
                 express = self._express[name] = its
                 if express is None:
                     return None

@@ -9,10 +9,14 @@ from typing import Any
 
 from layerzero.client.arrays.recognition import describe
 from layerzero.client.capsules.of_function import CALL
+from layerzero.client.gpu import lent_keys
 from layerzero.client.gpu.arrays import give, new_like
+from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.capsules import Asked
+from layerzero.functions.express import Express
+from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
@@ -72,9 +76,18 @@ class ShapedCall(Call):
     """A call whose results have their memory before it runs."""
 
     def __init__(
-        self, owner: Owner, given: Arguments, args: Any, kwargs: Any, options: Options, shaped: Shaped, *, has_out: bool
+        self,
+        owner: Owner,
+        given: Arguments,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        shaped: Shaped,
+        *,
+        has_out: bool,
+        session: Session | None = None,
     ) -> None:
-        super().__init__(owner, given, args, kwargs, options)
+        super().__init__(owner, given, args, kwargs, options, session=session)
         self._shaped, self._has_out = shaped, has_out
 
     def _room(self) -> int:
@@ -102,6 +115,33 @@ class ShapedCall(Call):
         if given.loan is not None:
             return given.frame(frames.CALL, self.owner._places.tree(given.backends), has_out=True)
         return given.placed([frames.CALL, self.owner._places.tree(given.backends)], self._shaped.nodes)
+
+
+class ShapedExpress(Express):
+    """Of such calls with arrays on a GPU; others go the longer way."""
+
+    def __init__(self, owner: Owner, counts: range, shapes: Callable[..., Any], *, has_out: bool) -> None:
+        super().__init__(owner, counts)
+        self._shapes, self.has_out = shapes, has_out
+
+    def begin(self, args: tuple[Any, ...], loan: Any = None) -> GpuExpressCall | None:
+        """As Express."""
+        if len(args) not in self._counts or not lent_keys.types or (on_gpu := lent_keys.key_of(args)) is None:
+            return None
+        return self._on_gpu.begin(args, on_gpu, loan)
+
+    def results(self, args: tuple[Any, ...]) -> tuple[TensorSpec, ...]:
+        """As Express. Raises as Shaped does."""
+        return tuple(spec for _, spec in self._of(args).results)
+
+    def _of(self, args: Sequence[Any]) -> Shaped:
+        return Shaped(self.label, self._shapes, args, {})
+
+    def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
+        """As Express."""
+        given, options = Arguments(args, {}, self.backends), self.owner._options
+        shaped = self._of(args)
+        return ShapedCall(self.owner, given, args, {}, options, shaped, has_out=self.has_out, session=session)
 
 
 def _is_pair(value: Any) -> bool:

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.arrays.recognition import Array
+from layerzero.client.gpu.lent import GpuArguments, GpuLoan
+from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.session.session import Session
-from layerzero.functions.calling import Arguments, ObjectLost
+from layerzero.functions.calling import MAX_LENT, Arguments, ObjectLost
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.express import Express, ExpressCall, Given
+from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.functions.held import Hold, Stay
 from layerzero.functions.options import Options
 from layerzero.functions.use import Use
@@ -32,14 +36,15 @@ class Stream:
     when it is collected, and when the program ends. Threads may share it.
     """
 
-    def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
-        self._owner, self._label = owner, label
+    def __init__(self, owner: Owner, hold: Hold, options: Options, label: str, like: Array | None = None) -> None:
+        """`like`: an array as those on a GPU that it was begun with."""
+        self._owner, self._label, self._like = owner, label, like
         self._options = replace(options, idempotent=False, fallback=None, keep=False, shadow=0.0)
         self._stay = Stay(label, owner._env)
         self._stay.take(hold)
         self._lock = threading.Lock()
-        self._ahead: _Next | ExpressCall | None = None
-        may_pass = self._options.timeout_s == owner._options.timeout_s
+        self._ahead: _Next | ExpressCall | GpuExpressCall | None = None
+        may_pass = self._options.timeout_s == owner._options.timeout_s and like is None
         self._express = ItemExpress(owner, hold, self._options, label) if may_pass else None
 
     def __iter__(self) -> Stream:
@@ -90,7 +95,10 @@ class Stream:
             if self._stay.is_closed:
                 return []
             try:
-                found = (self._ahead or self._next()).finish()
+                call = self._ahead or self._next()
+                found = call.finish()
+                if isinstance(call, _Next):
+                    call.enter_stream()
                 if not (isinstance(found, list) and len(found) <= 1):
                     text = f"{self._label}: its worker's answer is no item: {found!r:.100}"
                     raise BackendError(text, backend=self._stay.backend)
@@ -114,7 +122,7 @@ class Stream:
 
     def _next(self) -> _Next:
         lent = self._stay.lend()  # and no loan of it: it may be released while the item is made
-        return _Next(self._owner, lent.backend, lent.reference, self._options, self._label)
+        return _Next(self._owner, lent.backend, lent.reference, self._options, self._label, like=self._like)
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} cannot be copied or pickled: its items are made in another process")
@@ -144,12 +152,27 @@ class _Next(Call):
         options: Options,
         label: str,
         session: Session | None = None,
+        like: Array | None = None,
     ) -> None:
         super().__init__(owner, Arguments((), {}, (backend,)), (), {}, options, label, session=session)
-        self._reference = reference
+        self._reference, self._like = reference, like
+        self._lent: GpuLoan | None = None
+
+    def _lent_there(self, given: Arguments) -> GpuLoan | None:
+        """Memory for an item as the last one was; the present stream is what it is made in."""
+        if self._like is not None:
+            self._lent = lend(self._session.gpus, GpuArguments(self._like), range(MAX_LENT), self._results_there())
+        return self._lent
 
     def _frame(self, given: Arguments) -> Frame:
-        return Frame([frames.NEXT, self._reference.place, _root_logger.level])
+        asked = [frames.NEXT, self._reference.place, _root_logger.level]
+        return Frame(asked if given.loan is None else [frames.GPU, asked, given.loan.outs, False])
+
+    def enter_stream(self) -> None:
+        """It was taken: what this thread's stream does next comes behind it, whatever stream it was asked for in."""
+        if self._lent is not None:
+            self._lent.enter_stream()
+            self._lent = None
 
     def _asked(self) -> None:
         """The next item of what runs there: nothing that could be begun from here."""
@@ -159,7 +182,7 @@ class ItemExpress(Express):
     """Of the items of one stream, on the express lane. It keeps no object."""
 
     def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
-        super().__init__(owner, 0, label, (hold.backend,))
+        super().__init__(owner, range(1), label, (hold.backend,))
         self._options, self._reference = options, hold.reference
 
     def head(self) -> bytes:

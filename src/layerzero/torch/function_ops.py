@@ -29,8 +29,12 @@ KINDS = frozenset(
 RESERVED = ("layerzero", "aten", "prim", "prims")
 MAX_KNOWN = 256  # calls of an op whose results' layout is kept
 libraries: dict[str, Library] = {}  # by the names of ops, which live as long as these do
-Layout = tuple[torch.dtype, tuple["int | None", ...]]
+Layout = tuple[torch.dtype, tuple["int | None", ...], torch.device]
 """Of a result: None stands for a size that the shape function leaves open."""
+DEVICES = ("cpu", "cuda", "meta")
+TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
+)  # no CUDA graph can hold a call of another process: torch cuts its own graphs there
 
 
 def define(
@@ -160,7 +164,7 @@ class _FunctionOp:
     def define(self, formula: Callable[..., Gradients] | None) -> Any:
         space, _, plain = self.name.partition("::")
         library = libraries[self.name] = Library(space, "FRAGMENT")
-        library.define(f"{plain}{self.text}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.define(f"{plain}{self.text}", tags=TAGS)
         self.op = op = getattr(getattr(torch.ops, space), plain).default
         saves = dict.fromkeys(self.tensors, ANY) if formula is not None else {}
         entry = OpEntry(plain, "", self.fake, formula, saves, results=self.count, library=space)
@@ -202,7 +206,7 @@ class _FunctionOp:
         results = list(found) if isinstance(found, (tuple, list)) else [found]
         if len(results) != self.count:
             self._unlike(f"it has given {len(results)} results, and the schema says {self.count}")
-        for n, (value, (dtype, shape)) in enumerate(zip(results, expected, strict=True)):
+        for n, (value, (dtype, shape, device)) in enumerate(zip(results, expected, strict=True)):
             where = "its result" if self.count == 1 else f"its result {n}"
             if isinstance(value, Tensor):
                 made = torch.from_dlpack(value.detach())
@@ -213,9 +217,10 @@ class _FunctionOp:
             fits = len(made.shape) == len(shape) and all(
                 size is None or size == has for size, has in zip(shape, made.shape, strict=True)
             )
-            if made.dtype != dtype or not fits:
+            if made.dtype != dtype or made.device.type != device.type or not fits:
                 sizes = ["?" if size is None else size for size in shape]
-                self._unlike(f"{where} is {made.dtype} {list(made.shape)}, and fake= says {dtype} {sizes}")
+                has, says = (f" on {one}" if made.device.type != device.type else "" for one in (made.device, device))
+                self._unlike(f"{where} is {made.dtype} {list(made.shape)}{has}, and fake= says {dtype} {sizes}{says}")
             results[n] = made
         return results[0] if self.count == 1 else tuple(results)
 
@@ -233,11 +238,9 @@ class _FunctionOp:
             kinds = ", ".join(type(one).__name__ for one in results)
             raise lz.InvalidArgument(f"{self.name}: fake= returned {kinds}; the schema says {self.text}")
         for one in results:
-            if one.device.type not in ("cpu", "meta"):
-                text = (
-                    f"{self.name}: fake= returned a tensor on {one.device}; functions take and give tensors of the CPU"
-                )
-                raise lz.InvalidArgument(text)
+            if one.device.type not in DEVICES:
+                text = f"{self.name}: fake= returned a tensor on {one.device}"
+                raise lz.InvalidArgument(f"{text}; functions take and give tensors of the CPU and of NVIDIA GPUs")
         results = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in results]
         return results[0] if self.count == 1 else tuple(results)
 
@@ -247,11 +250,15 @@ class _FunctionOp:
         known = self._known.get(key)
         if known is None:
             with FakeTensorMode(shape_env=ShapeEnv()):
-                fakes = [torch.empty(arg.shape, dtype=arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+                fakes = [
+                    torch.empty(arg.shape, dtype=arg.dtype, device=arg.device) if isinstance(arg, Tensor) else arg
+                    for arg in args
+                ]
                 found = self.op(*fakes, **options)
             results = [found] if self.count == 1 else found
             known = [
-                (one.dtype, tuple(size if isinstance(size, int) else None for size in one.shape)) for one in results
+                (one.dtype, tuple(size if isinstance(size, int) else None for size in one.shape), one.device)
+                for one in results
             ]
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
@@ -314,9 +321,9 @@ class _BackwardOp(_FunctionOp):
         """With zeros in place of None: that is what no gradient means."""
         results = list(found) if isinstance(found, (tuple, list)) else [found]
         if len(results) == self.count:
-            for n, (dtype, shape) in enumerate(expected):
+            for n, (dtype, shape, device) in enumerate(expected):
                 if results[n] is None or shape == (0,):
-                    results[n] = torch.zeros([size or 0 for size in shape], dtype=dtype)
+                    results[n] = torch.zeros([size or 0 for size in shape], dtype=dtype, device=device)
             found = results[0] if self.count == 1 else results
         return super()._checked(found, expected)
 

@@ -27,6 +27,11 @@ MIN_TIMEOUT_S = 1e-3  # less is the noise of a healthy worker, which would be ki
 MAX_TIMEOUT_S = 86_400.0  # who waits for longer holds others up without end
 
 
+def bounded(timeout_s: float) -> float:
+    """What is kept of a timeout."""
+    return min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+
+
 @dataclass(eq=False, kw_only=True)
 class Admission:
     """`clients` are by identity."""
@@ -96,9 +101,7 @@ class Admission:
             self._refuse(client, event.seq, point, refusal, route)
             return None
         route.signature.users += 1
-        timeout_s = event.timeout_s or self.limits.timeout_s
-        if not MIN_TIMEOUT_S <= timeout_s <= MAX_TIMEOUT_S:
-            timeout_s = min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+        timeout_s = bounded(event.timeout_s or self.limits.timeout_s)
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
         call.arrived_s = self.effects.now_s
         begin(call)
@@ -156,16 +159,16 @@ class Admission:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
         worker = self.lifecycle.workers[lost.backend]
         kernel_id = lost.kernels.get(call.route.number) or lost.kernels.get(call.route.near)
-        if kernel_id not in dict(call.route.signature.kernels):
+        if kernel_id not in dict(call.route.signature.kernels) and not call.is_spent:
             self.calls.place(call)
             return
-        call.kernel_id = kernel_id
+        call.kernel_id = kernel_id or call.kernel_id
         call.attempt = 1
         if is_blamed:
             call.deaths += lost.is_crash
             error, code = lost.error, lost.exit_code
             self.calls.attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
-        elif worker.state in (WorkerState.BACKOFF, WorkerState.DISABLED):
+        elif call.is_spent or worker.state in (WorkerState.BACKOFF, WorkerState.DISABLED):
             self.calls.requeue(call, worker, lost.exit_code, lost.worker_pid)
         else:  # the worker is back already
             self.calls.place(call)

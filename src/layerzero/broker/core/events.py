@@ -165,13 +165,15 @@ class CallHandedBack:
 
 @record
 class RingSnapshot:
-    """What is on a ring: calls whose points are not done, oldest first, and which of them have their inputs. Some may
-    have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
+    """What is on a ring: calls whose points are not done, oldest first, which of them have their inputs, and which the
+    worker has enqueued. Some may have been left to the broker. `head`: the last call that was put; `taken`: that the
+    worker has taken."""
 
     head: int
     taken: int
     calls: Sequence[RingCall]
     ready: Collection[int] = ()  # numbers of calls
+    enqueued: Collection[int] = ()
 
 
 @record

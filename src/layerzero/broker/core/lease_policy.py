@@ -14,7 +14,6 @@ from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.ranking import Engine, TimingBucket
 from layerzero.broker.selection.signature import Signature
-from layerzero.ipc.vocabulary.ops import FUNCTION
 
 MAX_KINDS = 1024  # of calls, remembered per client
 WATCH_S = 1.0  # after new times leases are looked at by then: another kernel may have become the better one
@@ -37,8 +36,6 @@ class LeasePolicy:
         is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
         if route.is_leased or not is_known or not self.limits.express or worker.is_joined:
             return
-        if call.gpu and route.signature.spec.op == FUNCTION:
-            return  # its answer is read from memory, which rings have none of
         client = call.client
         if client.forced_s and client.has_forced_too_many(self.effects.now_s):
             return

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.admission import Admission
+from layerzero.broker.core.admission import Admission, bounded
 from layerzero.broker.core.blame import Blame
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import Lane, Leases
 from layerzero.broker.core.limits import Limits
-from layerzero.broker.core.model import Call, Worker
+from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
@@ -31,6 +31,7 @@ class Stranded(NamedTuple):
     lane: Lane
     call: RingCall
     is_ready: bool
+    is_enqueued: bool = False
 
     @property
     def mark(self) -> int:
@@ -82,7 +83,7 @@ class RingCalls:
         """As if EXECUTE had come with it. None when the call has ended in an error, or its client is gone."""
         if lane.client.has_left:
             return None
-        event = ev.CallArrived(lane.client.identity, call.route, call.seq, 0.0, call.refs, point=call.point)
+        event = ev.CallArrived(lane.client.identity, call.route, call.seq, call.timeout_s, call.refs, point=call.point)
         admitted = self.admission.admit(event, is_bounded=False)  # the ring itself has bounds
         if admitted is not None:
             admitted.is_counted = True
@@ -93,7 +94,7 @@ class RingCalls:
     def stranded(self, worker: Worker, event: ev.WorkerExited) -> list[Stranded]:
         """What was on its rings and had not been left; to be asked before its lanes end."""
         return [
-            Stranded(lane, call, call.call in look.ready)
+            Stranded(lane, call, call.call in look.ready, call.call in look.enqueued)
             for lane in self.leases.rings(worker)
             if (look := event.rings.get(lane.number)) is not None and not lane.client.has_left
             for call in look.calls
@@ -105,6 +106,7 @@ class RingCalls:
         lost = one.lane.client.lost.get(one.lane.number)
         call = self._admit(one.lane, one.call)
         if call is not None and lost is not None:
+            call.was_enqueued = one.is_enqueued
             self.admission.resume(call, replace(lost, phase="executing"), is_blamed=is_blamed)
 
     # --- looks at the rings --------------------------------------------------------------------------
@@ -126,11 +128,21 @@ class RingCalls:
         if worker.running:
             ready = [call for call in ready if call.call <= look.taken]
         lane.begun = {call.call: lane.begun.get(call.call, now_s) for call in ready}
-        timeout_s = self.limits.timeout_s
-        late = next((call for call in ready if now_s - lane.begun[call.call] >= timeout_s), None)
+        late = next((call for call in ready if now_s - lane.begun[call.call] >= self._timeout_s(call)), None)
         if late is not None and worker.fault is None:
-            name = lane.kernels.get(late.route, f"a call of {worker.backend}")
+            name, timeout_s = lane.kernels.get(late.route, f"a call of {worker.backend}"), self._timeout_s(late)
+            self.note_forced(lane.client, timeout_s)
             self.lifecycle.fault(worker, too_long(name, worker, timeout_s), Blame(mark=mark(lane.number, late.call)))
+
+    def _timeout_s(self, call: RingCall) -> float:
+        return bounded(call.timeout_s) if call.timeout_s else self.limits.timeout_s
+
+    def note_forced(self, client: Client, timeout_s: float) -> None:
+        """A worker is killed for a timeout of this client's own choice, or on its word alone."""
+        if timeout_s < self.limits.timeout_s and not client.has_left:
+            client.forced_s.append(self.effects.now_s)
+            if client.has_forced_too_many(self.effects.now_s):  # by the broker, it is refused more
+                self.effects.emit(*self.leases.revoke(self.leases.of(client)))
 
     def _end_left(self, rings: list[Lane], page_poller: Mapping[int, ev.RingSnapshot]) -> None:
         """A client has left: in each lane of its timeline pages the first call counts as ready, be it on a ring or not,

@@ -348,15 +348,8 @@ class BrokerState:
         if event.nonsense:
             error = ProtocolError(event.nonsense)
         if lane.worker.fault is None:
-            self._note_forced(lane.client, event.timeout_s if event.is_running else 0.0)
+            self.rings.note_forced(lane.client, event.timeout_s if event.is_running else 0.0)
         self.lifecycle.fault(lane.worker, error, Blame(mark=mark(lane.number, event.call)))
-
-    def _note_forced(self, client: Client, timeout_s: float) -> None:
-        """A worker is killed for a timeout of this client's own choice, or on its word alone."""
-        if timeout_s < self.limits.timeout_s and not client.has_left:
-            client.forced_s.append(self.effects.now_s)
-            if client.has_forced_too_many(self.effects.now_s):  # by the broker, it is refused more
-                self.effects.emit(*self.leases.revoke(self.leases.of(client)))
 
     def on_lane_seen(self, event: ev.LanePolled) -> None:
         lane = self.leases.lanes.get(event.lane)
@@ -463,7 +456,7 @@ class BrokerState:
         client watches its deadline, unless it has left."""
         head, now_s, timeout_s = worker.running[0], self.effects.now_s, self.limits.timeout_s
         if not executing & LANE_CALL:
-            self._note_forced(head.client, head.timeout_s)
+            self.rings.note_forced(head.client, head.timeout_s)
             self.lifecycle.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
             worker.lane_call, worker.lane_call_since_s = executing, now_s

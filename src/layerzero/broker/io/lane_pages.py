@@ -12,7 +12,7 @@ from layerzero.broker.core import events as ev
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
-from layerzero.ipc.shm.ring_words import RingCall
+from layerzero.ipc.shm.ring_words import ENQUEUED, REPLAYED, RingCall
 from layerzero.ipc.shm.timeline_page import TimelinePage
 
 MAX_CALLS = 1 << 32  # that a worker may claim to have run between two looks
@@ -102,7 +102,8 @@ class _RingEnd:
         calls = [call for call in put if _is_open(order, call)]
         self.first = calls[0].call if calls else put[-1].call + 1 if put else self.first
         ready = {call.call for call in calls if order.is_ready(call.point)}
-        return ev.RingSnapshot(put[-1].call if put else self.first - 1, self.page.taken, calls, ready)
+        enqueued = {call.call for call in calls if self.page.status(call.call) in (ENQUEUED, REPLAYED)}
+        return ev.RingSnapshot(put[-1].call if put else self.first - 1, self.page.taken, calls, ready, enqueued)
 
 
 class LanePages:
@@ -158,10 +159,12 @@ class LanePages:
             end.page.revoke(epoch)
 
     def has_ended(self, number: int, call: int) -> bool:
-        """Whether a call of a lane is over; the broker itself looks after those of rings. Raises ProtocolError when the
-        worker gave it an end that makes no sense."""
+        """Whether a call of a lane is over, or of a ring enqueued. Raises ProtocolError when the worker gave it an end
+        that makes no sense."""
         end = self._ends.get(number)
-        return not isinstance(end, _End) or end.page.get_end(call) is not None
+        if isinstance(end, _RingEnd):
+            return end.page.is_over(call)
+        return end is None or end.page.get_end(call) is not None
 
     def call(self, number: int, call: int) -> RingCall | None:
         """What the client put into a ring; None when it has written over it. Raises ProtocolError when the worker that

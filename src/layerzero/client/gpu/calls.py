@@ -138,7 +138,7 @@ class GpuCalls:
                 # Another thread may have closed it meanwhile.
                 if self.is_closing or not known.lane.holds(known.lease) or gpu.is_behind():
                     return MISS
-                point = self._put(enqueued, stream, refs, (request.args, result))
+                point = self.put(enqueued, stream, refs, (request.args, result))
         finally:
             if is_pushed:
                 context.__exit__()
@@ -267,7 +267,7 @@ class GpuCalls:
                         raise NotConnected("the session is being closed; lz.connect() opens another")
                     may_pass = may_pass and not is_first and not gpu.is_behind()
                     arenas = arenas_of(memory.refs)
-                    place = self._lane_of(gpu, route, arenas) if may_pass else None
+                    place = self.lane_of(gpu, route, arenas) if may_pass else None
                     its = (request.op, route, memory.copies, start_ns)
                     if place is not None:
                         put = OnRing(self.outcomes, gpu, place[0], place[1], *its)
@@ -277,7 +277,7 @@ class GpuCalls:
                         sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
                     self.deaths.give(enqueued, memory.refs, arrays, out, is_direct=is_direct)
                     if place is not None:
-                        point = self._put(put, stream, memory.refs, hold)
+                        point = self.put(put, stream, memory.refs, hold)
                     else:
                         point = self.send(request, sent, stream, memory.refs, hold)
                 self.deaths.hold(enqueued)
@@ -358,14 +358,14 @@ class GpuCalls:
             raise
         return point
 
-    def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> TimelinePoint:
+    def put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> TimelinePoint:
         """The call onto its ring, READY, and the stream waits for DONE."""
         lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route
         point, before, is_told = order.reserve(stream), lane.head, False
         try:
             enqueued.point, seq = point, self._link.reserve()
             self.outcomes.expect(seq, enqueued)
-            is_seen = lane.put(route, enqueued.lease.plan, seq, point, refs)
+            is_seen = lane.put(route, enqueued.lease.plan, seq, point, refs, enqueued.timeout_s)
             enqueued.call = lane.head
             if not is_seen:
                 self._tell(enqueued, seq, refs)
@@ -382,7 +382,7 @@ class GpuCalls:
         self._link.send(wire.pack_execute(flags, enqueued.route.number, seq, body, 0, enqueued.lane.number, call))
 
     def tell_and_enter(self, enqueued: OnRing, seq: int, stream: int, refs: bytes, hold: object) -> None:
-        """As the end of `_put`, for a call that was put in C."""
+        """As the end of `put`, for a call that was put in C."""
         try:
             self._tell(enqueued, seq, refs)
         except BaseException:
@@ -391,14 +391,14 @@ class GpuCalls:
         self.enter(enqueued, stream, hold)
 
     def enter(self, enqueued: OnRing, stream: int, hold: object) -> None:
-        """As the end of `_put`, for a call that was put in C and the driver refused."""
+        """As the end of `put`, for a call that was put in C and the driver refused."""
         try:
             enqueued.gpu.order.enter(stream, enqueued.point)
         except BaseException:
             enqueued.end(stream, hold, is_out=True)
             raise
 
-    def _lane_of(self, gpu: Gpu, route: Route, arenas: frozenset[int]) -> tuple[GpuLane, Lease] | None:
+    def lane_of(self, gpu: Gpu, route: Route, arenas: frozenset[int]) -> tuple[GpuLane, Lease] | None:
         """The ring that a call may be put on, if any. A worker leaves a call on memory that is new to it to the broker,
         and later ones of its lane would pass it: the first on such memory goes there at once."""
         lease = route.lease

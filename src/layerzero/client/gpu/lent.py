@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays.recognition import Array
+from layerzero.client.arrays.recognition import Array, describe
 from layerzero.client.connection.report import Copy
-from layerzero.client.gpu.arrays import current_stream, device_name, give, version_of
+from layerzero.client.gpu.arrays import current_stream, device_name, give, new_like, version_of
 from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.lent_keys import ALIGNMENT, learn
 from layerzero.client.gpu.memory import Place
-from layerzero.client.gpu.outcomes import Sent
+from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.gpu.results import layout_of, result_like
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import STAGED
@@ -20,7 +21,6 @@ from layerzero.ipc.errors import CudaGraphUnsafe, InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-ALIGNMENT = 256  # at which ranges begin
 LEFT = 2  # positions that are left for blocks
 
 
@@ -52,6 +52,7 @@ class GpuArguments:
         if array.kind != first.kind:
             ours, theirs = (type(one.obj).__module__.partition(".")[0] for one in (first, array))
             raise InvalidArgument(f"an array of {theirs} on a GPU beside one of {ours}; pass arrays of one library")
+        learn(type(array.obj))
         self.arrays.append(array)
         self.nodes.append(node)
         self.versions.append(version_of(array))
@@ -66,13 +67,77 @@ class GpuArguments:
         return sum(array.nbytes for array in self.arrays)
 
 
+def like_of(given: GpuArguments | None) -> Array | None:
+    """What later results of a call are made like; it keeps none of the arguments. None where there is no such array, as
+    of libraries that show no stream."""
+    if given is None or given.like.kind not in ("torch", "cupy"):
+        return None
+    made, _ = new_like(given.like, TensorSpec.contiguous(given.like.spec.dtype, (0,)))
+    return describe(made)
+
+
 def demand_uncaptured(context: Context, stream: int) -> None:
     """Raises CudaGraphUnsafe."""
     if context.driver.is_capturing(stream):
         raise CudaGraphUnsafe("call the function outside of the CUDA graph's capture; its process runs it at each call")
 
 
-class GpuLoan:
+class Lent:
+    """What one attempt of a call has lent, and what was `made` for its results: `ranges` and `outs` are of those that
+    its maker does not know by itself."""
+
+    def __init__(self, gpu: Gpu, like: Array, stream: int, results: Sequence[TensorSpec], made: list[Any]) -> None:
+        self.gpu, self.transport, self.like, self.stream = gpu, gpu.transport, like, stream
+        self.copies: list[Copy] = []
+        self.uncopied_bytes = 0
+        self.results = tuple(results)
+        self.pending: Enqueued | None = None  # what the call is waited for by
+        self._made = made
+        self.ranges: list[Range] = []
+        self.outs: list[list[Any]] = []
+
+    @property
+    def result_bytes(self) -> int:
+        """Of all arrays that it has made for results."""
+        return sum(spec.span_bytes for spec in self.results)
+
+    def hush(self) -> None:
+        """Another call follows that fails where this one does: it tells of that."""
+        if self.pending is not None:
+            self.pending.is_apart = True
+
+    def given(self) -> list[Any]:
+        """The results as the caller gets them, once the stream waits for the call."""
+        if self.like.kind == "dlpack":  # its library waits for a stream of ours, that of the thread that takes them
+            own, driver = self.gpu.memory.own_stream(), self.gpu.memory.context.driver
+            with self.gpu.memory.context:
+                event = driver.create_event()
+                driver.record_event(event, self.stream)
+                driver.wait_event(own, event)
+                driver.destroy_event(event)
+        return [give(self.like, one) for one in self._made]
+
+    def note_kept(self, reason: str) -> None:
+        """The worker copies what it was lent."""
+        if self.uncopied_bytes:
+            self.copies.append(Copy("an argument", self.uncopied_bytes, "worker", reason))
+        self.uncopied_bytes = 0
+
+    def enter_stream(self) -> None:
+        """What this thread's stream is told from now on comes behind the call, if that is of another one."""
+        stream, context = current_stream(self.like), self.gpu.memory.context
+        if stream != self.stream:
+            with context:
+                event = context.driver.create_event()
+                context.driver.record_event(event, self.stream)
+                context.driver.wait_event(stream, event)
+                context.driver.destroy_event(event)
+
+    def close(self) -> None:
+        """What was lent for it serves what the stream does next."""
+
+
+class GpuLoan(Lent):
     """What one attempt of a call lends, in the order of the caller's stream: `ranges`, which its nodes name by their
     positions, and among them memory for its results, of which `outs` are the nodes. `sent` follows once the stream
     waits for the call, `close` in any case."""
@@ -87,16 +152,11 @@ class GpuLoan:
     ) -> None:
         """`positions`: those that ranges may have. `stream`: None for the caller's current one. Raises InvalidArgument,
         and CudaGraphUnsafe while the stream is captured."""
-        self.gpu, self.transport, self.like = gpu, gpu.transport, given.like
-        self.stream = given.stream = current_stream(given.like) if stream is None else stream
-        self.copies: list[Copy] = []
-        self.uncopied_bytes = 0
-        self.ranges: list[Range] = []
-        self.outs: list[list[Any]] = []
-        self.results = tuple(results)
-        self.pending: Sent | None = None  # what the call is waited for by
-        self._positions, self.first = positions, positions.start  # ranges of shared memory come before them
-        self._made: list[Any] = []
+        given.stream = current_stream(given.like) if stream is None else stream
+        super().__init__(gpu, given.like, given.stream, results, [])
+        self._positions = positions
+        # Each array has a range of its own where there is room: so calls that are alike have the same nodes.
+        self._is_apart = self.transport not in STAGED and len(given.arrays) + bool(results) + LEFT <= len(positions)
         self._blocks: list[Block] = []
         self._named: list[tuple[list[Any], int, int]] = []  # nodes, with range and offset in the arena
         self._whole: tuple[Place, int, int] | None = None  # the results' memory, their own address and bytes
@@ -143,9 +203,10 @@ class GpuLoan:
         if place.copied:
             self.copies.append(Copy("result", layout.nbytes, "client", place.copied))
         self._whole = (place, address, layout.nbytes)
+        self._put(place, layout.nbytes, None)
         for node, at, spec in zip(self.outs, layout.offsets, specs, strict=True):
             if spec.span_bytes:
-                self._put(place._replace(offset=place.offset + at), spec.span_bytes, node)
+                self._named.append((node, self._position_of(place.arena), place.offset + at))
 
     def _find(self, address: int, nbytes: int) -> Place:
         """The caller's own memory where a worker reaches it, and a position is left for it; else a block."""
@@ -165,13 +226,12 @@ class GpuLoan:
 
     def _put(self, place: Place, nbytes: int, node: list[Any] | None) -> None:
         low, high = place.offset // ALIGNMENT * ALIGNMENT, place.offset + nbytes
-        for at, known in enumerate(self.ranges):
-            if known.arena is place.arena:
-                low = min(known.offset, low)
-                self.ranges[at] = Range(place.arena, low, max(known.offset + known.nbytes, high) - low)
-                break
+        at = len(self.ranges) if self._is_apart else self._position_of(place.arena)
+        if at < len(self.ranges):
+            known = self.ranges[at]
+            low = min(known.offset, low)
+            self.ranges[at] = Range(place.arena, low, max(known.offset + known.nbytes, high) - low)
         else:
-            at = len(self.ranges)
             if at == len(self._positions):
                 text = f"pass arrays of at most {at} allocations on a GPU, such as parts of one"
                 raise InvalidArgument(f"{text}: a call names no more")
@@ -179,24 +239,19 @@ class GpuLoan:
         if node is not None:
             self._named.append((node, at, place.offset))
 
+    def _position_of(self, arena: Arena) -> int:
+        """That of the newest range in an arena; of a new one where there is none."""
+        found = [at for at, known in enumerate(self.ranges) if known.arena is arena]
+        return found[-1] if found else len(self.ranges)
+
     def _close_ranges(self) -> None:
         """They are known: tell nodes where they are in them, and workers that see copies what is there."""
         for node, at, offset in self._named:
             node[-2:] = [self._positions[at], offset - self.ranges[at].offset]
         if self.transport in STAGED:
             for arena, offset, nbytes in self.ranges:
+                self.gpu.number(arena, self.transport)  # it is shown before anything is put into what is shown
                 arena.publish(self.transport, offset, nbytes, self.stream)
-
-    @property
-    def result_bytes(self) -> int:
-        """Of all arrays that it has made for results."""
-        return sum(spec.span_bytes for spec in self.results)
-
-    def note_kept(self, reason: str) -> None:
-        """The worker copies what it was lent."""
-        if self.uncopied_bytes:
-            self.copies.append(Copy("an argument", self.uncopied_bytes, "worker", reason))
-        self.uncopied_bytes = 0
 
     def sent(self) -> None:
         """The call is on its way, and the stream waits for it: what it made goes where the caller wants it."""
@@ -207,22 +262,6 @@ class GpuLoan:
             place.arena.collect(self.transport, place.offset, nbytes, self.stream)
         if place.block is not None:
             self.gpu.memory.context.driver.copy_on_device(address, place.block.address, nbytes, self.stream)
-
-    def hush(self) -> None:
-        """Another call follows that fails where this one does: it tells of that."""
-        if self.pending is not None:
-            self.pending.is_apart = True
-
-    def given(self) -> list[Any]:
-        """The results as the caller gets them, once `sent`."""
-        if self.like.kind == "dlpack":  # its library waits for a stream of ours, that of the thread that takes them
-            own, driver = self.gpu.memory.own_stream(), self.gpu.memory.context.driver
-            with self.gpu.memory.context:
-                event = driver.create_event()
-                driver.record_event(event, self.stream)
-                driver.wait_event(own, event)
-                driver.destroy_event(event)
-        return [give(self.like, one) for one in self._made]
 
     def close(self) -> None:
         """The blocks serve what the stream does next."""

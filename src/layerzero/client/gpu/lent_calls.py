@@ -8,14 +8,15 @@ from typing import Any
 from layerzero.client.connection.call import Submitted
 from layerzero.client.gpu.arrays import current_stream
 from layerzero.client.gpu.calls import GpuCalls
-from layerzero.client.gpu.lent import GpuArguments, GpuLoan, demand_uncaptured
+from layerzero.client.gpu.lent import GpuArguments, GpuLoan, Lent, demand_uncaptured
+from layerzero.client.gpu.lent_ring import Asked
 from layerzero.client.gpu.memory import uuid_of
 from layerzero.client.gpu.outcomes import Sent
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import stream_key
 from layerzero.ipc.errors import BackendError, LayerZeroError, NotConnected, NoTransport
-from layerzero.ipc.transport import messages
+from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -57,7 +58,7 @@ MAX_STREAMS = 4096
 _streams: dict[tuple[int, Any], int] = {}  # by GPU and stream: in their order
 
 
-def steps_down(session: Any, loan: GpuLoan, error: LayerZeroError) -> bool:
+def steps_down(session: Any, loan: Lent, error: LayerZeroError) -> bool:
     """Whether there is another way for memory to reach the worker that could not use this one."""
     try:
         loan.gpu.step_down(loan.transport, str(error.facts.get("reason") or error.message))
@@ -75,6 +76,7 @@ def pending(gpus: GpuCalls, submitted: Submitted) -> Sent:
     )
     loan.pending = made
     made.is_awaited, made.hold, made.patience_s = True, (request, submitted.outputs), request.timeout_s
+    made.arenas = wire.arenas_of(submitted.refs)
     return made
 
 
@@ -97,9 +99,10 @@ def take(submitted: Submitted, decision: messages.Decision) -> str:
     """It was answered; what its worker has enqueued may yet fail, which a later call raises. A note for its report.
     Raises BackendError where it saw other memory than it was lent."""
     sent = submitted.pending
-    assert isinstance(sent, Sent)
+    assert isinstance(sent, Sent | Asked)
     sent.is_awaited = False
     if not sent.gpu.is_signed(decision.slot):
-        text = f"memory on the GPU does not reach {decision.backend} by {sent.transport}: pass arrays of the CPU"
+        text = f"memory on the GPU does not reach {decision.backend} by {sent.gpu.transport}: pass arrays of the CPU"
         raise BackendError(f"{text}; the function has run", backend=decision.backend)
+    submitted.route.is_armed = True
     return sent.gpu.transport_note

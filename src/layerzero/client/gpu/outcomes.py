@@ -47,6 +47,7 @@ class Enqueued:
     given: Given | None = None  # its arguments, where they are held until it is done
     not_held = ""  # why its arguments are not, or not any more
     taken: tuple[Any, ...] = ()  # its capsules
+    is_apart = False  # its caller looks for its error
 
     def __init__(
         self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, copies: Sequence[Copy], start_ns: int
@@ -64,6 +65,8 @@ class Enqueued:
 
 class OnRing(Enqueued):
     """One that was put on a ring: the broker answers only if something went wrong there."""
+
+    timeout_s = 0.0  # its own; 0 for the broker's
 
     def __init__(
         self,
@@ -104,7 +107,6 @@ class Sent(Enqueued, Pending):
         Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
         self.transport = transport
         self.is_awaited = False  # its caller raises its error
-        self.is_apart = False  # its caller looks for its error
         self.arenas: frozenset[int] = frozenset()
 
     def finish(self) -> None:
@@ -174,7 +176,7 @@ class Outcomes:
     def note_failure(self, enqueued: Enqueued) -> None:
         """It is raised by the next call, which is waited for if it is on the same route."""
         enqueued.route.is_armed = False
-        if isinstance(enqueued, Sent) and enqueued.is_apart:
+        if enqueued.is_apart:
             return
         if enqueued not in self.failed:  # a graph that is replayed fails each time
             self.failed.append(enqueued)

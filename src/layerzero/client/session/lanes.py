@@ -12,6 +12,7 @@ from layerzero.client.connection.call import Route, Submitted, seconds
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import EXPRESS, Attempt, Copy
+from layerzero.client.gpu.lent_ring import Asked
 from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import NEVER, Shadow
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, OutOfMemory
@@ -114,6 +115,22 @@ class Lanes:
         row = counters.row(route.plan.op, lease.decision.kernel_id, EXPRESS)
         counters.count(row, end_ns - start_ns, sum([copy.nbytes for copy in copies]))
         self._last.record = (route.plan, copies, start_ns, end_ns, kernel_ns, (), lease.decision, (), note)
+
+    def end_asked(self, submitted: Submitted, asked: Asked) -> Any:
+        """The result of a call on the ring of a GPU, which its caller has waited for."""
+        decision = asked.lease.decision
+        if submitted.request.serves is not None:
+            submitted.request.serves(decision.backend)
+        result = submitted.result(b"")
+        self.note_asked(asked, submitted.copies)
+        return result
+
+    def note_asked(self, asked: Asked, copies: Sequence[Copy]) -> None:
+        """As `note`, of a call on a ring."""
+        asked.copies, asked.end_ns = copies, time.perf_counter_ns()
+        asked.count(self._link.counters)
+        its = (asked.route.plan, copies, asked.start_ns, asked.end_ns)
+        self._last.record = (*its, 0, (), asked.lease.decision, (), asked.gpu.transport_note)
 
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""

@@ -42,7 +42,7 @@ from layerzero.client.connection.record import (
 )
 from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
-from layerzero.client.gpu import lent_calls
+from layerzero.client.gpu import lent_calls, lent_ring
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.fastpath import MISS
@@ -189,7 +189,14 @@ class Session:
 
     def _run_prepared(self, submitted: Submitted) -> Any:
         request = submitted.request
-        place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
+        if request.on_gpu is not None:
+            asked = None if self.shadow.is_on else lent_ring.put(self.gpus, submitted)
+            if asked is not None:
+                if asked.await_answer(self._link):
+                    return self.lanes.end_asked(submitted, asked)
+                submitted.pending = asked  # the broker's answer
+                return self.finish(submitted)
+        place = None if submitted.pending.is_done or request.on_gpu is not None else self.lanes.of(submitted.route)
         if place is not None:
             lane, lease = place
             self.last.record = None  # until the call has ended
@@ -204,7 +211,7 @@ class Session:
         start_ns = time.perf_counter_ns()
         if request.places is not None:
             placed = prepare_placed(self, request, start_ns)
-            return self.lanes.put(placed) or self._start(placed)
+            return (request.on_gpu is None and self.lanes.put(placed)) or self._start(placed)
         if not self.link or self.shadow.is_on:  # of this very process
             return self.submit(request)
         receipt = self.repeats.submit(request, start_ns)

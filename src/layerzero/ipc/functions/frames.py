@@ -203,6 +203,12 @@ def head_of(start: bytes) -> tuple[int, list[Any]]:
     return HEAD_AT + size, _known_head(start[HEAD_AT : HEAD_AT + size])
 
 
+def whole(start: bytes) -> bytes:
+    """The frame that begins with these bytes, without its payload; none where they are not all of it, or no frame."""
+    magic, size = _PREFIX.unpack_from(start) if len(start) >= HEAD_AT else (0, 0)
+    return start[: HEAD_AT + size] if magic == MAGIC and size <= min(len(start) - HEAD_AT, MAX_KNOWN_BYTES) else b""
+
+
 def _size_of(memory: memoryview | bytes) -> int:
     magic, size = _PREFIX.unpack_from(memory) if len(memory) >= HEAD_AT else (0, 0)
     if magic != MAGIC:

@@ -9,6 +9,7 @@ count from 1. ipc/shm/ring_words.py has the layout."""
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 
 from layerzero.ipc.errors import ProtocolError
@@ -32,8 +33,9 @@ from layerzero.ipc.shm.ring_words import (
 )
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 
-_SLOT = struct.Struct("<QIIQIIQ")  # call, route, plan, seq, lane, number, bytes of the references
+_SLOT = struct.Struct("<QIIQIIII")  # call, route, plan, seq, lane, number, bytes of the references, timeout in ms
 _pack_slot = _SLOT.pack_into
+MAX_TIMEOUT_MS = (1 << 32) - 1
 
 
 class Ring:
@@ -102,11 +104,14 @@ class Ring:
         """The last call that was put."""
         return self._words[HEAD]
 
-    def put(self, call: int, route: int, plan: int, seq: int, point: TimelinePoint, refs: bytes) -> None:
-        """`call` is the number after the last one; what was in its slot must be done."""
+    def put(
+        self, call: int, route: int, plan: int, seq: int, point: TimelinePoint, refs: bytes, timeout_s: float = 0.0
+    ) -> None:
+        """`call` is the number after the last one; what was in its slot must be done. `timeout_s`: its own."""
         at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         nbytes = len(refs)
-        _pack_slot(self._map, at, call, route, plan, seq, point[0], point[1], nbytes)
+        timeout_ms = min(math.ceil(1e3 * timeout_s), MAX_TIMEOUT_MS) if timeout_s else 0
+        _pack_slot(self._map, at, call, route, plan, seq, point[0], point[1], nbytes, timeout_ms)
         at += SLOT_HEAD_BYTES
         self._map[at : at + nbytes] = refs
         self._words[HEAD] = call
@@ -115,6 +120,10 @@ class Ring:
         """What became of a call; 0 while nothing has, or once a later call has its slot."""
         value = self._words[STATUS_AT // 8 + call % SLOTS]
         return value & 0xFF if value >> 8 == call else 0
+
+    def is_over(self, call: int) -> bool:
+        """Whether the worker has said what became of a call, as far as its slot still shows that."""
+        return self._words[STATUS_AT // 8 + call % SLOTS] >> 8 >= call
 
     # --- worker
 
@@ -165,9 +174,9 @@ class Ring:
     def _read(self, call: int) -> RingCall:
         at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         slot = self._map[at : at + SLOT_BYTES]  # once: its writer may be at it
-        number, route, plan, seq, lane, point, nbytes = _SLOT.unpack_from(slot)
+        number, route, plan, seq, lane, point, nbytes, timeout_ms = _SLOT.unpack_from(slot)
         refs = slot[SLOT_HEAD_BYTES : SLOT_HEAD_BYTES + nbytes]  # cut where the slot ends
-        return RingCall(number, route, plan, seq, TimelinePoint(lane, point), refs)
+        return RingCall(number, route, plan, seq, TimelinePoint(lane, point), refs, timeout_ms / 1e3)
 
     def close(self) -> None:
         self._words.release()

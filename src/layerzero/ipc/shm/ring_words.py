@@ -36,3 +36,4 @@ class RingCall(NamedTuple):
     seq: int
     point: TimelinePoint
     refs: bytes
+    timeout_s: float = 0.0  # of the call's own; 0 for the broker's

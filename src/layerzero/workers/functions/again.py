@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
@@ -63,22 +63,11 @@ def again_of(
     names; `held`: what an object is of, by its reference."""
     try:
         size, tree = frames.head_of(start)
-        reference, name = None, ""
-        match tree:
-            case [frames.USE, reference, frames.METHOD, str(name), [values.LIST, *items], kwargs, int(level)] if (
-                kwargs == NO_KWARGS and name not in OTHERWISE
-            ):
-                found = held(reference)
-                if found is None:
-                    return None
-                code = found
-                demand_use(frames.METHOD, name, len(items))
-            case [frames.CALL, code_tree, [values.LIST, *items], kwargs, int(level)] if kwargs == NO_KWARGS:
-                code = known(code_tree)
-            case _:
-                return None
+        plain = demand_plain(tree, known, held)
+        if plain is None:
+            return None
         memories, given, arrays = [frame[frames.aligned(size) :], *lent], [], []
-        for place, one in enumerate(items):
+        for place, one in enumerate(plain.items):
             if type(one) is not list:
                 given.append(one)
             elif type(one[0]) is int and one[0] == values.ARRAY:
@@ -88,7 +77,36 @@ def again_of(
                 return None
     except (ProtocolError, InvalidArgument, IndexError):
         return None
+    return Again(start[:size], plain.code, plain.label, plain.level, given, arrays, plain.reference, plain.name)
+
+
+class Plain(NamedTuple):
+    """A call by its place in a list alone, of a function or of a method of an object. As of Again."""
+
+    code: Code
+    label: str
+    level: int
+    items: list[Any]
+    reference: Any
+    name: str
+
+
+def demand_plain(tree: list[Any], known: Callable[[Any], Code], held: Callable[[Any], Code | None]) -> Plain | None:
+    """What a call is of; None for one that is to be read each time. Raises ProtocolError, InvalidArgument."""
+    reference, name = None, ""
+    match tree:
+        case [frames.USE, reference, frames.METHOD, str(name), [values.LIST, *items], kwargs, int(level)] if (
+            kwargs == NO_KWARGS and name not in OTHERWISE
+        ):
+            found = held(reference)
+            if found is None:
+                return None
+            code = found
+            demand_use(frames.METHOD, name, len(items))
+        case [frames.CALL, code_tree, [values.LIST, *items], kwargs, int(level)] if kwargs == NO_KWARGS:
+            code = known(code_tree)
+        case _:
+            return None
     if code.is_model and reference is None:
         return None
-    label = f"{code.label}.{name}" if name else code.label
-    return Again(start[:size], code, label, level, given, arrays, reference, name)
+    return Plain(code, f"{code.label}.{name}" if name else code.label, level, items, reference, name)

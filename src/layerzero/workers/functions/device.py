@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.errors import CudaError, InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, DeviceMemory
@@ -67,6 +67,14 @@ class Results:
         self._places.append(place)
         return frames.array_node(frames.OF_GPU, found.spec, frames.ON_GPU, max(place, 0))
 
+    def takes(self, found: Found) -> bool:
+        """Whether there is memory for a result that is the only one: then it is added."""
+        if len(self._outs) != 1 or self._place_of(found):
+            return False
+        self.found.append(found)
+        self._places.append(0)
+        return True
+
     def _place_of(self, found: Found) -> int:
         if not self._is_given:
             at = len(self.found)
@@ -113,8 +121,8 @@ class Libraries(Protocol):
     def found(self, value: Any, device: int) -> Found | None:
         """An array on that GPU; None for what is none. Raises InvalidArgument for what cannot cross."""
 
-    def was_written(self, array: Any) -> bool:
-        """Whether the library has seen a write to one that it was given."""
+    def writes_of(self, array: Any) -> int:
+        """How many writes to it, or to what it is a view of, its library has counted."""
 
 
 class Device:
@@ -126,8 +134,12 @@ class Device:
         self._stream: int | None = None  # of the present call
         self._ordinal = 0
         self._last: tuple[int, int] | None = None  # context and stream of the latest work; None before the first
-        self._lent: list[Any] = []
+        self._lent: list[tuple[Any, int]] = []  # with the writes to it until then
+        self._events: dict[int, int] = {}  # by context: what one stream waits for of another
+        self._contexts: dict[int, int] = {}  # by ordinal
+        self.driver: Driver | None = None
         self._known: set[str] = set()  # functions that have run on a GPU
+        self._is_settled = False  # the stream of the present call waits for all that the function has told others
 
     @contextlib.contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
@@ -147,22 +159,29 @@ class Device:
         """A call: `ordinal` of its GPU; None for one without, in a worker that has had others."""
         return self._after_others() if ordinal is None else self._on_gpu(ordinal)
 
-    @contextlib.contextmanager
-    def _on_gpu(self, ordinal: int) -> Iterator[None]:
-        stream, libraries = self._stream, self.libraries
-        assert stream is not None
-        assert libraries is not None
-        driver = _driver()
-        self._ordinal = ordinal
-        self._follow(driver, driver.current_context(), stream)
-        try:
-            with libraries.on_stream(stream, ordinal):
-                yield
-            self._order(driver, LEGACY, stream)  # of libraries that know no streams
-            driver.is_stream_idle(stream)  # raises where the function has cost this process its GPU
-        finally:
-            self.results = None
-            self._lent.clear()
+    def _on_gpu(self, ordinal: int) -> AbstractContextManager[None]:
+        assert self._stream is not None
+        assert self.libraries is not None
+        return _OnGpu(self, ordinal, self._stream, self.libraries)
+
+    def enter(self, ordinal: int, stream: int) -> Driver:
+        """A call on this GPU begins, in this stream. The driver."""
+        driver = self.driver = self.driver or _driver()
+        context = self._contexts.get(ordinal)
+        if context is None:
+            context = self._contexts[ordinal] = driver.current_context()
+        self._ordinal, self._is_settled = ordinal, False
+        self._follow(driver, context, stream)
+        return driver
+
+    def leave(self, driver: Driver, stream: int) -> None:
+        """The function has returned. Raises where it has cost this process its GPU, as what follows does."""
+        if not self._is_settled:
+            self._follow_legacy(driver, stream)
+
+    def end(self) -> None:
+        self.results = None
+        self._lent.clear()
 
     @contextlib.contextmanager
     def _after_others(self) -> Iterator[None]:
@@ -182,20 +201,26 @@ class Device:
         if before != self._last:
             self._order(driver, before[1], stream, of=before[0])
 
-    @staticmethod
-    def _order(driver: Driver, first: int, then: int, of: int | None = None) -> None:
+    def _order(self, driver: Driver, first: int, then: int, of: int | None = None) -> None:
         """What one stream has to do comes before what the other is told from now on. `of`: the first one's context,
         where that is not the current one."""
+        context = self._contexts[self._ordinal] if of is None else of
         if of is not None:
             driver.push_context(of)
         try:
-            event = driver.create_event()
+            event = self._events.get(context)
+            if event is None:
+                event = self._events[context] = driver.create_event()
             driver.record_event(event, first)
         finally:
             if of is not None:
                 driver.pop_context()
         driver.wait_event(then, event)
-        driver.destroy_event(event)
+
+    def _follow_legacy(self, driver: Driver, stream: int) -> None:
+        """What libraries that know no streams have told comes before what this one is told from now on."""
+        if not driver.is_stream_idle(LEGACY):
+            self._order(driver, LEGACY, stream)
 
     def begin(self, label: str) -> None:
         """A function is about to run. Its first time it may import what then asks for the current stream too late: its
@@ -216,8 +241,9 @@ class Device:
         """An array of the caller's, lent. Raises InvalidArgument."""
         assert self.libraries is not None
         assert self._stream is not None
-        array = self.libraries.open(library, spec, span, self._stream)
-        self._lent.append(array)
+        libraries = self.libraries
+        array = libraries.open(library, spec, span, self._stream)
+        self._lent.append((array, libraries.writes_of(array)))
         return array
 
     def out(self, library: str, spec: TensorSpec, span: Span) -> Any:
@@ -233,8 +259,8 @@ class Device:
     def demand_unwritten(self, label: str) -> None:
         """Raises InvalidArgument where the function wrote to what it was lent."""
         assert self.libraries is not None
-        for place, array in enumerate(self._lent):
-            if self.libraries.was_written(array):
+        for place, (array, before) in enumerate(self._lent):
+            if self.libraries.writes_of(array) != before:
                 text = f"{label} has to write to a copy, such as x.clone(): it has run, and has written to the memory"
                 raise InvalidArgument(f"{text} of its caller's, array {place} of its arguments on a GPU")
 
@@ -249,6 +275,16 @@ class Device:
             raise InvalidArgument(NO_STREAM)
         return self.results.add(found)
 
+    def found(self, value: Any) -> Found | None:
+        """A result on the GPU of the present call. None for what is none, or cannot go, which `put` says of it."""
+        assert self.libraries is not None
+        try:
+            return self.libraries.found(value, self._ordinal)
+        except CudaError:
+            raise
+        except Exception:  # such as a library that has no memory for a dense copy
+            return None
+
     def settle(self) -> list[int] | None:
         """Copy the results to their caller's memory: the places of those that were made there. None where there is not
         the memory for them."""
@@ -256,10 +292,33 @@ class Device:
         assert self._stream is not None
         if not self.results.have_room:
             return None
-        driver = _driver()
-        for stream in {LEGACY, *(found.stream for found in self.results.found)}:
+        driver = self.driver or _driver()
+        self._follow_legacy(driver, self._stream)
+        for stream in {found.stream for found in self.results.found} - {LEGACY}:
             self._order(driver, stream, self._stream)
+        self._is_settled = True
         return self.results.put(driver, self._stream)
+
+
+class _OnGpu(AbstractContextManager[None]):
+    """A call on a GPU."""
+
+    def __init__(self, device: Device, ordinal: int, stream: int, libraries: Libraries) -> None:
+        self._device, self._stream = device, stream
+        self._driver = device.enter(ordinal, stream)
+        self._inside = libraries.on_stream(stream, ordinal)
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        device = self._device
+        try:
+            self._inside.__exit__(None, None, None)
+            if kind is None:
+                device.leave(self._driver, self._stream)
+        finally:
+            device.end()
 
 
 NO_STREAM = (

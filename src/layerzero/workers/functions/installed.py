@@ -10,7 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
+from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 
 MAX_NAME = 500
 OURS = "layerzero"
@@ -91,3 +93,14 @@ def _demand_own(found: Any, code: Code) -> None:
     if is_builtin or (top != "builtins" and (top in sys.stdlib_module_names or top == OURS)):
         text = f"{code.label:.200} is {of}.{name}, not the module's own"
         raise InvalidArgument(f"{text}; write a function for it, and decorate that")
+
+
+def told_of(found: Any) -> list[Any]:
+    """What a name is, and the value of one that is neither function, class nor module."""
+    if isinstance(found, ModuleType):
+        return [frames.MODULE]
+    if isinstance(found, type):
+        return [frames.CLASS, *surface_of(found).to_tree()]
+    if callable(found):
+        return [frames.FUNCTION, is_stream(found), is_coroutine(found)]
+    return [frames.VALUE, found]

@@ -36,6 +36,11 @@ class Output:
         if _root.level != level:
             _root.setLevel(level)
 
+    @property
+    def has_items(self) -> bool:
+        """Whether anything was said since the last time."""
+        return bool(self._items)
+
     def add(self, item: list[Any], chars: int) -> None:
         with self._lock:
             if self._chars < MAX_CHARS:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from types import AsyncGeneratorType, GeneratorType, ModuleType
+from types import AsyncGeneratorType, GeneratorType
 from typing import Any, TypeAlias
 
 from layerzero.ipc.errors import CudaError, InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
-from layerzero.ipc.functions.surface import is_coroutine, is_stream, surface_of
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions.again import LIBRARIES, NO_KWARGS, START_BYTES, Again, again_of
@@ -33,11 +32,13 @@ from layerzero.workers.functions.device import (
     span_or_view,
 )
 from layerzero.workers.functions.errors import MAX_TEXT, error_of
+from layerzero.workers.functions.installed import told_of
 from layerzero.workers.functions.kept import Kept, Result, Written
 from layerzero.workers.functions.libraries import Arrays, Models
 from layerzero.workers.functions.objects import Held, Objects, demand_use, ended_within, use_of
 from layerzero.workers.functions.output import Output
 from layerzero.workers.functions.placing import Copied, placing
+from layerzero.workers.functions.there import There
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
 CLOSE_S = 5.0  # so long what is let go of when a client has left may take, all together
@@ -56,6 +57,7 @@ class Functions:
         self._told, self._loop = 0, EventLoop()
         self._note_kept: Callable[[int], None] = lambda _: None
         self._code: tuple[list[Any], Code] | None = None  # of the last call
+        self._there = There(self)
 
     def bind_of(self, client: int) -> Bind:
         """As provider.PerClient."""
@@ -92,7 +94,6 @@ class Functions:
         again: Again | None = None
 
         def bound() -> None:
-            nonlocal before, again
             self._breakpoints.client = client
             try:
                 if ordinal is None and not device.is_used:
@@ -108,11 +109,11 @@ class Functions:
         def serve() -> None:
             nonlocal before, again
             read = start.tobytes()  # nobody changes that meanwhile
-            made: Frame | Written
+            made: Frame | Written | None = None if ordinal is None else self._there.serve(client, read, lent)
             if again is not None and read.startswith(again.head):
                 placing.begin(answer)
                 made = self._run_again(client, again)
-            else:
+            elif made is None:
                 made = self._serve(client, frame, lent, answer)
                 if read == before and ordinal is None:
                     held = partial(self._objects.code_of, client)
@@ -154,6 +155,9 @@ class Functions:
                     match call:
                         case [frames.HOLD, list(held), frames.ALL | frames.OWN as stays]:
                             return self._run(client, held, memories, stays)
+                        case [frames.NEXT, reference, int(level)]:
+                            self._output.level(level)
+                            return self._next(client, reference)
                     return self._run(client, call, memories, specs=outs if is_given else None)
                 case [frames.TAKE, int(token), list(outs)]:
                     return self._take(client, token, outs_of(outs, [payload, *lent]))
@@ -263,15 +267,7 @@ class Functions:
             raise
         except BaseException as exc:
             return self._raised(exc, code.file, is_import=True)
-        if isinstance(found, ModuleType):
-            answer: list[Any] = [frames.MODULE]
-        elif isinstance(found, type):
-            answer = [frames.CLASS, *surface_of(found).to_tree()]
-        elif callable(found):
-            answer = [frames.FUNCTION, is_stream(found), is_coroutine(found)]
-        else:
-            answer = [frames.VALUE, found]
-        return self._returned(answer, f"{code.label} is a value")
+        return self._returned(told_of(found), f"{code.label} is a value")
 
     def _run(
         self,
@@ -409,9 +405,9 @@ class Functions:
         except BaseException as exc:  # as of a call
             self._objects.release(client, reference)
             return self._raised(exc, held.code.file)
-        payload = Payload()
-        tree = [values.LIST, *(self._encoded(item, "item", f"{held.code.label} has run", payload) for item in items)]
-        return Frame([frames.RETURNED, renamed(tree), self._output.take()], payload)
+        payload, what = Payload(), f"{held.code.label} has run"
+        tree = [values.LIST, *(self._encoded(item, "item", what, payload) for item in items)]
+        return self._answer(client, Result(items, what), renamed(tree), self._output.take(), payload)
 
     def _let_go(self, several: list[Held | None]) -> None:
         """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
@@ -478,14 +474,18 @@ class Functions:
             if placed.places and made.has_room and made.nbytes <= placing.room:
                 return made
         payload = Copied() if placing.is_used else Payload()
-        tree = self._encoded(result, "result", what, payload)
-        if device.results is not None and device.results.found:
-            made_there = device.settle()
-            if made_there is not None:
-                return Frame([frames.RETURNED_THERE, renamed(tree), output, made_there], payload)
-            token = self._kept.add(client, Result(apart(result), what), device.results.nbytes)
-            return Frame([frames.AWAITS, token, device.results.specs, output])
-        return Frame([frames.RETURNED, renamed(tree), output], payload)
+        tree = renamed(self._encoded(result, "result", what, payload))
+        return self._answer(client, Result(result, what), tree, output, payload)
+
+    def _answer(self, client: int, result: Result, tree: Any, output: list[Any], payload: Payload) -> Frame:
+        """With its results on a GPU in their memory; without that they are kept."""
+        if device.results is None or not device.results.found:
+            return Frame([frames.RETURNED, tree, output], payload)
+        made_there = device.settle()
+        if made_there is not None:
+            return Frame([frames.RETURNED_THERE, tree, output, made_there], payload)
+        token = self._kept.add(client, Result(apart(result.value), result.what), device.results.nbytes)
+        return Frame([frames.AWAITS, token, device.results.specs, output])
 
     def _encoded(self, value: Any, root: str, what: str, payload: Payload) -> Any:
         try:

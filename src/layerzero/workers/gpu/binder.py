@@ -12,6 +12,7 @@ from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, unpack_refs
 from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.arenas import Arena
 from layerzero.workers.blocks import Blocks, sized
 from layerzero.workers.gpu.plan import Plan, Span, Task
 from layerzero.workers.provider import Bind, Block, Bound, DeviceMemory
@@ -49,9 +50,10 @@ class Binder:
         ]
         outputs = [block for block, _ in written if block is not None]
         bind = plan.bind if self._blocks is None else self._blocks.bind_of(plan.bind, client)
-        bound = self._bind(plan, bind, [block for block, _ in placed], outputs)
+        is_function = call.op == FUNCTION  # its results lie in memory that it was lent; binding it does nothing yet
+        inputs = [block for block, _ in placed]
+        bound = bind(call, inputs, outputs) if is_function else self._bind(plan, bind, inputs, outputs)
         read = _staged(span for _, span in placed)
-        is_function = call.op == FUNCTION  # its results lie in memory that it was lent
         return Task(bound, read, read if is_function else _staged(span for _, span in written))
 
     def rehearse(self, plan: Plan) -> None:
@@ -63,6 +65,14 @@ class Binder:
         call = plan.call
         inputs = [None if spec is None else self._zeros(plan.gpu, spec) for spec in call.inputs]
         self._bind(plan, plan.bind, inputs, [self._zeros(plan.gpu, spec) for spec in call.outputs], runs=True)
+
+    def has(self, plan: Plan, client: int, arena: int) -> bool:
+        """Whether memory of this arena can be had without waiting."""
+        return (client, arena) in self._arenas or (client, arena) in self._hosted(plan)
+
+    def _hosted(self, plan: Plan) -> Mapping[tuple[int, int], Arena]:
+        """The shared memory that calls of a plan may have besides that of a GPU."""
+        return {} if self._blocks is None or plan.call.op != FUNCTION else self._blocks.arenas
 
     def reap(self) -> None:
         """Free what is no longer used. To be called while no stream waits: the driver waits for all of them."""
@@ -107,7 +117,7 @@ class Binder:
         if ref.arena == NO_ARENA:
             raise ProtocolError("a required tensor has no arena")
         key, blocks, is_function = (client, ref.arena), self._blocks, plan.call.op == FUNCTION
-        hosted = blocks.arenas if is_function and blocks is not None else {}
+        hosted = self._hosted(plan)
         while key not in self._arenas and key not in hosted:  # its descriptor was sent before this RUN
             self._hear(waits=True)
         if key in hosted and blocks is not None:

@@ -294,7 +294,7 @@ class Gpus:
         call = plan.call
         count = len(call.inputs) + len(call.outputs)
         return len(refs) == count * REF_BYTES and all(
-            ref.arena == NO_ARENA or (client, ref.arena) in self._arenas for ref in unpack_refs(refs, count)
+            ref.arena == NO_ARENA or self._binder.has(plan, client, ref.arena) for ref in unpack_refs(refs, count)
         )
 
     def check(self, error: BaseException) -> None:

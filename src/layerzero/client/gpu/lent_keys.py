@@ -1,0 +1,70 @@
+"""What calls of functions with arrays on a GPU have in common that are alike but for where these lie."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+ALIGNMENT = 256  # at which ranges of memory begin
+_PLAIN = frozenset({type(None), bool, int, str, bytes})
+types: set[type] = set()
+"""Of arrays that were on a GPU."""
+
+
+class Key(NamedTuple):
+    """What such calls have in common, and where the arrays of one are."""
+
+    key: Hashable
+    addresses: tuple[int, ...]
+
+
+def key_of(args: tuple[Any, ...]) -> Key | None:
+    """None for a call without an array on a GPU, and for what is looked at each time."""
+    if types.isdisjoint(map(type, args)):
+        return None
+    key: list[Any] = []
+    addresses: list[int] = []
+    for arg in args:
+        kind = type(arg)
+        if kind in _PLAIN:
+            key += (kind, arg)
+        elif kind is float:
+            key += (kind, arg or repr(arg))  # there are two zeros
+        elif kind is _torch.tensor:
+            has_grad = arg.requires_grad
+            if not arg.is_cuda or arg.is_neg() or arg.is_conj() or (has_grad and _torch.is_grad_enabled()):
+                return None
+            address = arg.data_ptr()
+            addresses.append(address)
+            key.append((address % ALIGNMENT, arg.shape, arg.stride(), arg.dtype, arg.get_device()))
+        elif kind is _cupy.tensor:
+            address = arg.data.ptr
+            addresses.append(address)
+            key.append((address % ALIGNMENT, arg.shape, arg.strides, arg.dtype, arg.device.id))
+        else:
+            return None
+    if not addresses:
+        return None
+    return Key(tuple(key), tuple(addresses))
+
+
+def learn(kind: type) -> None:
+    """Of the type of an array on a GPU."""
+    if kind.__module__ == "torch" and kind.__name__ == "Tensor":
+        _torch.tensor, _torch.is_grad_enabled = kind, sys.modules["torch"].is_grad_enabled
+        types.add(kind)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and kind is getattr(cupy, "ndarray", None):
+        _cupy.tensor = kind
+        types.add(kind)
+
+
+class _Library:
+    """What of an array library each call needs, once there was an array of it."""
+
+    tensor: type = type("none", (), {})
+    is_grad_enabled: Any = staticmethod(bool)
+
+
+_torch, _cupy = _Library(), _Library()
