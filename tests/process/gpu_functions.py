@@ -130,6 +130,14 @@ def act(x: Any, what: str = "", value: Any = 2.0) -> Any:
         case "hang":
             while True:
                 signal.pause()
+        case "nap":
+            time.sleep(value)
+        case "note":
+            path, nap_s = value.rsplit(" ", 1)
+            with Path(path).open("a") as file:
+                file.write("run\n")
+            time.sleep(float(nap_s))
+            return x * 2.0
         case "where":
             return os.getpid()
     return x * float(value)
