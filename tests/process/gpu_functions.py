@@ -191,6 +191,15 @@ def steps(x: Any, count: int) -> Any:
         yield x if number % 3 else {"of": number, "x": x[: 2 if number > count // 2 else 4]}
 
 
+@lz.isolated(THERE)
+def awaited(x: Any, gate: str) -> Any:
+    """The second item needs what its taker does with the first one."""
+    yield x + 1.0
+    while not Path(gate).exists():
+        time.sleep(0.001)
+    yield x + 2.0
+
+
 @lz.isolated(BARE)
 def without_a_gpu(x: Any) -> Any:
     return x

@@ -508,7 +508,9 @@ def test_closing_the_session_cancels_calls_that_have_not_ended(site: Site, there
 
 
 @pytest.mark.parametrize(("long_s", "short_s", "timeout_s"), [(1.5, 0.7, 1.2), (2.5, 0.05, 0.5)])
-def test_waiting_for_the_worker_does_not_count(own: Site, tmp_path: Path, long_s: float, short_s: float, timeout_s: float) -> None:
+def test_waiting_for_the_worker_does_not_count(
+    own: Site, tmp_path: Path, long_s: float, short_s: float, timeout_s: float
+) -> None:
     """A call that another one of its worker is before has its whole time from when it is begun."""
     x, values = randn(4)
     log, other = tmp_path / "log", tmp_path / "other"
