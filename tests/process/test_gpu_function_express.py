@@ -515,7 +515,6 @@ def test_waiting_for_the_worker_does_not_count(
     x, values = randn(4)
     log, other = tmp_path / "log", tmp_path / "other"
     quick = fn.act.options(timeout_s=timeout_s)
-    is_begun = lambda: wait_until(lambda: log.exists() and log.read_text().count("run") > before)  # noqa: E731
     settled(x, "note", f"{log} 0")
     settled(x, "note", f"{other} 0", function=quick)
     before = log.read_text().count("run")
@@ -530,7 +529,7 @@ def test_waiting_for_the_worker_does_not_count(
 
     first = threading.Thread(target=run_long)
     first.start()
-    is_begun()
+    wait_until(lambda: log.read_text().count("run") > before)
     with soft_cupy.stream():
         check(quick(x, "note", f"{other} {short_s}"), values * 2)
     first.join(PATIENCE_S)

@@ -31,9 +31,8 @@ class Lane:
     """Between a client and one start of a worker, for the CPU or for a GPU, where it is a ring. `routes` and `plans`
     hold the leases in force, `kernels` also what earlier ones named: a call may be on its way under those. All are by
     route number. `told`: the plans that the worker was told of, each with the last dispatch before, and `neighbours` of
-    each. `left`: calls
-    of a ring that came to the broker; `begun`: others of it that the GPU may be in, whether the worker has taken each, and
-    since when that is so."""
+    each. `left`: calls of a ring that came to the broker; `begun`: others of it that the GPU or the CPU may be in,
+    whether the worker has taken each, and since when that is so."""
 
     number: int
     client: Client

@@ -121,9 +121,9 @@ class RingCalls:
             self._end_left([lane for lane in rings if lane.client.identity == client], event.page_poller)
 
     def _end_late(self, lane: Lane, look: ev.RingSnapshot, executing: int) -> None:
-        """A GPU is in a call from when its READY is there: then all before it in its lane are done. The CPU is in what is
-        `executing`; what waits for it does not count while that is another, which has its own deadline, and counts anew
-        once it was taken."""
+        """A GPU is in a call from when its READY is there: then all before it in its lane are done. The CPU is in what
+        is `executing`; what waits for it does not count while that is another, which has its own deadline, and counts
+        anew once it was taken."""
         now_s, worker = self.effects.now_s, lane.worker
         is_busy = bool(executing or worker.running)
         if is_busy and any(one.call > look.taken for one in look.calls):
