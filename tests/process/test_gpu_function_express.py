@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,41 @@ def test_results_that_nobody_takes_give_their_memory_back(there: int) -> None:
         return pool.stats()["slots"] <= before + 2 * 64 + 2
 
     wait_until(are_back)
+
+
+@pytest.mark.parametrize("is_synchronized", [True, False])
+def test_a_result_that_nobody_takes_keeps_no_argument(there: int, *, is_synchronized: bool) -> None:
+    """From the next look at its ring."""
+    x, values = randn(64)
+    settled(x)
+    y = soft_cupy.asarray(values)
+    settled(y)
+    kept = weakref.ref(y)
+    sent = fn.act.submit(y)
+    assert isinstance(sent._call, GpuExpressCall)
+    wait_until(sent.done) if not is_synchronized else None
+    del sent, y
+
+    def is_free() -> bool:
+        lz.synchronize() if is_synchronized else fn.act(x)
+        gc.collect()
+        return kept() is None
+
+    wait_until(is_free)
+
+
+def test_who_asks_whether_a_call_is_done_hears_of_a_death(own: Site) -> None:
+    """Nobody waits for it."""
+    x, _ = randn(4)
+    pid = settled(x)
+    sent = fn.act.submit(x, "pause", 1.0)
+    assert isinstance(sent._call, GpuExpressCall)
+    wait_until(lambda: is_paused(pid))
+    assert not sent.done()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(sent.done)
+    with pytest.raises(lz.BackendError):
+        sent.result()
 
 
 def test_threads_get_their_own_results(there: int) -> None:

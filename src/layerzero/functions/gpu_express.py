@@ -391,7 +391,11 @@ class GpuExpressCall:
         """As Call.is_sent."""
         if self._call is not None:
             return self._call.is_sent
-        return self._record is None and not self._asked.see()
+        if self._record is not None:
+            return False
+        link = self._session.link
+        is_over = self._asked.see() if link.forks != self._forks else self._asked.look_around(link)
+        return not is_over
 
     def run(self) -> Any:
         """As `finish`."""
