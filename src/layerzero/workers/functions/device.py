@@ -304,12 +304,16 @@ class _OnGpu(AbstractContextManager[None]):
     """A call on a GPU."""
 
     def __init__(self, device: Device, ordinal: int, stream: int, libraries: Libraries) -> None:
-        self._device, self._stream = device, stream
-        self._driver = device.enter(ordinal, stream)
+        self._device, self._ordinal, self._stream = device, ordinal, stream
         self._inside = libraries.on_stream(stream, ordinal)
 
     def __enter__(self) -> None:
-        self._inside.__enter__()
+        try:
+            self._driver = self._device.enter(self._ordinal, self._stream)
+            self._inside.__enter__()
+        except BaseException:
+            self._device.end()
+            raise
 
     def __exit__(self, kind: object, *_: object) -> None:
         device = self._device
