@@ -551,26 +551,31 @@ def test_waiting_for_the_worker_does_not_count(
     x, values = randn(4)
     log, other = tmp_path / "log", tmp_path / "other"
     quick = fn.act.options(timeout_s=timeout_s)
-    settled(x, "note", f"{log} 0")
-    settled(x, "note", f"{other} 0", function=quick)
-    before = log.read_text().count("run")
     found: list[Any] = []
+    is_settled = threading.Event()
 
     def run_long() -> None:
         with soft_cupy.stream():
+            settled(x, "note", f"{other} 0")
+            is_settled.set()
             try:
                 found.append(fn.act(x, "note", f"{log} {long_s}"))
             except lz.LayerZeroError as exc:
                 found.append(exc)
+            found.append(path_of(fn.act.last_report()))
 
-    first = threading.Thread(target=run_long)
-    first.start()
-    wait_until(lambda: log.read_text().count("run") > before)
+    log.touch()
     with soft_cupy.stream():
+        settled(x, "note", f"{other} 0", function=quick)
+        first = threading.Thread(target=run_long)
+        first.start()
+        assert is_settled.wait(PATIENCE_S)
+        wait_until(lambda: log.read_text() == "run\n")
         check(quick(x, "note", f"{other} {short_s}"), values * 2)
+        assert path_of(quick.last_report()) == "express"
     first.join(PATIENCE_S)
     check(found[0], values * 2)
-    assert log.read_text().count("run") == before + 1
+    assert (found[1], log.read_text()) == ("express", "run\n")
 
 
 def test_who_is_not_to_blame_does_not_run_twice(own: Site, tmp_path: Path) -> None:
