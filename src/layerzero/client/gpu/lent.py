@@ -154,7 +154,7 @@ class GpuLoan(Lent):
         and CudaGraphUnsafe while the stream is captured."""
         given.stream = current_stream(given.like) if stream is None else stream
         super().__init__(gpu, given.like, given.stream, results, [])
-        self._positions = positions
+        self._positions, self.first = positions, positions.start  # ranges of shared memory come before them
         # Each array has a range of its own where there is room: so calls that are alike have the same nodes.
         self._is_apart = self.transport not in STAGED and len(given.arrays) + bool(results) + LEFT <= len(positions)
         self._blocks: list[Block] = []
