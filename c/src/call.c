@@ -401,7 +401,7 @@ static void keep_attempt(call *made, lzi_way way, lzi_passage *passage) {
     lzi_put_text(&made->why, "the worker was gone before it took the call from its lane");
 }
 
-/* Send the call to the broker. One that was on a lane waits for room, for its timeout at most: something ran already. */
+/* Send the call to the broker. One that was on a lane waits for room, for its timeout at most: it may have begun. */
 static lz_code submit(call *made, uint32_t number, const lzi_bytes *refs, lzi_pending *answer, lz_error *error) {
     lz_client *client = made->client;
     double timeout_s = made->timeout_us ? 1e-6 * (double)made->timeout_us : client->welcome.timeout_s;

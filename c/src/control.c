@@ -379,7 +379,8 @@ static lz_code greet(int control, const secret *key, lzi_welcome_kept *kept, con
     if (kept->max_in_flight < 1 || kept->max_in_flight > 1 << 20 ||
         !(kept->timeout_s > 0 && kept->timeout_s <= MAX_TIMEOUT_S))
         return lzi_fail(error, LZ_BAD_MESSAGE,
-                        "Report this: the broker broke the protocol.\nIts welcome allows nothing, or calls of more than a day");
+                        "Report this: the broker broke the protocol.\nIts welcome allows nothing, or calls of "
+                        "more than a day");
     return LZ_OK;
 }
 
