@@ -37,6 +37,14 @@ def struck(x: Any, y: Any = None, by: float = 2.0) -> Any:
     return x * by if y is None else [x * by, float(y[0])]
 
 
+@lz.isolated(THERE)
+def left(x: Any, code: int = 0) -> Any:
+    """Ends its worker before its stream has come to it."""
+    if code:
+        os._exit(code)
+    return x * 2.0
+
+
 @lz.isolated(THERE, on_death="rebuild")
 class Total:
     def __init__(self, first: Any) -> None:

@@ -130,6 +130,14 @@ def act(x: Any, what: str = "", value: Any = 2.0) -> Any:
         case "hang":
             while True:
                 signal.pause()
+        case "nap":
+            time.sleep(value)
+        case "note":
+            path, nap_s = value.rsplit(" ", 1)
+            with Path(path).open("a") as file:
+                file.write("run\n")
+            time.sleep(float(nap_s))
+            return x * 2.0
         case "where":
             return os.getpid()
     return x * float(value)
@@ -181,6 +189,15 @@ def steps(x: Any, count: int) -> Any:
     for number in range(count):
         x = x + 1.0
         yield x if number % 3 else {"of": number, "x": x[: 2 if number > count // 2 else 4]}
+
+
+@lz.isolated(THERE)
+def awaited(x: Any, gate: str) -> Any:
+    """The second item needs what its taker does with the first one."""
+    yield x + 1.0
+    while not Path(gate).exists():
+        time.sleep(0.001)
+    yield x + 2.0
 
 
 @lz.isolated(BARE)

@@ -456,6 +456,20 @@ def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
     assert store.names(tmp_path) == [f"2026{number:04}" for number in range(store.MOST, store.MOST + 3)]
 
 
+def test_what_is_half_removed_or_half_made_goes_with_the_next_one(tmp_path: Path) -> None:
+    """By whoever was interrupted; not what may still be written. Two may remove the same one."""
+    for name in (".2026.gone", ".2027", ".2028", "2029"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "memory-0.bin").write_bytes(bytes(10))
+        if name != ".2028":
+            os.utime(tmp_path / name, (0, 0))
+    store.keep_within(tmp_path, 1 << 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".2028", "2029"]
+    for _ in range(2):
+        store.remove(tmp_path / "2029")
+    assert store.names(tmp_path) == []
+
+
 def test_modes_are_read_as_they_are_written() -> None:
     assert taking.mode_of({}) == "shapes"
     assert taking.mode_of({"LAYERZERO_CAPSULES": " FULL "}) == "full"

@@ -3,6 +3,7 @@ same call again, there and on the CPU."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from tests.process import gpu_capsule_functions as fn
 from tests.process.gpu_site import SOFT, randn, soft
 from tests.process.harness import Site
 from tests.process.test_capsules import hashed
+from tests.process.test_gpu_function_express import settled
 from tests.soft_gpu import soft_cupy
+from tests.soft_gpu.soft_gpu import driver
 
 import layerzero as lz
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.capsules import form, store
 from layerzero.client.tools.replay import own_broker
 from layerzero.functions import replaying, shrinking
+from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.ipc.errors import InvalidArgument
 
 __all__ = ["soft"]
@@ -143,3 +147,18 @@ def test_a_call_that_was_on_the_gpu_is_made_smaller_on_the_cpu(site: Site, capsu
         replaying.learn(session, env)
         found = shrinking.shrink(session, capsule, code, env, told, ordinal=CPU)
     assert (found.what, found.shapes) == ("exit 3", [[1, 1]])
+
+
+def test_arguments_of_a_call_on_a_ring_are_kept_as_their_stream_made_them(site: Site, capsules: Path) -> None:
+    """The worker died before that."""
+    x, _ = randn(4, 3)
+    settled(x, function=fn.left)
+    driver.put(soft_cupy.current().ptr, lambda: time.sleep(0.5))
+    x.fill(5.0)
+    sent = fn.left.submit(x, 3)
+    assert isinstance(sent._call, GpuExpressCall)
+    with pytest.raises(lz.BackendError, match="died"):
+        sent.result()
+    capsule = only(capsules)
+    kept = [bytes(one) for one in form.memory(capsules / capsule.name, capsule)]
+    assert np.full((4, 3), 5.0, np.float32).tobytes() in kept

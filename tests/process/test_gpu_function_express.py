@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,41 @@ def test_results_that_nobody_takes_give_their_memory_back(there: int) -> None:
     wait_until(are_back)
 
 
+@pytest.mark.parametrize("is_synchronized", [True, False])
+def test_a_result_that_nobody_takes_keeps_no_argument(there: int, *, is_synchronized: bool) -> None:
+    """From the next look at its ring."""
+    x, values = randn(64)
+    settled(x)
+    y = soft_cupy.asarray(values)
+    settled(y)
+    kept = weakref.ref(y)
+    sent = fn.act.submit(y)
+    assert isinstance(sent._call, GpuExpressCall)
+    wait_until(sent.done) if not is_synchronized else None
+    del sent, y
+
+    def is_free() -> bool:
+        lz.synchronize() if is_synchronized else fn.act(x)
+        gc.collect()
+        return kept() is None
+
+    wait_until(is_free)
+
+
+def test_who_asks_whether_a_call_is_done_hears_of_a_death(own: Site) -> None:
+    """Nobody waits for it."""
+    x, _ = randn(4)
+    pid = settled(x)
+    sent = fn.act.submit(x, "pause", 1.0)
+    assert isinstance(sent._call, GpuExpressCall)
+    wait_until(lambda: is_paused(pid))
+    assert not sent.done()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(sent.done)
+    with pytest.raises(lz.BackendError):
+        sent.result()
+
+
 def test_threads_get_their_own_results(there: int) -> None:
     x, values = randn(16)
     settled(x)
@@ -505,3 +541,55 @@ def test_closing_the_session_cancels_calls_that_have_not_ended(site: Site, there
     site.connect()
     fn.prepare()
     check(fn.act(x), values * 2)
+
+
+@pytest.mark.parametrize(("long_s", "short_s", "timeout_s"), [(1.5, 0.7, 1.2), (2.5, 0.05, 0.5)])
+def test_waiting_for_the_worker_does_not_count(
+    own: Site, tmp_path: Path, long_s: float, short_s: float, timeout_s: float
+) -> None:
+    """A call that another one of its worker is before has its whole time from when it is begun."""
+    x, values = randn(4)
+    log, other = tmp_path / "log", tmp_path / "other"
+    quick = fn.act.options(timeout_s=timeout_s)
+    settled(x, "note", f"{log} 0")
+    settled(x, "note", f"{other} 0", function=quick)
+    before = log.read_text().count("run")
+    found: list[Any] = []
+
+    def run_long() -> None:
+        with soft_cupy.stream():
+            try:
+                found.append(fn.act(x, "note", f"{log} {long_s}"))
+            except lz.LayerZeroError as exc:
+                found.append(exc)
+
+    first = threading.Thread(target=run_long)
+    first.start()
+    wait_until(lambda: log.read_text().count("run") > before)
+    with soft_cupy.stream():
+        check(quick(x, "note", f"{other} {short_s}"), values * 2)
+    first.join(PATIENCE_S)
+    check(found[0], values * 2)
+    assert log.read_text().count("run") == before + 1
+
+
+def test_who_is_not_to_blame_does_not_run_twice(own: Site, tmp_path: Path) -> None:
+    """An earlier call hangs on the GPU beyond its time, while a function runs: that ends in an error, and one that is
+    idempotent is made again."""
+    gate, log = tmp_path / "gate", tmp_path / "log"
+    x, values = randn(4)
+    hangs = fn.leave_later.options(timeout_s=0.5)
+    settled(x, str(gate), function=hangs)
+    settled(x, "note", f"{log} 0")
+    before = log.read_text().count("run")
+    finish()
+    gate.touch()
+    result = hangs(x, str(gate))
+    assert path_of(hangs.last_report()) == "express"
+    with soft_cupy.stream():
+        y = soft_cupy.asarray(values)
+        with pytest.raises(lz.BackendError, match="it may have run in part: idempotent=True"):
+            fn.act(y, "note", f"{log} 20")
+    gate.unlink()
+    del result
+    assert log.read_text().count("run") == before + 1

@@ -179,6 +179,17 @@ def test_items_of_generators_are_on_the_gpu_where_they_were_made_there(there: in
         assert next(left)["x"].size == 4
 
 
+def test_an_item_does_not_wait_for_the_next_one(there: int, tmp_path: Path) -> None:
+    """What is done with it may be what the next one needs."""
+    x, values = randn(4)
+    gate = tmp_path / "gate"
+    with soft_cupy.stream(), fn.awaited.options(timeout_s=20)(x, str(gate)) as items:
+        np.testing.assert_allclose((next(items) * 2.0).get(), (values + 1) * 2, rtol=1e-6)
+        driver.synchronize_stream(soft_cupy.current().ptr)
+        gate.touch()
+        np.testing.assert_allclose(next(items).get(), values + 2, rtol=1e-6)
+
+
 def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:
     """With a shape function nothing is copied; what is returned besides is."""
     x, values = randn(5, 3)

@@ -69,7 +69,10 @@ class Pages:
         if self.device:
             rings = [lane for lane in self.lanes.values() if lane.is_open]
             if rings:
-                self._deliver(ev.RingsPolled({lane.number: self._look_on(lane) for lane in rings}))
+                looks = {lane.number: self._look_on(lane) for lane in rings}
+                self._deliver(
+                    ev.RingsPolled(looks, {(p.backend, p.generation): p.page[0] for p in self.processes.values()})
+                )
 
     def poll_timelines(self, only: Process | None = None) -> None:
         """What timeline pages say."""

@@ -130,7 +130,10 @@ class WorkerActions:
             assert point is not None
             is_in_gpu = stream.done + 1 == point.value <= stream.ready or late_one.call.client.has_left
             is_long = self.now_s - stream.since_s >= self.limits.timeout_s - 1e-9
-            self.require(is_in_gpu and is_long, "a worker is killed for a call of a ring that is not late")
+            is_in_cpu = process.page[0] == late_one.number
+            is_in_cpu &= self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
+            is_late = (is_in_gpu and is_long) or is_in_cpu
+            self.require(is_late, "a worker is killed for a call of a ring that is not late")
         elif is_deadline and process.page[0] & LANE_CALL and late is None:
             process.killed_for = process.page[0]
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9

@@ -257,7 +257,7 @@ class Server:
             return
         self._poll_at_s = now_s + POLL_S
         self._page_poller.at_lanes()
-        self._page_poller.at_rings()
+        self._page_poller.at_rings(self.processes.executing)
         self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
         self.lifts.look()

@@ -25,7 +25,7 @@ from layerzero.client.gpu.call_cache import capture_watcher, context_watcher, ma
 from layerzero.client.gpu.calls import READ_EVERY
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.lent import Lent
-from layerzero.client.gpu.lent_keys import ALIGNMENT, Key
+from layerzero.client.gpu.lent_keys import ALIGNMENT, Key, versions_of
 from layerzero.client.gpu.lent_ring import LOOK_EVERY, Asked, ask
 from layerzero.client.gpu.results import layout_of
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
@@ -259,7 +259,10 @@ class _Site:
         if not asked.point.value % LOOK_EVERY:
             gpu.wait_for_room(asked.point)
         several: Sequence[Any] = made if len(self.results) > 1 else (made,)  # type: ignore[assignment]
-        return GpuExpressCall(self, asked, block, refs, args, several, stream, loan)
+        call = GpuExpressCall(self, asked, block, refs, args, several, stream, loan)
+        if self.session.capsules.is_on:
+            call.versions = versions_of(args)
+        return call
 
     def _refs(self, addresses: tuple[int, ...], result: int) -> bytes | None:
         """References to the memory of a call. None where a worker does not reach all of it yet."""
@@ -377,6 +380,7 @@ class GpuExpressCall:
         self._has_others = False  # results, than were expected
         self._plain: Plain | None = None
         self._call: Call | None = None  # that it has become
+        self.versions: list[int | None] | None = None  # torch's counts of writes then, for a capsule
 
     @property
     def label(self) -> str:
@@ -387,7 +391,11 @@ class GpuExpressCall:
         """As Call.is_sent."""
         if self._call is not None:
             return self._call.is_sent
-        return self._record is None and not self._asked.see()
+        if self._record is not None:
+            return False
+        link = self._session.link
+        is_over = self._asked.see() if link.forks != self._forks else self._asked.look_around(link)
+        return not is_over
 
     def run(self) -> Any:
         """As `finish`."""
@@ -440,6 +448,10 @@ class GpuExpressCall:
     def _become(self, *, is_over: bool) -> Call:
         site, block, session = self._site, self._block, self._site.session
         call = site.express.called.call(self._args, session, self._loan)
+        given = None if call.given is None else call.given.on_gpu
+        if given is not None:  # as they were when it was put
+            given.stream = self._stream
+            given.versions = given.versions if self.versions is None else self.versions
         like = describe(self._args[site._first])
         lent = Lent(site.gpu, like, self._stream, site.results, list(self._made) if site.results else [])
         lent.uncopied_bytes, lent.pending = site.nbytes, self._asked

@@ -30,7 +30,8 @@ _root_logger = logging.getLogger()
 
 
 class Stream:
-    """An iterator whose items are made in an environment, one ahead of what was taken; `async for` has them, too.
+    """An iterator whose items are made in an environment, one ahead of what was taken; with arrays on a GPU when they
+    are taken, since the taker's stream waits for them. `async for` has them, too.
 
     `timeout_s` of its function or method holds for each item. It is closed there by `close()`, when it ends or raises,
     when it is collected, and when the program ends. Threads may share it.
@@ -97,8 +98,6 @@ class Stream:
             try:
                 call = self._ahead or self._next()
                 found = call.finish()
-                if isinstance(call, _Next):
-                    call.enter_stream()
                 if not (isinstance(found, list) and len(found) <= 1):
                     text = f"{self._label}: its worker's answer is no item: {found!r:.100}"
                     raise BackendError(text, backend=self._stay.backend)
@@ -112,7 +111,7 @@ class Stream:
                 self._ahead = None
             if not found:
                 self._stay.lose()
-            elif not self._stay.is_closed:
+            elif not self._stay.is_closed and self._like is None:  # its taker's stream would wait for it, too
                 with contextlib.suppress(LayerZeroError):  # the next one's error, which is raised in its turn
                     self._ahead = None if self._express is None else self._express.begin(())
                     if self._ahead is None:
@@ -156,23 +155,16 @@ class _Next(Call):
     ) -> None:
         super().__init__(owner, Arguments((), {}, (backend,)), (), {}, options, label, session=session)
         self._reference, self._like = reference, like
-        self._lent: GpuLoan | None = None
 
     def _lent_there(self, given: Arguments) -> GpuLoan | None:
         """Memory for an item as the last one was; the present stream is what it is made in."""
-        if self._like is not None:
-            self._lent = lend(self._session.gpus, GpuArguments(self._like), range(MAX_LENT), self._results_there())
-        return self._lent
+        if self._like is None:
+            return None
+        return lend(self._session.gpus, GpuArguments(self._like), range(MAX_LENT), self._results_there())
 
     def _frame(self, given: Arguments) -> Frame:
         asked = [frames.NEXT, self._reference.place, _root_logger.level]
         return Frame(asked if given.loan is None else [frames.GPU, asked, given.loan.outs, False])
-
-    def enter_stream(self) -> None:
-        """It was taken: what this thread's stream does next comes behind it, whatever stream it was asked for in."""
-        if self._lent is not None:
-            self._lent.enter_stream()
-            self._lent = None
 
     def _asked(self) -> None:
         """The next item of what runs there: nothing that could be begun from here."""

@@ -290,9 +290,9 @@ class _Loop:
 
     def _run(self, header: Header, body: bytes) -> None:
         dispatch, is_replayed, how, elapsed_ns = header.seq, False, recent_calls.OK, 0
+        self._page.write(dispatch, MAPPED)
+        noted = self._page.recent.begin(header.route)
         try:
-            self._page.write(dispatch, MAPPED)
-            self._page.recent.begin(header.route)
             if header.flags & HAS_POINT:
                 elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
                 how = recent_calls.ENQUEUED
@@ -309,7 +309,7 @@ class _Loop:
                 self._gpu.gpus.check(exc)
             body, how = error_body(exc), recent_calls.RAISED
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
-        self._page.recent.end(how, elapsed_ns)
+        self._page.recent.end(how, elapsed_ns, noted)
         self._dealer.send(reply)
         self._page.write(0, IDLE)
 

@@ -110,3 +110,29 @@ def test_results_go_to_memory_that_is_as_they_are(specs: list[TensorSpec], is_gi
     given = Results([(specs[0] if specs else SPEC, SPAN)], is_given=True)
     given.add(found)
     assert given.have_room is (not specs or specs[0] == SPEC)
+
+
+def test_a_library_whose_stream_cannot_be_entered_leaves_none_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else later calls would enqueue on a stream of another one's."""
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            if self.name == "cupy":
+                raise RuntimeError("out of memory")
+            said.append(f"enter {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            said.append(f"leave {self.name}")
+
+    for name in ("torch", "cupy"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(_gpu_arrays._cuda, name, True)
+    entering = {name: lambda *_, name=name: (Stream(name),) for name in ("torch", "cupy")}
+    monkeypatch.setattr(_gpu_arrays, "_ENTER", entering)
+    with pytest.raises(RuntimeError, match="out of memory"), _gpu_arrays.GpuLibraries().on_stream(5, 0):
+        pass
+    assert said == ["enter torch", "leave torch"]

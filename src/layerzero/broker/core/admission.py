@@ -22,6 +22,7 @@ from layerzero.broker.core.stream_order import OpenPoint, StreamOrder
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, Poison, ProtocolError
+from layerzero.ipc.vocabulary.worker_codes import mark
 
 MIN_TIMEOUT_S = 1e-3  # less is the noise of a healthy worker, which would be killed for it
 MAX_TIMEOUT_S = 86_400.0  # who waits for longer holds others up without end
@@ -63,7 +64,9 @@ class Admission:
             self.resume(call, lost, is_blamed=False)
         else:
             del client.lost[event.after_lane]
-            self.resume(call, lost, is_blamed=lost.blames(event.after_lane, event.after_call))
+            is_blamed = lost.blames(event.after_lane, event.after_call)
+            call.has_begun = not is_blamed and lost.begun == mark(event.after_lane, event.after_call)
+            self.resume(call, lost, is_blamed=is_blamed)
 
     def admit(self, event: ev.CallArrived, *, is_bounded: bool = True) -> Call | None:
         """A call comes to the broker. None when it has ended in an error, or its client is dropped for it."""

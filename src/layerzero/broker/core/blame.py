@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT
+
 
 @dataclass(frozen=True, slots=True)
 class Blame:
@@ -32,6 +34,12 @@ class Evidence:
     begun: Sequence[int] = ()  # dispatches that it had answered, and that its GPU was seen to be able to run
     rings: Mapping[int, bool] = field(default_factory=dict)  # marks of calls on its rings; with inputs there?
     rung: Sequence[int] = ()  # dispatches of calls in graphs whose graph slots were seen rung
+
+
+def begun(executing: int, phase: str, exit_code: int) -> int:
+    """The call that a worker that has ended was in the middle of, or done with, as Evidence's `executing`; 0 for none,
+    and where it ended to begin that anew."""
+    return executing if phase in ("executing", "written") and exit_code != RENEWAL_EXIT else 0
 
 
 def blame_for(end: Evidence) -> Blame:

@@ -380,6 +380,7 @@ class Dispatch:
         else:
             how = exit_text(exit_code)
             where = "with what the call had enqueued on the GPU" if call.is_spent else "while the call was queued"
+            where = "while the call ran, and not for it" if call.is_spent and call.has_begun else where
             text = f"the {worker.backend} worker died ({how}) {where}"
             lost = BackendError(text, backend=worker.backend, exit_code=exit_code)
         self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)

@@ -178,10 +178,11 @@ class RingSnapshot:
 
 @record
 class RingsPolled:
-    """All rings at one time, by lanes. Comes once a second while there are any, and more often while the broker ends
-    those of a client that has left."""
+    """All rings at one time, by lanes. Comes once a second while there are any, and more often, without `executing` (as
+    of Tick), while the broker ends those of a client that has left."""
 
     page_poller: Mapping[int, RingSnapshot]
+    executing: Mapping[tuple[str, int], int] | None = None
 
 
 @record

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.blame import begun
 from layerzero.broker.core.model import Call, Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.shm.ring_words import SLOTS
@@ -30,8 +31,8 @@ class Lane:
     """Between a client and one start of a worker, for the CPU or for a GPU, where it is a ring. `routes` and `plans`
     hold the leases in force, `kernels` also what earlier ones named: a call may be on its way under those. All are by
     route number. `told`: the plans that the worker was told of, each with the last dispatch before, and `neighbours` of
-    each. `left`: calls
-    of a ring that came to the broker; `begun`: others of it that the GPU may be in, and since when."""
+    each. `left`: calls of a ring that came to the broker; `begun`: others of it that the GPU or the CPU may be in,
+    whether the worker has taken each, and since when that is so."""
 
     number: int
     client: Client
@@ -46,7 +47,7 @@ class Lane:
     told: dict[int, int] = field(default_factory=dict)
     neighbours: dict[int, Neighbourhood | None] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
-    begun: dict[int, float] = field(default_factory=dict)
+    begun: dict[int, tuple[bool, float]] = field(default_factory=dict)
 
     def leave(self, call: int) -> None:
         """The worker has left this call of the ring to the broker."""
@@ -74,6 +75,7 @@ class Lost:
     kernels: dict[int, str]
     is_ring: bool = False
     scanned: int = 0  # the last call that the broker has read off the ring
+    begun: int = 0  # the call that the worker was in, as `blamed`
 
     def has_taken(self, call: int) -> bool:
         """Whether the broker has read this call off the ring. `call`: the low half of its number."""
@@ -191,6 +193,7 @@ class Leases:
                 lane.kernels,
                 bool(lane.gpu),
                 ring.head if ring is not None else 0,
+                begun(event.executing, event.phase, event.exit_code),
             )
             while len(lost) > MAX_LOST:
                 del lost[next(iter(lost))]

@@ -197,6 +197,7 @@ class Call:
     is_unbound: bool = False  # its client wants it no more
     was_answered: bool = False  # its client has gone on
     was_enqueued: bool = False  # by a ring's worker, whose client has gone on
+    has_begun: bool = False  # a worker that has ended was in it
     waits_since_s: float = math.inf  # for a worker that does not run yet
     start_wait_s: float = 0.0  # so long it has waited for workers to start
     arrived_s: float = 0.0
@@ -209,9 +210,10 @@ class Call:
 
     @property
     def is_spent(self) -> bool:
-        """A function that has run, and whose client has read the answer: it is not run again, whatever becomes of what
-        it has enqueued."""
-        return (self.was_answered or self.was_enqueued) and self.route.signature.spec.op == FUNCTION
+        """A function that has run, in part where it `has_begun`: it is not run again, whatever becomes of what it has
+        enqueued. One that is idempotent its client makes again."""
+        has_run = self.was_answered or self.was_enqueued or self.has_begun
+        return has_run and self.route.signature.spec.op == FUNCTION
 
     def may_try(self, backend: str) -> bool:
         """It has not failed there, or is to be tried there once more."""

@@ -22,7 +22,7 @@ from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm.ring_words import RingCall
 from layerzero.ipc.shm.timeline_words import TimelinePoint, is_before
-from layerzero.ipc.vocabulary.worker_codes import mark
+from layerzero.ipc.vocabulary.worker_codes import LANE_CALL, lane_of, mark
 
 
 class Stranded(NamedTuple):
@@ -101,12 +101,12 @@ class RingCalls:
             if call.call not in lane.left
         ]
 
-    def come_back(self, one: Stranded, *, is_blamed: bool) -> None:
-        """Its worker has ended: it runs elsewhere, or ends."""
+    def come_back(self, one: Stranded, *, is_blamed: bool, has_begun: bool = False) -> None:
+        """Its worker has ended, in the middle of it where it `has_begun`: it runs elsewhere, or ends."""
         lost = one.lane.client.lost.get(one.lane.number)
         call = self._admit(one.lane, one.call)
         if call is not None and lost is not None:
-            call.was_enqueued = one.is_enqueued
+            call.was_enqueued, call.has_begun = one.is_enqueued, has_begun
             self.admission.resume(call, replace(lost, phase="executing"), is_blamed=is_blamed)
 
     # --- looks at the rings --------------------------------------------------------------------------
@@ -115,24 +115,51 @@ class RingCalls:
         rings = self.leases.rings()
         for lane in rings:
             look = event.page_poller.get(lane.number)
-            if look is not None:
-                self._end_late(lane, look)
+            if look is not None and event.executing is not None:
+                self._end_late(lane, look, event.executing.get((lane.worker.backend, lane.generation), 0))
         for client in dict.fromkeys(lane.client.identity for lane in rings if lane.client.has_left):
             self._end_left([lane for lane in rings if lane.client.identity == client], event.page_poller)
 
-    def _end_late(self, lane: Lane, look: ev.RingSnapshot) -> None:
-        """A GPU is in a call from when its READY is there: then all before it in its lane are done. One that waits for
-        the worker's CPU waits for a call that has its own deadline."""
+    def _end_late(self, lane: Lane, look: ev.RingSnapshot, executing: int) -> None:
+        """A GPU is in a call from when its READY is there: then all before it in its lane are done. The CPU is in what
+        is `executing`; what waits for it does not count while that is another, which has its own deadline, and counts
+        anew once it was taken."""
         now_s, worker = self.effects.now_s, lane.worker
-        ready = [call for call in look.calls if call.call in look.ready and call.call not in lane.left]
-        if worker.running:
-            ready = [call for call in ready if call.call <= look.taken]
-        lane.begun = {call.call: lane.begun.get(call.call, now_s) for call in ready}
-        late = next((call for call in ready if now_s - lane.begun[call.call] >= self._timeout_s(call)), None)
+        is_busy = bool(executing or worker.running)
+        if is_busy and any(one.call > look.taken for one in look.calls):
+            self.end_lane_call(worker, executing)
+        counted = {
+            one.call: one.call <= look.taken
+            for one in look.calls
+            if one.call not in lane.left
+            and (mark(lane.number, one.call) == executing or one.call in look.ready)
+            and (one.call <= look.taken or not is_busy)
+        }
+        lane.begun = {
+            call: lane.begun[call] if call in lane.begun and lane.begun[call][0] == is_taken else (is_taken, now_s)
+            for call, is_taken in counted.items()
+        }
+        late = next((one for one in look.calls if self._is_late(lane, one)), None)
         if late is not None and worker.fault is None:
             name, timeout_s = lane.kernels.get(late.route, f"a call of {worker.backend}"), self._timeout_s(late)
             self.note_forced(lane.client, timeout_s)
             self.lifecycle.fault(worker, too_long(name, worker, timeout_s), Blame(mark=mark(lane.number, late.call)))
+
+    def end_lane_call(self, worker: Worker, executing: int) -> None:
+        """Others wait for a call of an express lane: for one of the CPU not for ever. Its client watches its deadline,
+        unless it has left; those on rings are watched here."""
+        lane, now_s, timeout_s = self.leases.lanes.get(lane_of(executing)), self.effects.now_s, self.limits.timeout_s
+        if not executing & LANE_CALL or (lane is not None and lane.gpu):
+            return
+        if worker.lane_call != executing:
+            worker.lane_call, worker.lane_call_since_s = executing, now_s
+        elif now_s >= worker.lane_call_since_s + timeout_s:
+            error = too_long("a call on an express lane", worker, timeout_s)
+            self.lifecycle.fault(worker, error, Blame(mark=executing))
+
+    def _is_late(self, lane: Lane, call: RingCall) -> bool:
+        begun = lane.begun.get(call.call)
+        return begun is not None and self.effects.now_s - begun[1] >= self._timeout_s(call)
 
     def _timeout_s(self, call: RingCall) -> float:
         return bounded(call.timeout_s) if call.timeout_s else self.limits.timeout_s

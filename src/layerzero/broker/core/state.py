@@ -452,21 +452,14 @@ class BrokerState:
                 self.calls.leave_disabled(worker)
 
     def end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
-        """The head is due. One that waits for a call of an express lane gets more time, but not for ever: that call's
-        client watches its deadline, unless it has left."""
-        head, now_s, timeout_s = worker.running[0], self.effects.now_s, self.limits.timeout_s
+        """The head is due. One that waits for a call of an express lane gets more time."""
+        head = worker.running[0]
         if not executing & LANE_CALL:
             self.rings.note_forced(head.client, head.timeout_s)
             self.lifecycle.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
-        elif worker.lane_call != executing:
-            worker.lane_call, worker.lane_call_since_s = executing, now_s
-            worker.head_since_s = now_s
-        elif now_s < worker.lane_call_since_s + timeout_s:
-            worker.head_since_s = now_s
         else:
-            self.lifecycle.fault(
-                worker, too_long("a call on an express lane", worker, timeout_s), Blame(mark=executing)
-            )
+            worker.head_since_s = self.effects.now_s
+            self.rings.end_lane_call(worker, executing)
 
     def on_shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import Lane
@@ -64,10 +64,11 @@ class PagePoller:
         for seen in list(self._lanes.seen()):
             self._handle(seen)
 
-    def at_rings(self) -> None:
+    def at_rings(self, executing: Callable[[], Mapping[tuple[str, int], int]] | None = None) -> None:
+        """`executing`: as of RingsPolled."""
         page_poller = self._rings(self._state.leases.rings())
-        if page_poller:
-            self._handle(ev.RingsPolled(page_poller))
+        if page_poller:  # what a worker is in is asked after what it has taken
+            self._handle(ev.RingsPolled(page_poller, None if executing is None else executing()))
 
     def at_graph_slots(self) -> None:
         calls = [call for worker in self._state.lifecycle.succession.all() for call in worker.graph_slots.values()]

@@ -19,6 +19,7 @@ from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MOST_PLANS, MOST_ENDED = 4096, 64
+MOST_KINDS, MANY = 8, (b"",)  # of neighbours of a plan, and what stands for more
 FrameOf = Callable[[Any], bytes]
 _HOW = {
     RUNNING: "had not ended",
@@ -41,7 +42,14 @@ class Worker(Protocol):
 
 class _Plan(NamedTuple):
     body: bytes  # the encoded Prepare message
-    neighbours: bytes = b""  # the encoded Neighbours message of the newest lease
+    neighbours: tuple[bytes, ...] = ()  # the encoded Neighbours messages of its leases, those that differ
+
+    def lent(self, neighbours: bytes) -> _Plan:
+        """With those of one more lease."""
+        if neighbours in self.neighbours or self.neighbours == MANY:
+            return self
+        known = (*self.neighbours, neighbours)
+        return self._replace(neighbours=known if len(known) <= MOST_KINDS else MANY)
 
 
 class _Ended(NamedTuple):
@@ -67,7 +75,7 @@ class LastCalls:
 
         def allow(action: act.SendAllow) -> bytes:
             if action.neighbours and action.plan in self._plans:
-                self._plans[action.plan] = self._plans[action.plan]._replace(neighbours=action.neighbours)
+                self._plans[action.plan] = self._plans[action.plan].lent(action.neighbours)
             return frames[act.SendAllow](action)
 
         return {**frames, act.SendPrepare: prepare, act.SendAllow: allow}
@@ -135,14 +143,19 @@ def _said_of(call: RecentCall, told: messages.Prepare | None, plan: _Plan | None
 
 
 def _resized(specs: list[TensorSpec | None], plan: _Plan, tail: bytes) -> list[TensorSpec | None] | None:
-    if not tail or not plan.neighbours or len(tail) % VALUE_BYTES:
+    """None where that is not known: the same extents may mean this or that by two leases."""
+    if not tail or len(tail) % VALUE_BYTES:
         return None
+    found: list[list[TensorSpec | None]] = []
     try:
-        said = messages.decode(plan.neighbours, messages.Neighbours).neighbours
-        found = Neighbourhood.from_wire(said, specs).apply(specs, unpack_values(tail))
+        for one in plan.neighbours:
+            said = messages.decode(one, messages.Neighbours).neighbours
+            resized = Neighbourhood.from_wire(said, specs).apply(specs, unpack_values(tail))
+            if resized is not None and list(resized) not in found:
+                found.append(list(resized))
     except LayerZeroError:
         return None
-    return None if found is None else list(found)
+    return found[0] if len(found) == 1 else None
 
 
 def _shown(spec: TensorSpec) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST = 64  # capsules that are kept
 MAX_ARCHIVE_BYTES = 2 << 30
+LEFT_S = 3600.0  # so old is what a process that was interrupted has left
 _FILES = (CALL, REPORT, LOG)
 
 
@@ -77,8 +80,9 @@ def is_own(folder: Path, capsule: Path) -> bool:
 def remove(folder: Path) -> None:
     """A capsule, and what is in it. Whoever still hashes it does not find it any more."""
     gone = folder.with_name(f".{folder.name}.gone")
-    folder.rename(gone)
-    shutil.rmtree(gone)
+    with contextlib.suppress(FileNotFoundError):  # another process removes it, or is through
+        folder.rename(gone)
+        shutil.rmtree(gone)
 
 
 def nbytes(folder: Path) -> int:
@@ -87,7 +91,9 @@ def nbytes(folder: Path) -> int:
 
 
 def keep_within(folder: Path, most_bytes: int) -> None:
-    """Remove the oldest capsules until the others are within both bounds."""
+    """Remove the oldest capsules until the others are within both bounds, and what others have left half made or half
+    removed."""
+    _sweep(folder)
     kept, total = 0, 0
     for name in reversed(names(folder)):
         try:
@@ -96,7 +102,18 @@ def keep_within(folder: Path, most_bytes: int) -> None:
             continue
         kept += 1
         if kept > 1 and (kept > MOST or total > most_bytes):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(folder / name)
+
+
+def _sweep(folder: Path) -> None:
+    """What nobody has touched for an hour."""
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                is_left = entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+                if is_left and entry.stat(follow_symlinks=False).st_mtime < time.time() - LEFT_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def pack(folder: Path, capsule: Capsule, archive: Path, *, with_data: bool) -> None:

@@ -408,10 +408,8 @@ class GpuCalls:
             return None
         lane = self._lanes.get(lease.lane)
         if lane is None:
-            try:
+            with contextlib.suppress(OSError, OutOfMemory):  # no memory or descriptors: the broker takes the calls
                 lane = self._lanes[lease.lane] = GpuLane(self._link, lease.lane, gpu)
-            except (OSError, OutOfMemory):  # no memory or descriptors: the broker takes the calls
-                lane = None
         if lane is not None and lane.holds(lease):
             return lane, lease
         route.lease = None
@@ -462,8 +460,10 @@ class GpuCalls:
             self._raise_failure(gpu)
 
     def look(self, gpu: Gpu) -> None:
-        """As `glance`, now."""
+        """As `glance`, now. What calls on rings lent that are over is let go."""
         self._link.read_nowait()
+        for lane in list(self._lanes.values()):
+            lane.see_awaited()
         if self.outcomes.has_failure:
             self._raise_failure(gpu)
 
@@ -477,7 +477,7 @@ class GpuCalls:
             gpu.wait_all(timeout_s)
         if self._gpus:
             self._session.ask("ping")  # what the broker has said of them is here when the answer is
-        self.outcomes.raise_failure()
+            self.look(next(iter(self._gpus.values())))
 
     def finish(self, timeout_s: float) -> None:
         """Before the link is closed: what is enqueued needs the broker and its workers. No other call begins."""

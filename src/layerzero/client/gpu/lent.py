@@ -123,16 +123,6 @@ class Lent:
             self.copies.append(Copy("an argument", self.uncopied_bytes, "worker", reason))
         self.uncopied_bytes = 0
 
-    def enter_stream(self) -> None:
-        """What this thread's stream is told from now on comes behind the call, if that is of another one."""
-        stream, context = current_stream(self.like), self.gpu.memory.context
-        if stream != self.stream:
-            with context:
-                event = context.driver.create_event()
-                context.driver.record_event(event, self.stream)
-                context.driver.wait_event(stream, event)
-                context.driver.destroy_event(event)
-
     def close(self) -> None:
         """What was lent for it serves what the stream does next."""
 

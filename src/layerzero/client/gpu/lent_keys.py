@@ -35,9 +35,12 @@ def key_of(args: tuple[Any, ...]) -> Key | None:
             has_grad = arg.requires_grad
             if not arg.is_cuda or arg.is_neg() or arg.is_conj() or (has_grad and _torch.is_grad_enabled()):
                 return None
-            address = arg.data_ptr()
+            try:
+                address, strides = arg.data_ptr(), arg.stride()
+            except RuntimeError:  # a tensor without memory, such as a sparse one: what checks it names it
+                return None
             addresses.append(address)
-            key.append((address % ALIGNMENT, arg.shape, arg.stride(), arg.dtype, arg.get_device()))
+            key.append((address % ALIGNMENT, arg.shape, strides, arg.dtype, arg.get_device()))
         elif kind is _cupy.tensor:
             address = arg.data.ptr
             addresses.append(address)
@@ -47,6 +50,18 @@ def key_of(args: tuple[Any, ...]) -> Key | None:
     if not addresses:
         return None
     return Key(tuple(key), tuple(addresses))
+
+
+def versions_of(args: tuple[Any, ...]) -> list[int | None]:
+    """Torch's counts of writes, of the arrays on a GPU among arguments that have a key."""
+    return [_version_of(arg) for arg in args if type(arg) in types]
+
+
+def _version_of(arg: Any) -> int | None:
+    try:
+        return int(arg._version)
+    except (AttributeError, RuntimeError):  # of CuPy; made in inference mode
+        return None
 
 
 def learn(kind: type) -> None:

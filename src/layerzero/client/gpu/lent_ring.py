@@ -3,6 +3,7 @@ Their callers wait until the function has returned, which the ring says; its ans
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.outcomes import OnRing, Outcomes
 from layerzero.client.gpu.ring import GpuLane
+from layerzero.ipc.errors import BrokerLost
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.wire import Header, Kind
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 FIRST_S, MOST_S, GROWTH = 20e-6, 1e-3, 1.3  # of looks at the ring, once nobody looks all the time
 NEWS_S = 100e-6  # of such a look; from then on it is seen what the broker says
-MANY = 64  # calls that are awaited; then it is seen which of them are over
+SOME = 4  # calls that are awaited, the oldest: with each further one it is seen which of them are over
 LOOK_EVERY = 16  # calls of a stream; then it is seen whether too many are open
 GRACE_S = 2.0  # for the broker, to end a worker that takes too long
 _FAILED = int(Kind.FAILED)
@@ -101,6 +103,20 @@ class Asked(OnRing, Pending):
         spin.note(None)
         return False
 
+    def look_around(self, link: Link) -> bool:
+        """As `see`, after what the broker says and where the worker has ended; also once the broker is lost."""
+        if self.see() or link.lost is not None:
+            return True
+        link.read_nowait()
+        with contextlib.suppress(BrokerLost):
+            self._see_end(link)
+        return self.see() or link.lost is not None
+
+    def _see_end(self, link: Link) -> None:
+        if self.lane.is_ended and self.header is None and self.gpu.order.page.is_done(self.point):
+            link.check_alive()  # what the broker has said of it is here then
+            self._is_over = self.header is None  # its worker had written the answer, and died before it said so
+
     def _wait(self, link: Link, until_s: float) -> None:
         lane, call, timeout_s = self.lane, self.call, self.timeout_s
         pause_s, due_s, is_reported = FIRST_S, math.inf, False
@@ -116,9 +132,7 @@ class Asked(OnRing, Pending):
             if pause_s < NEWS_S:
                 continue
             link.read_nowait()
-            if lane.is_ended and self.header is None and self.gpu.order.page.is_done(self.point):
-                link.check_alive()  # what the broker has said of it is here then
-                self._is_over = self.header is None  # its worker had written the answer, and died before it said so
+            self._see_end(link)
             if timeout_s and due_s == math.inf and lane.is_taken(call):
                 due_s = now_s + timeout_s
             if now_s >= due_s:
@@ -144,9 +158,7 @@ def ask(
     lane, (op, route, copies, start_ns) = place[0], its
     asked = Asked(gpus.outcomes, gpu, lane, place[1], op, route, copies, start_ns, hold)
     asked.timeout_s = timeout_s or 0.0
-    if len(lane.awaited) >= MANY:
-        for one in list(lane.awaited.values()):
-            one.see()
+    lane.see_awaited(SOME)
     try:
         gpus.put(asked, stream, refs, hold)
     except BaseException:

@@ -81,6 +81,12 @@ class GpuLane:
             lane.ring(self.doorbell)
         return not ring.is_ended
 
+    def see_awaited(self, most: int | None = None) -> None:
+        """See which of the awaited calls are over, of the oldest ones."""
+        if self.awaited:
+            for one in list(self.awaited.values())[:most]:
+                one.see()
+
     @property
     def address(self) -> int:
         """Of the ring's page in this process."""

@@ -45,16 +45,22 @@ class RecentCalls:
         self._memory = memoryview(memory)
         self._words = self._memory.cast("Q")
 
-    def begin(self, plan: int, body: bytes = b"", how: int = RUNNING) -> None:
+    def begin(self, plan: int, body: bytes = b"") -> int:
+        """Its number, for its end."""
         count, now_ns = self._words[_COUNT], time.perf_counter_ns()
         at = CALLS_AT + CALL_BYTES * (count % MOST)
-        _CALL.pack_into(self._memory, at, plan, now_ns, 0, how, len(body), body[-TAIL_BYTES:])
+        _CALL.pack_into(self._memory, at, plan, now_ns, 0, RUNNING, len(body), body[-TAIL_BYTES:])
         self._words[_COUNT] = count + 1
+        return count
 
-    def end(self, how: int, took_ns: int = 0) -> None:
-        """How the call that began last has ended."""
-        at = CALLS_AT + CALL_BYTES * ((self._words[_COUNT] - 1) % MOST)
-        _END.pack_into(self._memory, at + _TOOK_AT, took_ns, how)
+    def end(self, how: int, took_ns: int = 0, number: int | None = None) -> None:
+        """How the call of that `number` has ended, None for the one that began last. Others may have begun in it;
+        behind MOST of them it is not there any more."""
+        count = self._words[_COUNT]
+        number = count - 1 if number is None else number
+        if count - number <= MOST:
+            at = CALLS_AT + CALL_BYTES * (number % MOST)
+            _END.pack_into(self._memory, at + _TOOK_AT, took_ns, how)
 
     def begin_chain(self, calls: ChainRecord) -> None:
         """Its calls, at once: what would be written for each one costs more than many a call."""

@@ -7,6 +7,7 @@ state, which calls of other streams may have made: so what a worker's calls enqu
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from layerzero.ipc.cuda.driver import Driver
 
 LEGACY = 0  # the stream of those who name none
+_BLOCKING = ("cupy", "numba", "pycuda", "cuda")  # whose own streams wait for that one; torch's do not
 
 
 class Span:
@@ -218,8 +220,9 @@ class Device:
         driver.wait_event(then, event)
 
     def _follow_legacy(self, driver: Driver, stream: int) -> None:
-        """What libraries that know no streams have told comes before what this one is told from now on."""
-        if not driver.is_stream_idle(LEGACY):
+        """What libraries that know no streams have told comes before what this one is told from now on, and what others
+        have told streams that wait for the default one: whether that is idle need not tell of these."""
+        if any(library in sys.modules for library in _BLOCKING) or not driver.is_stream_idle(LEGACY):
             self._order(driver, LEGACY, stream)
 
     def begin(self, label: str) -> None:
@@ -304,12 +307,16 @@ class _OnGpu(AbstractContextManager[None]):
     """A call on a GPU."""
 
     def __init__(self, device: Device, ordinal: int, stream: int, libraries: Libraries) -> None:
-        self._device, self._stream = device, stream
-        self._driver = device.enter(ordinal, stream)
+        self._device, self._ordinal, self._stream = device, ordinal, stream
         self._inside = libraries.on_stream(stream, ordinal)
 
     def __enter__(self) -> None:
-        self._inside.__enter__()
+        try:
+            self._driver = self._device.enter(self._ordinal, self._stream)
+            self._inside.__enter__()
+        except BaseException:
+            self._device.end()
+            raise
 
     def __exit__(self, kind: object, *_: object) -> None:
         device = self._device

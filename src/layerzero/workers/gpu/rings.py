@@ -154,30 +154,30 @@ class Rings:
             if call is None:
                 return
             error: Exception | None = None
+            self._page.write(mark(one.number, call.call), EXECUTING)
+            noted, elapsed_ns, how = self._page.recent.begin(call.plan), 0, recent_calls.DECLINED
             try:
-                self._page.write(mark(one.number, call.call), EXECUTING)
-                self._page.recent.begin(call.plan, how=recent_calls.ENQUEUED)
-                status = LEFT if link is None else self._enqueue(one, link, call)
+                status, elapsed_ns = (LEFT, 0) if link is None else self._enqueue(one, link, call)
             except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
                 self._gpus.check(exc)
-                status, error = LEFT, exc
+                status, error, how = LEFT, exc, recent_calls.RAISED
+            self._page.recent.end(how if status == LEFT else recent_calls.ENQUEUED, elapsed_ns, noted)
             ring.note(call.call, status)
             if status == LEFT:
-                self._page.recent.end(recent_calls.DECLINED if error is None else recent_calls.RAISED)
                 self._leave(one.number, call.call, error)
 
-    def _enqueue(self, one: _Lane, link: Link, call: RingCall) -> int:
-        """What to note of it."""
+    def _enqueue(self, one: _Lane, link: Link, call: RingCall) -> tuple[int, int]:
+        """What to note of it, and its time where that was measured."""
         gpus = self._gpus
         plan = self._plans.get(call.plan)
         if plan is None or call.plan not in one.plans or plan.gpu != one.gpu:
-            return LEFT
+            return LEFT, 0
         task = plan.tasks.get((one.client, call.refs))
         if task is None:
             if not gpus.has_arenas(plan, one.client, call.refs):
-                return LEFT
+                return LEFT, 0
             task = gpus.task(plan, one.client, call.refs)
         elapsed_ns, _, is_replayed = gpus.enqueue(plan, task, link, call.point)
         if elapsed_ns:
             one.ring.note_time(call.plan, elapsed_ns)
-        return REPLAYED if is_replayed else ENQUEUED
+        return REPLAYED if is_replayed else ENQUEUED, elapsed_ns

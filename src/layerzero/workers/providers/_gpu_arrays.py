@@ -71,9 +71,13 @@ class _Entered(AbstractContextManager[None]):
         self._inside: list[Any] = []
 
     def __enter__(self) -> None:
-        for library in _ENTER:
-            if library in sys.modules:
-                self.enter(library)
+        try:
+            for library in _ENTER:
+                if library in sys.modules:
+                    self.enter(library)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def enter(self, library: str) -> None:
         if library not in self._libraries and _has_cuda(library):

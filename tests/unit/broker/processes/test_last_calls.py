@@ -99,6 +99,21 @@ def test_neighbours_have_their_own_extents_where_those_are_known(worker: Worker)
     ]
 
 
+def test_extents_that_two_leases_mean_differently_are_not_told(worker: Worker) -> None:
+    """Which of them the call came by is not on the page."""
+    broker = Broker()
+    broker.prepare(5)
+    worker.page.recent.begin(5, bytes(2 * last_calls.REF_BYTES) + (9).to_bytes(8, "little"))
+    for places, what in (
+        (((0, -1), (0, -1)), "silu(9x4:float32) -> 9x4:float32"),
+        (((0, -1), (0, -1)), "silu(9x4:float32) -> 9x4:float32"),
+        (((-1, 0), (-1, 0)), "silu(3x4:float32) -> 3x4:float32, of other extents"),
+    ):
+        said = Neighbourhood(((1, 64),), places).to_wire()
+        broker.allow(5, messages.encode(messages.Neighbours(neighbours=said)))
+        assert bare(broker.calls.told("alpha", [], worker)) == [f"{what}, alpha.silu: had not ended"]
+
+
 def test_what_is_not_known_is_said(worker: Worker) -> None:
     broker = Broker()
     broker.prepare(2, "function")

@@ -77,3 +77,53 @@ def test_calls_without_such_arrays_have_none(args: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("other", [[1], {"a": 1}, np.zeros(2), object()])
 def test_what_has_to_be_looked_at_each_time_has_none(other: Any) -> None:
     assert key_of((Ndarray(0), other)) is None
+
+
+class Tensor:
+    """As much of torch's as is looked at. `address`: None for a sparse one."""
+
+    requires_grad, is_cuda, shape, dtype = False, True, (2, 3), "float32"
+
+    def __init__(self, address: int | None, version: int | None = 0) -> None:
+        self._address, self._its = address, version
+
+    @property
+    def _version(self) -> int:
+        if self._its is None:
+            raise RuntimeError("Inference tensors do not track version counter.")
+        return self._its
+
+    def is_neg(self) -> bool:
+        return False
+
+    is_conj = is_neg
+
+    def stride(self) -> tuple[int, ...]:
+        return 3, 1
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        if self._address is None:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+        return self._address
+
+
+@pytest.fixture
+def torch() -> Iterator[None]:
+    with mock.patch.object(lent_keys._torch, "tensor", Tensor):
+        lent_keys.types.add(Tensor)
+        yield
+
+
+@pytest.mark.usefixtures("torch")
+def test_a_tensor_without_memory_is_looked_at_each_time() -> None:
+    assert key_of((Tensor(512),)) is not None
+    assert key_of((Tensor(None),)) is None
+
+
+@pytest.mark.usefixtures("torch")
+def test_writes_are_counted_where_a_library_does() -> None:
+    """In the order of the arrays among the arguments."""
+    assert lent_keys.versions_of((Tensor(512, 3), 2, Ndarray(1024), "x", Tensor(512, None))) == [3, None, None]

@@ -144,3 +144,28 @@ def test_a_broker_that_is_gone_is_its_error(asked: Asked, lane: Lane) -> None:
     with pytest.raises(BrokerLost, match="what it lends"):
         asked.await_answer(link)
     assert not lane.awaited
+
+
+def test_who_asks_whether_it_is_over_hears_the_broker(asked: Asked, gpu: Any, lane: Lane) -> None:
+    """Nobody waits for it: its worker has died, and the broker says so."""
+    link = Link()
+    assert not asked.look_around(link)
+    link.says = lambda: answer(asked, Kind.FAILED)
+    assert asked.look_around(link)
+    assert (asked.hold, lane.awaited) == (None, {})
+
+
+def test_an_answer_that_was_written_before_the_end_is_there_for_who_asks(asked: Asked, gpu: Any, lane: Lane) -> None:
+    link = Link()
+    lane.is_ended = True
+    assert not asked.look_around(link)
+    gpu.order.page.is_done.return_value = True
+    assert asked.look_around(link)
+    assert link.pings == 1
+    assert asked.await_answer(link)
+
+
+def test_who_asks_once_the_broker_is_lost_does_not_ask_for_ever(asked: Asked) -> None:
+    link = Link()
+    link.lost = BrokerLost("gone")
+    assert asked.look_around(link)

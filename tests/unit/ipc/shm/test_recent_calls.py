@@ -10,6 +10,7 @@ import pytest
 from layerzero.ipc.shm import recent_calls
 from layerzero.ipc.shm.recent_calls import (
     DECLINED,
+    ENQUEUED,
     MOST,
     OK,
     RAISED,
@@ -83,3 +84,23 @@ def test_a_chain_that_raises_says_in_which_call(page: mmap.mmap) -> None:
 def test_a_page_of_nonsense_is_read_all_the_same() -> None:
     for page in (b"\xff" * 4096, os.urandom(4096)):
         assert len(recent_calls.read(page)) == MOST
+
+
+def test_a_call_in_which_others_began_ends_for_itself(page: mmap.mmap) -> None:
+    """One of the broker lets those on rings go first; behind many of them it is not there any more."""
+    calls = RecentCalls(page)
+    outer = calls.begin(7)
+    for _ in range(2):
+        inner = calls.begin(9)
+        calls.end(ENQUEUED, 100, inner)
+    calls.end(OK, 5000, outer)
+    assert [(call.plan, call.how, call.took_ns) for call in recent_calls.read(page[:])] == [
+        (7, OK, 5000),
+        (9, ENQUEUED, 100),
+        (9, ENQUEUED, 100),
+    ]
+    outer = calls.begin(7)
+    for _ in range(MOST):
+        calls.end(ENQUEUED, 100, calls.begin(9))
+    calls.end(RAISED, 5000, outer)
+    assert set(ways(page)) == {(9, ENQUEUED)}

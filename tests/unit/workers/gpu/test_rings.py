@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID
 from tests.unit.workers.gpu.test_executor import NBYTES, Rig
 
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm import lane
+from layerzero.ipc.shm import lane, recent_calls
 from layerzero.ipc.shm.memory import PAGE_BYTES, ControlPage, create_memfd
 from layerzero.ipc.shm.ring import Ring, create_page
 from layerzero.ipc.shm.ring_words import LEFT, REPLAYED
@@ -184,3 +185,24 @@ def test_plans_that_are_gone_are_not_kept(table: Table) -> None:
         table.rings.forget_plan(plan)
     assert table.rings._lanes[2].plans == {1}
     assert table.rings._allowed == {}
+
+
+def test_a_call_is_running_until_it_is_enqueued(table: Table) -> None:
+    """What its worker dies in has not ended."""
+    seen: list[int] = []
+    ring, enqueue = table.lend(1), table.rig.gpus.enqueue
+
+    def noted() -> list[int]:
+        return [call.how for call in recent_calls.read(table.control.copy())]
+
+    def look(*its: Any) -> Any:
+        seen.extend(noted())
+        return enqueue(*its)
+
+    table.rig.gpus.enqueue = look  # type: ignore[method-assign]
+    table.put(ring, range(1, 2))
+    table.rings.serve()
+    assert (seen, noted()) == ([recent_calls.RUNNING], [recent_calls.ENQUEUED])
+    table.put(table.lend(2, is_allowed=False), range(2, 3))
+    table.rings.serve()
+    assert noted() == [recent_calls.ENQUEUED, recent_calls.DECLINED]
