@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { MAX_ATTRS = 64 };
+enum { MAX_ATTRS = 64, BUSY_NS = 1000000 };
 static const double PREFER_BONUS = 5000; /* as lz.compile's */
 
 /* What a call is made of. */
@@ -339,6 +339,14 @@ static void say_poisoned(call *made, uint32_t route) {
     lzi_bytes_free(&frame);
 }
 
+/* The broker leaves it to a client to count that, which might have called again with other memory. */
+static void count_unreachable(const call *made, const lzi_value *attempts) {
+    bool is_list = attempts->type == LZI_LIST && attempts->count;
+    const char *kernel_id = is_list ? lzi_get_text(&attempts->as.items[attempts->count - 1], "kernel_id") : "";
+    if (*kernel_id)
+        lzi_note_error(lzi_counter_row(made->client, made->op, kernel_id, "broker"), "UNREACHABLE");
+}
+
 /* What an answer says, and what follows from it for the call's memory. */
 static lz_code read_answer(call *made, const lzi_pending *answer, uint32_t route, lz_error *error) {
     lzi_value fields[LZI_MAX_FIELDS];
@@ -353,6 +361,8 @@ static lz_code read_answer(call *made, const lzi_pending *answer, uint32_t route
     lz_code code =
         wrong ? lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIt sent %s", wrong)
               : lzi_fail_as(error, &fields[0]);
+    if (code == LZ_UNREACHABLE)
+        count_unreachable(made, &fields[1]);
     lzi_pool_free(&pool);
     if (code == LZ_POISON && !made->has_digest && !(answer->header.flags & LZI_STILL_LENT))
         say_poisoned(made, route);
@@ -391,26 +401,47 @@ static void keep_attempt(call *made, lzi_way way, lzi_passage *passage) {
     lzi_put_text(&made->why, "the worker was gone before it took the call from its lane");
 }
 
+/* Send the call to the broker. One that was on a lane waits for room, for its timeout at most: it may have begun. */
+static lz_code submit(call *made, uint32_t number, const lzi_bytes *refs, lzi_pending *answer, lz_error *error) {
+    lz_client *client = made->client;
+    double timeout_s = made->timeout_us ? 1e-6 * (double)made->timeout_us : client->welcome.timeout_s;
+    uint64_t due_ns = now_ns() + (uint64_t)(1e9 * timeout_s);
+    while (true) {
+        lzi_bytes frame = {0};
+        put_execute(&frame, made, number, refs);
+        lz_code code = lzi_submit(client, &frame, answer, error);
+        lzi_bytes_free(&frame);
+        if (code != LZ_BUSY || !(made->is_after_lane || made->tried) || now_ns() >= due_ns)
+            return code;
+        pthread_mutex_unlock(&client->lock);
+        nanosleep(&(struct timespec){0, BUSY_NS}, NULL);
+        pthread_mutex_lock(&client->lock);
+        lzi_hear_hang_up(client);
+        lzi_clear(error);
+    }
+}
+
 /* Send the call to the broker, and wait for its answer. */
 static lz_code by_broker(call *made, uint32_t number, const lzi_bytes *refs, lz_report **report, lz_error *error) {
     lz_client *client = made->client;
     lzi_pending answer = {0};
-    lzi_bytes frame = {0};
-    put_execute(&frame, made, number, refs);
-    lz_code code = lzi_submit(client, &frame, &answer, error);
-    lzi_bytes_free(&frame);
-    if (code)
+    lz_code code = submit(made, number, refs, &answer, error);
+    if (code) {
+        if (made->tried)
+            report_on(made, &answer, "broker", NULL, report);
         return code;
+    }
     code = lzi_wait(client, &answer, error);
     if (code)
         leave_memory(made);
     else
         code = read_answer(made, &answer, number, error);
-    const lzi_told *told = lzi_route_numbered(client, number)->told;
+    lzi_told *told = lzi_told_keep(lzi_route_numbered(client, number)->told);
     if (!code && made->copied)
-        lzi_note_copied(lzi_counter_row(client, made->op, told, "broker"), made->copied);
+        lzi_note_copied(lzi_told_row(client, made->op, told, "broker"), made->copied);
     if (answer.body)
         report_on(made, &answer, "broker", told, report);
+    lzi_told_drop(told);
     free(answer.body);
     return code;
 }

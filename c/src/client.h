@@ -80,10 +80,6 @@ typedef struct lzi_shown {
     bool is_numbered;
 } lzi_shown;
 
-/* Send it and wait for the answer: its fields, of which texts and bytes are gone, and the descriptors with it. With the
- * lock of `memory`. */
-lz_code lzi_show(int control, const lzi_shown *shown, lzi_value answer[LZI_MAX_FIELDS], lzi_passed *passed,
-                 lz_error *error);
 lz_code lzi_lost(lz_error *error);
 
 /* --- memory.c: blocks in arenas */
@@ -91,13 +87,18 @@ lz_code lzi_lost(lz_error *error);
 typedef struct lzi_block lzi_block;
 typedef struct lzi_arena lzi_arena;
 typedef struct lzi_memory {
-    pthread_mutex_t lock; /* of all that is here, and of questions on the control socket */
+    pthread_mutex_t lock;   /* of all that is here */
+    pthread_mutex_t asking; /* of who waits for an answer on the control socket; nothing else is locked under it */
     lzi_arena **arenas;
     size_t count, room;
     uint32_t last_number;
     int control;
 } lzi_memory;
 
+/* Send it and wait for the answer: its fields, of which texts and bytes are gone, and the descriptors with it. It may
+ * take seconds: never with the client's lock. */
+lz_code lzi_show(lzi_memory *memory, const lzi_shown *shown, lzi_value answer[LZI_MAX_FIELDS], lzi_passed *passed,
+                 lz_error *error);
 /* A sealed file of so many bytes, all there, and mapped. */
 lz_code lzi_share(const char *name, uint64_t nbytes, int *fd, char **mapped, lz_error *error);
 lz_code lzi_memory_take(lzi_memory *memory, size_t nbytes, void **data, lz_error *error);
@@ -161,7 +162,7 @@ struct lzi_lent {
 #endif
 
 struct lz_client {
-    pthread_mutex_t lock; /* of all that follows but `memory`; never taken by who has that of `memory` */
+    pthread_mutex_t lock; /* of all that follows but `memory`; never taken by who has a lock of `memory` */
     pthread_cond_t turned;
     bool is_reading, is_lost;
     lz_code lost_code;
@@ -178,7 +179,8 @@ struct lz_client {
     uint32_t last_route;
     uint8_t *frame; /* room for one that comes */
     lzi_lanes *lanes;
-    char *counters; /* the page; NULL: there is none */
+    char *counters;         /* the page; NULL: there is none */
+    bool is_adding_counters; /* a thread shows the broker the page */
     lzi_memory memory;
 };
 
@@ -228,16 +230,21 @@ void lzi_lanes_close(lz_client *client);
 /* The broker says that a route's calls may go straight to the worker. NULL, or what is wrong with that. */
 const char *lzi_lease_take(lzi_known_route *route, uint32_t decision, const uint8_t *body, size_t nbytes);
 void lzi_lease_free(lzi_lease *lease);
-/* Waits for the call's end without the lock; `route` may have moved then. */
+/* Opens the route's lane and waits for the call's end without the lock; `route` may have moved then. */
 lzi_way lzi_lane_run(lz_client *client, lzi_known_route *route, lzi_passage *passage);
 
 /* --- counters.c: docs/protocol.md, section 18. With the lock */
 
-/* Where calls that this decision serves on this path are counted; 0: nowhere. */
-uint64_t lzi_counter_row(lz_client *client, const char *op, const lzi_told *told, const char *path);
+/* Where calls that this kernel serves on this path are counted; 0: nowhere. The first time the broker is shown a page,
+ * without the lock; who comes meanwhile gets 0. */
+uint64_t lzi_counter_row(lz_client *client, const char *op, const char *kernel_id, const char *path);
+/* Likewise, of a decision, which the caller keeps. */
+uint64_t lzi_told_row(lz_client *client, const char *op, const lzi_told *told, const char *path);
 void lzi_note_copied(uint64_t row, uint64_t nbytes);
 /* An attempt failed that the broker has not seen. `said`: an error; NULL: its worker was gone. */
 void lzi_note_fallback(uint64_t row, const lzi_pending *said);
+/* A call ended in an error that the broker has not counted. */
+void lzi_note_error(uint64_t row, const char *code);
 void lzi_counters_close(lz_client *client);
 
 /* --- call.c */

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 enum { NONCE_BYTES = 32, MIN_SECRET_BYTES = 16, MAX_SECRET_BYTES = 4096, TRIES = 3, MAX_FDS = 253 };
-enum { TIMEOUT_S = 10, CONNECT_S = 10, REDIRECT_S = 40 };
+enum { TIMEOUT_S = 10, CONNECT_S = 10, REDIRECT_S = 40, MAX_TIMEOUT_S = 86400 };
 enum { WELCOME_ENDPOINT = 4, WELCOME_MAC = 9 }; /* places of fields in messages, as in message.c */
 
 /* --- messages ----------------------------------------------------------------------------------------------------- */
@@ -103,11 +103,25 @@ lz_code lzi_control_receive(int control, lzi_pool *pool, int flags, lzi_value *v
     return code;
 }
 
-lz_code lzi_show(int control, const lzi_shown *shown, lzi_value answer[LZI_MAX_FIELDS], lzi_passed *passed,
+/* Whether it is well formed and says something of what was shown: maybe of what was given up before. */
+static const lzi_message *answer_of(const lzi_value *said, lzi_value fields[LZI_MAX_FIELDS], const char **wrong) {
+    static const lzi_message *const ANSWERS[] = {&lzi_arena_added, &lzi_lane_added, &lzi_counters_added};
+    for (size_t i = 0; i < sizeof ANSWERS / sizeof *ANSWERS; i++)
+        if (lzi_is_text(lzi_get(said, "kind"), ANSWERS[i]->kind)) {
+            *wrong = lzi_read_message(ANSWERS[i], said, fields);
+            return ANSWERS[i];
+        }
+    *wrong = "a message of a kind that is not expected here";
+    return NULL;
+}
+
+lz_code lzi_show(lzi_memory *memory, const lzi_shown *shown, lzi_value answer[LZI_MAX_FIELDS], lzi_passed *passed,
                  lz_error *error) {
     lzi_bytes message = {0};
     lzi_pool pool = {0};
+    int control = memory->control;
     lzi_encode_message(&message, shown->message, shown->fields);
+    pthread_mutex_lock(&memory->asking);
     lz_code code = lzi_control_send(control, &message, shown->fd, error);
     lzi_bytes_free(&message);
     for (bool is_ours = false; !code && !is_ours;) {
@@ -121,12 +135,15 @@ lz_code lzi_show(int control, const lzi_shown *shown, lzi_value answer[LZI_MAX_F
             code = lzi_fail_as(error, lzi_get(&said, "error"));
             break;
         }
-        const char *wrong = lzi_read_message(shown->answer, &said, answer);
+        const char *wrong;
+        const lzi_message *kind = answer_of(&said, answer, &wrong);
         if (wrong)
             code = lzi_fail(error, LZ_BAD_MESSAGE, "Report this: the broker broke the protocol.\nIts answer to %s: %s",
                             shown->message->kind, wrong);
-        is_ours = !wrong && (!shown->is_numbered || answer[0].as.integer == shown->fields[0].as.integer);
+        is_ours = kind == shown->answer &&
+                  (!shown->is_numbered || answer[0].as.integer == shown->fields[0].as.integer);
     }
+    pthread_mutex_unlock(&memory->asking);
     if (code && passed)
         lzi_drop(passed);
     lzi_pool_free(&pool);
@@ -359,9 +376,11 @@ static lz_code greet(int control, const secret *key, lzi_welcome_kept *kept, con
                         "Use a library and a broker of one version.\nThe broker speaks "
                         "protocol %lld, this library %d",
                         (long long)fields[0].as.integer, LZI_PROTOCOL);
-    if (kept->max_in_flight < 1 || kept->max_in_flight > 1 << 20 || !(kept->timeout_s > 0))
+    if (kept->max_in_flight < 1 || kept->max_in_flight > 1 << 20 ||
+        !(kept->timeout_s > 0 && kept->timeout_s <= MAX_TIMEOUT_S))
         return lzi_fail(error, LZ_BAD_MESSAGE,
-                        "Report this: the broker broke the protocol.\nIts welcome allows nothing");
+                        "Report this: the broker broke the protocol.\nIts welcome allows nothing, or calls of "
+                        "more than a day");
     return LZ_OK;
 }
 

@@ -56,18 +56,24 @@ static char *row_at(const lz_client *client, uint64_t row) {
 static bool has_page(lz_client *client) {
     lzi_value answer[LZI_MAX_FIELDS];
     int fd;
+    char *page;
     if (client->counters || !client->welcome.counts)
         return client->counters;
     client->welcome.counts = false;
-    if (lzi_share("lz-counters", COUNTERS_BYTES, &fd, &client->counters, NULL))
-        return false;
-    lzi_shown shown = {&lzi_add_counters, NULL, fd, &lzi_counters_added, false};
-    pthread_mutex_lock(&client->memory.lock);
-    lz_code code = lzi_show(client->control, &shown, answer, NULL, NULL);
-    pthread_mutex_unlock(&client->memory.lock);
-    close(fd);
-    if (code)
-        lzi_counters_close(client);
+    client->is_adding_counters = true;
+    pthread_mutex_unlock(&client->lock);
+    lz_code code = lzi_share("lz-counters", COUNTERS_BYTES, &fd, &page, NULL);
+    if (!code) {
+        lzi_shown shown = {&lzi_add_counters, NULL, fd, &lzi_counters_added, false};
+        code = lzi_show(&client->memory, &shown, answer, NULL, NULL);
+        close(fd);
+        if (code)
+            munmap(page, COUNTERS_BYTES);
+    }
+    pthread_mutex_lock(&client->lock);
+    client->is_adding_counters = false;
+    if (!code)
+        client->counters = page;
     return client->counters;
 }
 
@@ -77,17 +83,22 @@ void lzi_counters_close(lz_client *client) {
     client->counters = NULL;
 }
 
-uint64_t lzi_counter_row(lz_client *client, const char *op, const lzi_told *told, const char *path) {
+uint64_t lzi_told_row(lz_client *client, const char *op, const lzi_told *told, const char *path) {
     lzi_value fields[LZI_MAX_FIELDS];
     lzi_pool pool = {0};
+    uint64_t row = 0;
+    if (told && !lzi_decode_message(&pool, &lzi_decision, told->bytes, told->nbytes, fields))
+        row = lzi_counter_row(client, op, fields[0].as.bytes, path);
+    lzi_pool_free(&pool);
+    return row;
+}
+
+uint64_t lzi_counter_row(lz_client *client, const char *op, const char *kernel_id, const char *path) {
     uint64_t found = 0, used;
     char label[MAX_LABEL + 1];
-    int nbytes = -1;
-    if (!told || !has_page(client))
+    if (!has_page(client))
         return 0;
-    if (!lzi_decode_message(&pool, &lzi_decision, told->bytes, told->nbytes, fields))
-        nbytes = snprintf(label, sizeof label, "%s\n%s\n%s", op, fields[0].as.bytes, path);
-    lzi_pool_free(&pool);
+    int nbytes = snprintf(label, sizeof label, "%s\n%s\n%s", op, kernel_id, path);
     if (nbytes < 0)
         return 0;
     if (nbytes > MAX_LABEL)
@@ -116,18 +127,26 @@ void lzi_note_copied(uint64_t row, uint64_t nbytes) {
         grow(row + COPIED_AT, nbytes);
 }
 
+static uint64_t place_of_code(const char *code) {
+    for (uint64_t i = 1; i < CODE_COUNT; i++)
+        if (!strcmp(CODES[i], code))
+            return 8 * i;
+    return 0;
+}
+
+void lzi_note_error(uint64_t row, const char *code) {
+    if (row)
+        grow(row + ERRORS_AT + place_of_code(code), 1);
+}
+
 void lzi_note_fallback(uint64_t row, const lzi_pending *said) {
     lzi_pool pool = {0};
     lzi_value error = {.type = LZI_NIL};
     const char *code = "BACKEND_ERROR"; /* of a worker that was gone before it took the call, or says nonsense */
-    uint64_t place = 0;
     if (!row)
         return;
     if (said && !lzi_decode(&pool, said->body, said->nbytes, &error))
         code = lzi_get_text(&error, "code");
-    for (uint64_t i = 1; i < CODE_COUNT; i++)
-        if (!strcmp(CODES[i], code))
-            place = i;
-    grow(row + FALLBACKS_AT + 8 * place, 1);
+    grow(row + FALLBACKS_AT + place_of_code(code), 1);
     lzi_pool_free(&pool);
 }

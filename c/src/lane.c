@@ -6,6 +6,7 @@
 #include "client.h"
 #include "message.h"
 
+#include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
 #include <sys/mman.h>
@@ -27,8 +28,9 @@ struct lzi_lease {
 typedef struct lane {
     struct lane *next;
     uint32_t number, users; /* threads in a call on it */
+    bool is_opening;        /* a thread asks the broker for it */
     bool is_gone;           /* nothing is put there any more; it goes with the last user */
-    char *mapped;           /* NULL: it could not be opened */
+    char *mapped;           /* NULL: it is not open, nor may be: the broker has heard of it */
     Bells bells;
     uint64_t calls;       /* the last one */
     uint64_t open[DEPTH]; /* calls whose ends have not been read, by place; 0: it is free */
@@ -121,11 +123,13 @@ static uint64_t count_cores(void) {
 }
 
 lz_code lzi_lanes_open(lz_client *client, lz_error *error) {
-    const char *text = getenv("LAYERZERO_SPIN_US"), *end = text;
+    static const char BLANKS[] = " \t\n\v\f\r";
+    const char *text = getenv("LAYERZERO_SPIN_US"), *end = text ? text + strspn(text, BLANKS) : "";
     uint64_t spin_us = DEFAULT_SPIN_US;
-    if (text && *text) {
+    if (*end) {
         for (spin_us = 0; *end >= '0' && *end <= '9' && spin_us <= MAX_SPIN_US; end++)
             spin_us = 10 * spin_us + (uint64_t)(*end - '0');
+        end += strspn(end, BLANKS);
         if (*end || spin_us > MAX_SPIN_US)
             return lzi_fail(error, LZ_CONFIG,
                             "Set LAYERZERO_SPIN_US to whole microseconds from 0, which is never, to %d.\nIt is %.80s",
@@ -159,58 +163,95 @@ void lzi_lanes_close(lz_client *client) {
     client->lanes = NULL;
 }
 
-/* Show the broker a lane's page, and take its bells. Without memory or descriptors, or without its worker, there is no
- * lane: `mapped` stays NULL. */
-static void show(lz_client *client, lane *made) {
+/* Whether this process may have so many more descriptors. */
+static bool has_room(int fd, size_t count) {
+    lzi_passed spare = {.count = 0};
+    while (spare.count < count && (spare.fds[spare.count] = fcntl(fd, F_DUPFD_CLOEXEC, 0)) >= 0)
+        spare.count++;
+    bool is_there = spare.count == count;
+    lzi_drop(&spare);
+    return is_there;
+}
+
+/* Show the broker a lane's page, and take its bells; without the lock. Without memory or descriptors, or without its
+ * worker, there is no lane: `mapped` stays NULL. Whether the broker might have it open all the same. */
+static bool show(lz_client *client, lane *made) {
     lzi_value fields[] = {lzi_int(made->number), lzi_text("")}, answer[LZI_MAX_FIELDS];
     lzi_passed bells = {.count = 0};
     int fd;
     char *mapped;
     if (lzi_share("lz-lane", PAGE_BYTES, &fd, &mapped, NULL))
-        return;
+        return false;
     lzi_shown shown = {&lzi_add_lane, fields, fd, &lzi_lane_added, true};
-    pthread_mutex_lock(&client->memory.lock);
-    lz_code code = lzi_show(client->control, &shown, answer, &bells, NULL);
-    pthread_mutex_unlock(&client->memory.lock);
+    bool may_ask = has_room(fd, LZI_MAX_PASSED);
+    lz_code code = may_ask ? lzi_show(&client->memory, &shown, answer, &bells, NULL) : LZ_NO_MEMORY;
     close(fd);
-    if (code || !answer[1].as.is_true || bells.count != 2) {
+    if (code || !answer[1].as.is_true || bells.count != LZI_MAX_PASSED) {
         lzi_drop(&bells);
         munmap(mapped, PAGE_BYTES);
-        return;
+        return may_ask && (code || answer[1].as.is_true);
     }
     made->mapped = mapped;
     made->bells.page = (uint64_t)(uintptr_t)mapped;
     made->bells.doorbell = bells.fds[0];
     made->bells.answer = bells.fds[1];
     made->bells.control = client->control;
+    return true;
 }
 
-/* The lane with this number, which is opened if it is new; NULL: there is none. */
 static lane *find(lz_client *client, uint32_t number) {
-    for (lane *one = client->lanes->first; one; one = one->next)
-        if (one->number == number)
-            return one->mapped ? one : NULL;
+    lane *one = client->lanes->first;
+    while (one && one->number != number)
+        one = one->next;
+    return one;
+}
+
+static void take_out(lz_client *client, const lane *gone) {
+    lane **at = &client->lanes->first;
+    while (*at != gone)
+        at = &(*at)->next;
+    *at = gone->next;
+}
+
+/* Those whose workers are gone. Others may be on them, and find that out themselves. */
+static void leave_ended(lz_client *client) {
+    for (lane *one = client->lanes->first, *next; one; one = next) {
+        next = one->next;
+        if (one->is_opening || !one->mapped || !load64(one->bells.page + IS_ENDED))
+            continue;
+        take_out(client, one);
+        for (size_t i = 0; i < client->route_count; i++)
+            if (client->routes[i].lease && client->routes[i].lease->lane == one->number)
+                client->routes[i].lease->holds = false;
+        one->is_gone = true;
+        __atomic_store_n(&one->bells.is_closed, 1, __ATOMIC_RELEASE);
+        wake_others(&one->bells);
+        if (!one->users)
+            unmap(one);
+    }
+}
+
+/* Lets go of the lock meanwhile. A record stays where the broker may have the lane: it must not be told of it twice.
+ * Whether there is one. */
+static bool open_lane(lz_client *client, uint32_t number) {
     lane *made = calloc(1, sizeof *made);
+    leave_ended(client);
     if (!made)
-        return NULL;
+        return false;
     made->number = number;
+    made->is_opening = true;
     pthread_mutex_init(&made->bells.lock, NULL);
-    show(client, made);
     made->next = client->lanes->first;
     client->lanes->first = made;
-    return made->mapped ? made : NULL;
-}
-
-/* Its worker is gone. Others may be on it, and find that out themselves. */
-static void leave(lz_client *client, lane *gone) {
-    for (lane **at = &client->lanes->first; *at; at = &(*at)->next)
-        if (*at == gone) {
-            *at = gone->next;
-            break;
-        }
-    gone->is_gone = true;
-    __atomic_store_n(&gone->bells.is_closed, 1, __ATOMIC_RELEASE);
-    wake_others(&gone->bells);
+    pthread_mutex_unlock(&client->lock);
+    bool is_known = show(client, made);
+    pthread_mutex_lock(&client->lock);
+    made->is_opening = false;
+    if (!is_known) {
+        take_out(client, made);
+        unmap(made);
+    }
+    return is_known;
 }
 
 /* --- a call ------------------------------------------------------------------------------------------------------- */
@@ -331,11 +372,12 @@ static void check_alive(waiting *now) {
 static lzi_way settle(waiting *now, lzi_passage *passage) {
     bool is_reported = false;
     while (true) {
+        bool is_worker_gone = load64(page_of(now) + IS_ENDED); /* first: its last end may come between two looks */
         int has_ended = read_end(now, passage);
         bool is_spoilt = has_ended < 0;
         if (has_ended > 0)
             return now->end.status == OK ? LZI_RAN : now->end.status == DECLINED ? LZI_BY_BROKER : LZI_RAISED;
-        if (load64(page_of(now) + IS_ENDED))
+        if (is_worker_gone)
             return withdraw(now) ? LZI_NOT_TAKEN : LZI_AFTER;
         if (is_lost(now, is_reported ? SPOILT_MS : 0))
             return LZI_GONE;
@@ -356,28 +398,57 @@ static lzi_way settle(waiting *now, lzi_passage *passage) {
     }
 }
 
-static uint64_t row_of(lz_client *client, lzi_lease *lease, const char *op) {
-    if (!lease->is_counted)
-        lease->row = lzi_counter_row(client, op, lease->told, "express");
-    lease->is_counted = true;
-    return lease->row;
+/* The lock is let go of where the page of counters is new. */
+static void look_for_row(lz_client *client, lzi_lease *lease, const char *op) {
+    lzi_told *told = lzi_told_keep(lease->told);
+    uint64_t row = lzi_told_row(client, op, told, "express");
+    if (lease->told == told) {
+        lease->row = row;
+        lease->is_counted = !client->is_adding_counters;
+    }
+    lzi_told_drop(told);
+}
+
+/* The lane that a call may take now. The lock is let go of where something is to be opened first; who comes meanwhile
+ * goes by the broker. */
+static lane *lane_of(lz_client *client, lzi_lease *lease, const char *op) {
+    while (lease->holds && !client->is_lost) {
+        uint32_t number = lease->lane;
+        lane *on = find(client, number);
+        if (on && on->is_opening)
+            return NULL;
+        if (on && on->mapped && load64(on->bells.page + IS_ENDED)) {
+            leave_ended(client);
+            lease->holds = false;
+        } else if (on && (!on->mapped || load64(on->bells.page + EPOCH) != lease->epoch)) {
+            lease->holds = false;
+        } else if (on && lease->is_counted) {
+            return on;
+        } else if (client->is_adding_counters) {
+            return NULL;
+        } else if (on) {
+            look_for_row(client, lease, op);
+        } else if (!open_lane(client, number)) {
+            lease->holds &= lease->lane != number;
+        }
+    }
+    return NULL;
 }
 
 lzi_way lzi_lane_run(lz_client *client, lzi_known_route *route, lzi_passage *passage) {
     lzi_lease *lease = route->lease;
-    if (!lease || !lease->holds || client->is_lost || passage->refs->nbytes > MAX_CALL_BYTES)
+    uint32_t number = route->number;
+    if (!lease || passage->refs->nbytes > MAX_CALL_BYTES)
         return LZI_BY_BROKER;
-    lane *on = find(client, lease->lane);
-    if (!on || load64(on->bells.page + IS_ENDED) || load64(on->bells.page + EPOCH) != lease->epoch) {
-        lease->holds = false;
+    lane *on = lane_of(client, lease, passage->op);
+    if (!on)
         return LZI_BY_BROKER;
-    }
     double timeout_s = passage->timeout_us ? 1e-6 * (double)passage->timeout_us : client->welcome.timeout_s;
-    waiting now = {.client = client, .on = on, .route = route->number, .timeout_ns = (uint64_t)(1e9 * timeout_s)};
+    waiting now = {.client = client, .on = on, .route = number, .timeout_ns = (uint64_t)(1e9 * timeout_s)};
     if (passage->refs->have_failed || !put(&now, lease->plan, passage->refs))
         return LZI_BY_BROKER;
     passage->told = lzi_told_keep(lease->told); /* it may be another when this call has ended */
-    uint64_t row = row_of(client, lease, passage->op), seen_ns;
+    uint64_t row = lease->row, seen_ns;
     uint64_t spin_ns = wanted_ns(&lease->watch, &client->lanes->cores, client->lanes->spin_ns);
     on->users++;
     unlock_and_pay(&now, 1);
@@ -394,7 +465,7 @@ lzi_way lzi_lane_run(lz_client *client, lzi_known_route *route, lzi_passage *pas
     else if (way == LZI_RAISED || way == LZI_NOT_TAKEN)
         lzi_note_fallback(row, way == LZI_RAISED ? &passage->answer : NULL);
     if (!on->is_gone && load64(on->bells.page + IS_ENDED))
-        leave(client, on);
+        leave_ended(client);
     if (!--on->users && on->is_gone)
         unmap(on);
     return way;

@@ -35,6 +35,7 @@ lz_code lz_connect(const lz_connect_options *given, lz_client **made, lz_error *
     pthread_mutex_init(&client->lock, NULL);
     pthread_cond_init(&client->turned, NULL);
     pthread_mutex_init(&client->memory.lock, NULL);
+    pthread_mutex_init(&client->memory.asking, NULL);
     lz_code code = lzi_lanes_open(client, error);
     if (!code)
         code = lzi_zmq_load(&client->zmq, options.libzmq, error);
@@ -86,6 +87,7 @@ void lz_close(lz_client *client) {
     free(client->frame);
     lzi_pool_free(&client->welcome.pool);
     pthread_mutex_destroy(&client->memory.lock);
+    pthread_mutex_destroy(&client->memory.asking);
     pthread_mutex_destroy(&client->lock);
     pthread_cond_destroy(&client->turned);
     free(client);
@@ -133,14 +135,14 @@ static void hear_last_word(lz_client *client) {
     lz_code code = LZ_BROKER_LOST;
     char why[sizeof client->lost_why];
     snprintf(why, sizeof why, "The broker (pid %lld) is gone", (long long)client->welcome.broker_pid);
-    pthread_mutex_lock(&client->memory.lock);
+    pthread_mutex_lock(&client->memory.asking);
     if (!lzi_control_receive(client->control, &pool, MSG_DONTWAIT, &answer, NULL, NULL) &&
         lzi_is_text(lzi_get(&answer, "kind"), lzi_refused.kind)) {
         const lzi_value *said = lzi_get(&answer, "error");
         code = lzi_code_of(lzi_get_text(said, "code"));
         snprintf(why, sizeof why, "%s", lzi_get_text(said, "message"));
     }
-    pthread_mutex_unlock(&client->memory.lock);
+    pthread_mutex_unlock(&client->memory.asking);
     lzi_pool_free(&pool);
     lose(client, code, why);
 }

@@ -54,7 +54,16 @@ static void unmap(lzi_arena *arena) {
 static lz_code show(lzi_memory *memory, lzi_arena *arena, lz_error *error) {
     lzi_value fields[] = {lzi_int(arena->number), lzi_int((int64_t)arena->nbytes)}, answer[LZI_MAX_FIELDS];
     lzi_shown shown = {&lzi_add_arena, fields, arena->fd, &lzi_arena_added, true};
-    return lzi_show(memory->control, &shown, answer, NULL, error);
+    return lzi_show(memory, &shown, answer, NULL, error);
+}
+
+/* An arena of which the broker has not heard is nothing to it. */
+static void retire(lzi_memory *memory, const lzi_arena *arena) {
+    lzi_value number = lzi_int(arena->number);
+    lzi_bytes message = {0};
+    lzi_encode_message(&message, &lzi_retire_arena, &number);
+    lzi_control_send(memory->control, &message, -1, NULL); /* a broker that is gone has no arena any more */
+    lzi_bytes_free(&message);
 }
 
 /* Give a file all its pages. */
@@ -123,6 +132,8 @@ static lz_code open_arena(lzi_memory *memory, uint64_t nbytes, bool is_shared, l
         code = show(memory, arena, error);
     }
     if (code) {
+        if (arena->number)
+            retire(memory, arena); /* a broker that is slow may have it yet */
         unmap(arena);
         return code;
     }
@@ -132,11 +143,7 @@ static lz_code open_arena(lzi_memory *memory, uint64_t nbytes, bool is_shared, l
 }
 
 static void close_arena(lzi_memory *memory, lzi_arena *arena) {
-    lzi_value number = lzi_int(arena->number);
-    lzi_bytes message = {0};
-    lzi_encode_message(&message, &lzi_retire_arena, &number);
-    lzi_control_send(memory->control, &message, -1, NULL); /* a broker that is gone has no arena any more */
-    lzi_bytes_free(&message);
+    retire(memory, arena);
     for (size_t i = 0; i < memory->count; i++)
         if (memory->arenas[i] == arena)
             memory->arenas[i--] = memory->arenas[--memory->count];

@@ -6,6 +6,10 @@
  *   free NDIM                           gives its memory back: what becomes of it is the library's affair
  *   threads COUNT CALLS                 so many threads with memory of their own; how many calls were on a lane
  *   time NDIM CALLS                     the least of that many calls' ns
+ *   begin NDIM FIRST BACKEND            a call in a thread of its own, as `call`
+ *   end                                 waits for that one: as `call`
+ *   few                                 from now on this process gets no more descriptors
+ *   many                                it does again
  *   left                                descriptors and threads of this process, and mapped lanes
  *   again                               closes the client, and connects again */
 #include "layerzero.h"
@@ -16,7 +20,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { COUNT = 8, MOST_DIMENSIONS = 8 };
 
@@ -78,6 +84,25 @@ static void say(lz_code code, const memory *of, const lz_report *report, const l
     printf("\n");
 }
 
+/* A call of a thread beside. */
+typedef struct beside {
+    pthread_t thread;
+    memory of;
+    int ndim;
+    float first;
+    char backend[64];
+    lz_code code;
+    lz_report *report;
+    lz_error error;
+} beside;
+
+static void *call_beside(void *with) {
+    beside *its = with;
+    its->code = silu(&its->of, its->ndim, its->first, 0, strcmp(its->backend, "-") ? its->backend : NULL, &its->report,
+                     &its->error);
+    return NULL;
+}
+
 static void *work(void *with) {
     long *counts = with; /* calls to make; on return: of those on a lane, -1 after a wrong one */
     long on_lane = 0;
@@ -133,6 +158,15 @@ static int mapped(const char *what) {
     return count;
 }
 
+static void allow(bool are_few) {
+    struct rlimit limit;
+    int least_free = dup(0);
+    close(least_free);
+    getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = are_few ? (rlim_t)least_free : limit.rlim_max;
+    printf("%d\n", setrlimit(RLIMIT_NOFILE, &limit));
+}
+
 static int64_t least_ns(memory *of, int ndim, long calls) {
     int64_t least = INT64_MAX;
     for (long i = 0; i < calls; i++) {
@@ -157,6 +191,7 @@ static bool connected(lz_error *error) {
 int main(int argc, char **argv) {
     char line[256], backend[64];
     memory of[MOST_DIMENSIONS + 1] = {0};
+    static beside other = {.error = {.struct_size = sizeof other.error}};
     lz_error error = {.struct_size = sizeof error};
     int ndim;
     long calls;
@@ -182,6 +217,15 @@ int main(int argc, char **argv) {
                 code = silu(&of[ndim], ndim, 1, 0, NULL, &report, &error);
             } while (!code && is_right(&of[ndim]) && strcmp(report->path, "express"));
             say(code, &of[ndim], report, &error);
+        } else if (sscanf(line, "begin %d %f %63s", &other.ndim, &other.first, other.backend) == 3 &&
+                   is_there(&other.of)) {
+            printf("%d\n", pthread_create(&other.thread, NULL, call_beside, &other));
+        } else if (!strncmp(line, "end", 3)) {
+            pthread_join(other.thread, NULL);
+            say(other.code, &other.of, other.report, &other.error);
+            lz_report_free(other.report);
+        } else if (!strncmp(line, "few", 3) || !strncmp(line, "many", 4)) {
+            allow(*line == 'f');
         } else if (sscanf(line, "free %d", &ndim) == 1) {
             lz_code code = lz_free(client, of[ndim].x, &error);
             printf("%s\n", lz_code_name((int)(code ? code : lz_free(client, of[ndim].y, &error))));

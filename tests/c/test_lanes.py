@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -125,6 +126,59 @@ def test_nothing_is_left_of_lanes(settled: tuple[Site, Program]) -> None:
     wait_until(lambda: grown(before, counts()).get(("silu", "alpha", "express"), 0) >= 3)
 
 
+def test_nothing_is_left_of_a_worker_that_ended_between_two_calls(settled: tuple[Site, Program]) -> None:
+    """One lane is there at a time, however often its worker starts."""
+    site, running = settled
+    before, pids = running.ask("left").split(), site.wait_ready("alpha", "beta")
+    for _ in range(3):
+        exits = len(site.events("worker.exited"))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            wait_ended(pid)
+        wait_until(lambda: len(site.events("worker.exited")) >= exits + len(pids))  # noqa: B023
+        lz.session().ask("reset")
+        pids = site.wait_ready("alpha", "beta")
+        running.settle()
+        assert running.ask("left").split() == before
+
+
+def test_a_lane_that_there_was_no_room_for_is_opened_with_a_later_lease(
+    new_site: Callable[..., Site], built: Built
+) -> None:
+    """Without descriptors calls go by the broker, which has not heard of the lane."""
+    site = new_site()
+    site.connect()
+    site.wait_ready("alpha", "beta")
+    with program(built, site) as running:
+        assert running.call().path == "broker"
+        assert running.ask("few") == "0"
+        assert {running.call().path for _ in range(20)} == {"broker"}
+        assert running.ask("many") == "0"
+        lz.session().ask("reset")
+        assert "express" in [running.call().path for _ in range(20)]
+
+
+def test_calls_on_a_lane_go_on_while_the_broker_is_slow_to_open_another(settled: tuple[Site, Program]) -> None:
+    """Only the one that wants the new lane waits."""
+    site, running = settled
+    assert site.broker_pid is not None
+    for _ in range(3):
+        assert running.call(2, backend="beta").path == "broker"
+    paths, longest_s = set(), 0.0
+    os.kill(site.broker_pid, signal.SIGSTOP)
+    try:
+        assert running.ask("begin 2 1.0 beta") == "0"
+        until = time.monotonic() + 2
+        while (start := time.monotonic()) < until:
+            paths.add(running.call().path)
+            longest_s = max(longest_s, time.monotonic() - start)
+    finally:
+        os.kill(site.broker_pid, signal.SIGCONT)
+    said = read(running.ask("end"))
+    assert (said.code, said.path, said.backend) == ("OK", "express", "beta")
+    assert (paths, longest_s < 2) == ({"express"}, True)
+
+
 def test_threads_share_a_lane(settled: tuple[Site, Program]) -> None:
     """Each call gets its own numbers, and its worker takes those of all threads one after the other."""
     _, running = settled
@@ -144,6 +198,13 @@ def test_who_looks_and_who_sleeps_get_the_same(new_site: Callable[..., Site], bu
         running.settle()
         assert running.ask("threads 4 50").split()[0] == "right"
         assert int(running.ask("time 1 50")) > 0
+
+
+@pytest.mark.parametrize("spin_us", [" 50\n", "  "])
+def test_blanks_around_a_setting_are_passed_over(new_site: Callable[..., Site], built: Built, spin_us: str) -> None:
+    """As Python's client and workers do it; of blanks alone it is not set."""
+    with program(built, new_site().start(), LAYERZERO_SPIN_US=spin_us) as running:
+        assert running.call().code == "OK"
 
 
 def test_a_setting_that_is_none_says_what_to_set(new_site: Callable[..., Site], built: Built) -> None:
@@ -241,6 +302,31 @@ def test_a_kernel_that_raises_goes_on_to_the_broker(settled: tuple[Site, Program
     assert grown(before, coded("fallbacks"))["silu", "alpha", "BACKEND_ERROR"] == 2
     assert running.settle().backend == "alpha"
     assert site.events("worker.exited") == []
+
+
+def test_a_call_whose_worker_dies_on_a_lane_waits_for_room_at_the_broker(
+    new_site: Callable[..., Site], built: Built
+) -> None:
+    """It has been begun: that others have all the places is no reason to say that nothing ran."""
+    site = new_site(max_in_flight=1)
+    site.connect()
+    for name in ("alpha", "beta"):
+        lz.null(backend=name)
+    alpha, beta = site.backend("alpha")["pid"], site.backend("beta")["pid"]
+    with program(built, site) as running:
+        assert running.settle().backend == "alpha"
+        running.call(2, backend="beta")
+        assert running.ask(f"begin 2 {fault(PAUSE, 'beta')!r} beta") == "0"
+        wait_until(lambda: is_paused(beta))
+        running.begin(f"call 1 {fault(PAUSE, 'alpha')!r} 0 -")
+        wait_until(lambda: is_paused(alpha))
+        os.kill(alpha, signal.SIGKILL)
+        wait_until(lambda: site.events("worker.exited"))
+        os.kill(beta, signal.SIGCONT)
+        said = read(running.end())
+        assert read(running.ask("end")).code == "OK"
+    assert (said.code, said.text, said.path) == ("OK", "right", "broker")
+    assert [one[:4] for one in said.attempts] == [("alpha", "BACKEND_ERROR", 9, -1)]
 
 
 def test_inputs_that_kill_every_worker_are_poison_also_from_a_lane(settled: tuple[Site, Program]) -> None:

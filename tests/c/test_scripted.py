@@ -17,7 +17,10 @@ import zmq
 from tests.c.conftest import Built, libzmq
 from tests.process.harness import PATIENCE_S
 
+from layerzero.ipc.shm.counter_page import CounterPage
+from layerzero.ipc.shm.counter_words import Label
 from layerzero.ipc.transport import control, messages, wire
+from layerzero.ipc.transport.counter_messages import AddCounters, CountersAdded
 from layerzero.ipc.transport.wire import Header, Kind
 
 IDENTITY = b"L" + bytes(range(16))
@@ -42,7 +45,9 @@ class Script:
         self.peers.append(peer)
         return peer
 
-    def accept(self, answer: messages.Message | None = None, timeout_s: float = 60.0) -> socket.socket:
+    def accept(
+        self, answer: messages.Message | None = None, timeout_s: float = 60.0, *, counts: bool = False
+    ) -> socket.socket:
         """Hear a hello and answer it, with a welcome if nothing else is given."""
         peer = self.connection()
         hello, _ = control.receive(peer, messages.Hello)
@@ -57,6 +62,7 @@ class Script:
             number=1,
             max_in_flight=4,
             timeout_s=timeout_s,
+            counts=counts,
         )
         control.send(peer, answer or welcome)
         return peer
@@ -128,6 +134,54 @@ def test_memory_of_a_worker_out_of_reach_is_kept_until_it_is_released(built: Bui
         second = script.hear(Kind.EXECUTE).seq
         script.say(wire.pack(Kind.RELEASED, seq=first))
         script.say(wire.pack(Kind.DONE, seq=second, attempt=1))
+
+
+def test_a_call_whose_worker_is_out_of_reach_is_counted_by_its_client(built: Built, script: Script) -> None:
+    """The broker leaves that to who might make the call again with other memory."""
+    with program(built, script, "lent"):
+        peer = script.accept(counts=True)
+        script.add_arena(peer)
+        script.take_route()
+        first = script.hear(Kind.EXECUTE).seq
+        failed = {"backend": "alpha", "kernel_id": "alpha.silu", "worker_pid": 7, "code": "UNREACHABLE", "detail": ""}
+        error = {"code": "UNREACHABLE", "message": "no answer", "facts": {}}
+        body = messages.encode(messages.Outcome(error=error, attempts=[failed]))
+        script.say(wire.pack(Kind.FAILED, flags=wire.STILL_LENT, seq=first, body=body))
+        _, fds = control.receive(peer, AddCounters)
+        page = CounterPage(fds[0], writable=False)
+        control.send(peer, CountersAdded())
+        second = script.hear(Kind.EXECUTE).seq
+        [grown] = page.grown()
+        script.say(wire.pack(Kind.RELEASED, seq=first))
+        script.say(wire.pack(Kind.DONE, seq=second, attempt=1))
+    page.close()
+    os.close(fds[0])
+    assert (grown.label, grown.errors) == (Label("silu", "alpha.silu", "broker"), {"UNREACHABLE": 1})
+
+
+def test_late_answers_to_what_was_given_up_are_passed_over(built: Built, script: Script) -> None:
+    """Also those of other kinds."""
+    with program(built, script, "cut") as said:
+        peer = script.accept()
+        control.send(peer, messages.LaneAdded(lane=9, is_open=False))
+        control.send(peer, CountersAdded())
+        control.send(peer, messages.ArenaAdded(arena=9))
+        script.add_arena(peer)
+        script.take_route()
+        script.say(wire.pack(Kind.DONE, seq=script.hear(Kind.EXECUTE).seq, attempt=1))
+    assert said == ["OK", ""]
+
+
+def test_memory_that_could_not_be_shown_is_retired(built: Built, script: Script) -> None:
+    """A broker that answers late would keep it."""
+    with program(built, script, "refused") as said:
+        peer = script.accept()
+        _, fds = control.receive(peer, messages.AddArena)
+        os.close(fds[0])
+        control.send(peer, messages.Ping(number=1))  # no answer to it, as none at all
+        message, _ = control.receive(peer, messages.RetireArena)
+        assert message.arena == 1
+    assert said == ["BAD_MESSAGE"]
 
 
 def test_a_broker_that_is_silent_is_asked_for_a_sign_of_life(built: Built, script: Script) -> None:
@@ -203,6 +257,10 @@ def test_what_is_no_welcome_is_refused(built: Built, script: Script) -> None:
     with program(built, script, "unconnected") as said:
         script.accept(messages.Ping(number=1))
     assert said[0] == "BAD_MESSAGE"
+    for timeout_s in (float("inf"), 1e12, 86_401.0, 0.0):
+        with program(built, script, "unconnected") as said:
+            script.accept(timeout_s=timeout_s)
+        assert said[0] == "BAD_MESSAGE"
     with program(built, script, "unconnected") as said:
         script.connection().close()
     assert said[0] == "BROKER_LOST"

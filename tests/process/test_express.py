@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,24 @@ def test_a_worker_that_dies_after_its_answer_loses_nothing(new_site: Callable[..
     before_the_fault(X)
     assert call(X).backend == "at-sent"
     assert call(X).backend in ("alpha", "beta")  # alpha where it is up by now
+
+
+def test_nothing_is_left_of_a_worker_that_ended_between_two_calls(new_site: Callable[..., Site]) -> None:
+    """One lane is there at a time, however often its worker starts."""
+    site = new_site(backoff_s=0.01, backoff_max_s=0.01)
+    site.connect()
+    pids, lanes = site.wait_ready("alpha", "beta"), set()
+    for exits in range(0, 6, 2):
+        settle()
+        gc.collect()
+        lanes.add(Path("/proc/self/maps").read_text().count("memfd:lz-lane"))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            wait_ended(pid)
+        wait_until(lambda: len(site.events("worker.exited")) >= exits + 2)  # noqa: B023
+        lz.session().ask("reset")
+        pids = site.wait_ready("alpha", "beta")
+    assert len(lanes) == 1
 
 
 def test_ends_that_make_no_sense_cost_the_worker_its_life(new_site: Callable[..., Site]) -> None:

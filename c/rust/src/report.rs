@@ -113,8 +113,18 @@ pub(crate) unsafe fn of(found: &sys::Report) -> Report {
         attempts: items(found.attempts, found.attempt_count).map(attempt).collect(),
         candidates: items(found.candidates, found.candidate_count).map(|one| candidate(one)).collect(),
         sizes: sizes.to_vec(),
-        path: text_of(found.path),
+        path: path_of(found),
     }
+}
+
+/// An older library's report ends before it, and all of its calls go by the broker.
+unsafe fn path_of(found: &sys::Report) -> String {
+    let begin: *const sys::Report = found;
+    let end = std::ptr::addr_of!((*begin).path).wrapping_add(1);
+    if found.struct_size < end as usize - begin as usize {
+        return "broker".to_owned();
+    }
+    text_of(found.path)
 }
 
 fn attempt(one: &sys::Attempt) -> Attempt {
@@ -143,5 +153,23 @@ unsafe fn candidate(one: &sys::Candidate) -> Candidate {
         score: Some(one.score).filter(|_| one.has_score),
         measured_us: Some(one.measured_us).filter(|_| one.has_measured),
         reasons: reasons.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_of_an_older_library_is_read_to_its_end() {
+        let mut found: sys::Report = unsafe { std::mem::zeroed() };
+        found.kernel_id = b"k\0".as_ptr().cast();
+        found.backend = b"b\0".as_ptr().cast();
+        found.path = b"express\0".as_ptr().cast();
+        found.struct_size = std::mem::size_of::<sys::Report>();
+        assert_eq!(unsafe { of(&found) }.path, "express");
+        found.path = std::ptr::NonNull::dangling().as_ptr();
+        found.struct_size -= std::mem::size_of::<*const c_char>();
+        assert_eq!(unsafe { of(&found) }.path, "broker");
     }
 }

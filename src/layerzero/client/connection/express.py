@@ -261,6 +261,9 @@ class Lane:
             if end is not None and not is_spoilt:
                 return _outcome(receipt.call, *end)
             if self.page.is_ended:
+                end = receipt.end()  # its last one may have come between two looks
+                if end is not None and end[0] <= lane.DECLINED:
+                    return _outcome(receipt.call, *end)
                 return self._lost_place(receipt) if self._withdraw(receipt) else Lost(receipt.call)
             if self._link.lost is not None or self.is_closed or self._has_hung_up(SPOILT_MS * is_reported):
                 raise self._link.gone(receipt)

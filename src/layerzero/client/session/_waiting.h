@@ -76,8 +76,8 @@ static inline uint64_t wake_others(Bells *bells) {
     pthread_mutex_lock(&bells->lock);
     for (Waiter **at = &bells->waiters; *at;) {
         Waiter *one = *at;
-        if (bells->is_closed || is_over(bells->page, one->call)) {
-            *at = one->next;
+        if (__atomic_load_n(&bells->is_closed, __ATOMIC_RELAXED) || is_over(bells->page, one->call)) {
+            __atomic_store_n(at, one->next, __ATOMIC_RELAXED); /* who leads looks without the lock whether there are some */
             wake(one, LOOK);
         } else {
             if (!least || one->call < least) least = one->call;
@@ -179,7 +179,7 @@ static inline void resign(Bells *bells) {
     Waiter *next = bells->waiters;
     bells->is_led = next != NULL;
     if (next) {
-        bells->waiters = next->next;
+        __atomic_store_n(&bells->waiters, next->next, __ATOMIC_RELAXED);
         wake(next, LEAD);
     }
     pthread_mutex_unlock(&bells->lock);
@@ -195,7 +195,7 @@ static inline uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, u
     bells->is_led = 1;
     if (!leads) {
         me.next = bells->waiters;
-        bells->waiters = &me;
+        __atomic_store_n(&bells->waiters, &me, __ATOMIC_RELEASE);
         want(bells, call);
     }
     pthread_mutex_unlock(&bells->lock);
@@ -210,7 +210,7 @@ static inline uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, u
         pthread_mutex_lock(&bells->lock);
         for (Waiter **at = &bells->waiters; *at; at = &(*at)->next)
             if (*at == &me) {
-                *at = me.next;
+                __atomic_store_n(at, me.next, __ATOMIC_RELAXED);
                 break;
             }
         pthread_mutex_unlock(&bells->lock);

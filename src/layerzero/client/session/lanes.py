@@ -61,14 +61,23 @@ class Lanes:
         lane = self.by_number.get(lease.lane) or self._open(lease.lane)
         if lane is None or lane.is_ended or not lane.holds(lease):
             route.lease = None
+            self._drop_ended()
             return None
         return lane, lease
+
+    def _drop_ended(self) -> None:
+        """Others may be on such lanes, who are told so."""
+        for lane in list(self.by_number.values()):
+            if lane.is_ended and lane.is_open:  # of one that could not be opened the broker is not told again
+                self.by_number.pop(lane.number, None)
+                lane.close()
 
     def _open(self, number: int) -> Lane | None:
         """None when its worker is gone, or this process has no memory or descriptors left for it."""
         with self._lock:
             lane = self.by_number.get(number)
             if lane is None:
+                self._drop_ended()
                 try:
                     lane = Lane(self._link, number, self._repeats.make_line, self._repeats.wait)
                 except (OSError, OutOfMemory):
@@ -135,10 +144,9 @@ class Lanes:
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""
         submitted.near = lease.route if lease.values else 0
-        if lane.is_ended:  # others may be on it, who are told so
+        if lane.is_ended:
             submitted.route.lease = None
-            self.by_number.pop(lane.number, None)
-            lane.close()
+            self._drop_ended()
         if isinstance(end, Lost):
             submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF
         elif end is not None:

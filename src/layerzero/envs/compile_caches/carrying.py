@@ -147,14 +147,20 @@ def take(opened: Opened, env: Env, manifest: EnvManifest) -> int:
     be compiled is added, where our code is the same. Returns how many files were new. Raises ConfigError."""
     if why := differs(opened, env):
         raise _refused(opened.folder, why)
-    is_new, count = not env.cache.exists(), -1
+    is_new = not env.cache.exists()
     try:
         folders.make(env.cache)
         with folders.alone(env.cache):
             found = folders.look(env.cache)
+            is_new = is_new and not found.sealed and not found.unfit  # another process may have been before us
             if found.unfit:
                 folders.set_aside(env.cache, found.unfit)
-            count = form.take_over(opened.folder, opened.exported, env.cache)
+            try:
+                count = form.take_over(opened.folder, opened.exported, env.cache)
+            except BaseException:
+                if is_new:
+                    keeping.discard(env.cache)
+                raise
             if opened.exported.units and opened.exported.key == probe_key(env, manifest):
                 note_compiled(env, opened.exported.key, opened.exported.units)
         return count
@@ -164,9 +170,6 @@ def take(opened: Opened, env: Env, manifest: EnvManifest) -> int:
         raise _refused(opened.folder, str(exc)) from exc
     except OSError as exc:
         raise ConfigError(f"make room or a writable {env.cache}: nothing was taken over: {exc.strerror}") from exc
-    finally:
-        if is_new and count < 0 and env.cache.exists():
-            keeping.remove(env.cache)
 
 
 def shared(folder: Path, env: Env, keys: Path) -> Opened | None:

@@ -129,10 +129,15 @@ def forget_aside(store: Path) -> int:
 def remove(folder: Path) -> bool:
     """Remove a cache. Whether it is gone; not when somebody has begun to use it."""
     with suppress(InUse), folders.alone(folder):
-        gone = folder.with_name(f"{_GONE}{secrets.token_hex(4)}")
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-        with suppress(OSError):
-            folder.parent.rmdir()
+        discard(folder)
         return True
     return False
+
+
+def discard(folder: Path) -> None:
+    """As `remove`, for who is alone in it. Raises OSError."""
+    gone = folder.with_name(f"{_GONE}{secrets.token_hex(4)}")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()

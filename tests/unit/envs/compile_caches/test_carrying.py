@@ -210,6 +210,21 @@ def test_what_is_in_use_or_damaged_is_neither_exported_nor_overwritten(way: Way)
         export(way.here, resolve("null"), way.folder, way.key)
 
 
+def test_what_another_process_has_made_meanwhile_stays(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look whether there is a cache and the lock on it, where what comes is refused then."""
+
+    def make(folder: Path) -> None:
+        monkeypatch.undo()
+        fill(way.there)
+
+    (opened,) = open_all(way.folder, way.keys, allows_unsigned=False)
+    shutil.rmtree(way.cache / "files")
+    monkeypatch.setattr(carrying.folders, "make", make)
+    with pytest.raises(ConfigError, match="was taken over"):
+        take(opened, way.there, resolve("null"))
+    assert (way.there.cache / GROUP).exists()
+
+
 def test_a_fleets_folder_is_looked_up_where_nothing_is_here(way: Way, tmp_path: Path) -> None:
     opened = shared(way.folder, way.there, way.keys)
     assert opened is not None
