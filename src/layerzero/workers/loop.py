@@ -290,9 +290,9 @@ class _Loop:
 
     def _run(self, header: Header, body: bytes) -> None:
         dispatch, is_replayed, how, elapsed_ns = header.seq, False, recent_calls.OK, 0
-        self._page.write(dispatch, MAPPED)
         noted = self._page.recent.begin(header.route)
         try:
+            self._page.write(dispatch, MAPPED)
             if header.flags & HAS_POINT:
                 elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
                 how = recent_calls.ENQUEUED

@@ -36,10 +36,10 @@ class Evidence:
     rung: Sequence[int] = ()  # dispatches of calls in graphs whose graph slots were seen rung
 
 
-def begun(executing: int, phase: str, exit_code: int) -> int:
-    """The call that a worker that has ended was in the middle of, or done with, as Evidence's `executing`; 0 for none,
-    and where it ended to begin that anew."""
-    return executing if phase in ("executing", "written") and exit_code != RENEWAL_EXIT else 0
+def has_begun(mark: int, executing: int, phase: str, exit_code: int) -> bool:
+    """Whether a worker that has ended was in the middle of the call that its page names by `mark`, or done with it, and
+    did not end to begin that anew. A call that it was not told of has no mark: 0."""
+    return mark != 0 and mark == executing and phase in ("executing", "written") and exit_code != RENEWAL_EXIT
 
 
 def blame_for(end: Evidence) -> Blame:

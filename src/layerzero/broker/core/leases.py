@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.blame import begun
+from layerzero.broker.core.blame import has_begun
 from layerzero.broker.core.model import Call, Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.shm.ring_words import SLOTS
@@ -193,7 +193,7 @@ class Leases:
                 lane.kernels,
                 bool(lane.gpu),
                 ring.head if ring is not None else 0,
-                begun(event.executing, event.phase, event.exit_code),
+                event.executing if has_begun(event.executing, event.executing, event.phase, event.exit_code) else 0,
             )
             while len(lost) > MAX_LOST:
                 del lost[next(iter(lost))]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.blame import NOBODY, Blame, Evidence, begun, blame_for
+from layerzero.broker.core.blame import NOBODY, Blame, Evidence, blame_for, has_begun
 from layerzero.broker.core.call_fsm import take
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
@@ -132,15 +132,15 @@ class WorkerExits:
                 call.deaths += worker.fault is None
                 self.calls.attempt_failed(call, worker, error, exit_code=event.exit_code, phase=phase)
             else:
-                call.has_begun = call.dispatch == begun(event.executing, event.phase, event.exit_code)
+                call.has_begun = has_begun(call.dispatch, event.executing, event.phase, event.exit_code)
                 self.calls.requeue(call, worker, event.exit_code, worker.pid)
 
         return Move(call.client, call.seq, call.point is not None, do)
 
     def _move_stranded(self, one: Stranded, blame: Blame, event: ev.WorkerExited) -> Move:
         is_blamed = one.mark == blame.mark
-        has_begun = one.mark == begun(event.executing, event.phase, event.exit_code)
-        its = {"is_blamed": is_blamed, "has_begun": has_begun and not is_blamed and not one.is_enqueued}
+        began = has_begun(one.mark, event.executing, event.phase, event.exit_code)
+        its = {"is_blamed": is_blamed, "has_begun": began and not is_blamed and not one.is_enqueued}
         do = partial(self.rings.come_back, one, **its)
         return Move(one.lane.client, one.call.seq, True, do)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerzero.broker.core.blame import NOBODY, Blame, Evidence, blame_for
-from layerzero.ipc.vocabulary.worker_codes import mark
+from layerzero.broker.core.blame import NOBODY, Blame, Evidence, blame_for, has_begun
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, mark
 
 LANE, RING, OTHER = mark(3, 1), mark(4, 1), mark(4, 2)
 FIRST, SECOND, ON_OTHER = Blame(dispatch=7), Blame(dispatch=8), Blame(mark=OTHER)
@@ -67,3 +67,21 @@ def test_no_call_is_blamed_for_nobodys_fault() -> None:
     """A call that was never sent has dispatch 0, which stands for none."""
     assert not NOBODY.is_on(0)
     assert FIRST.is_on(7)
+
+
+@pytest.mark.parametrize(
+    ("mark", "executing", "phase", "exit_code", "began"),
+    [
+        (7, 7, "executing", -9, True),
+        (7, 7, "written", 1, True),
+        (7, 8, "executing", -9, False),
+        (7, 7, "mapped", -9, False),
+        (7, 7, "executing", RENEWAL_EXIT, False),
+        (0, 0, "executing", -9, False),  # its worker was not told of it
+        (0, 0, "idle", -9, False),
+    ],
+)
+def test_a_call_has_begun_where_its_worker_was_in_it(
+    mark: int, executing: int, phase: str, exit_code: int, began: bool
+) -> None:
+    assert has_begun(mark, executing, phase, exit_code) is began
