@@ -23,6 +23,7 @@ from layerzero.groups.calls import Call, Op
 from layerzero.groups.choices import Choice, Choices, GroupReport, Measured
 from layerzero.groups.peers import COLLECTIVE, Peers
 from layerzero.groups.shared_memory import SharedMemory
+from layerzero.ipc import spinning
 from layerzero.ipc.errors import GroupBroken, InvalidArgument, LayerZeroError, RanksDisagree
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
@@ -87,7 +88,7 @@ class Group:
         self._backend, self._timeout_s, self._gloo_env = backend, timeout_s, gloo_env
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._chunk = staging.chunk_bytes(os.environ)
+        self._chunk, self._spin_ns = staging.chunk_bytes(os.environ), spinning.limit_ns(os.environ)
         self._choices = Choices()
         self._generation = self._calls = 0
         self._completed: dict[int, int] = {}
@@ -312,7 +313,8 @@ class Group:
             own.close()
             raise
         self._own = own
-        self._peers = peers = Peers(self._name, roster.generation, self._rank, roster.sockets, roster.pids)
+        its = (self._name, roster.generation, self._rank, roster.sockets, roster.pids)
+        self._peers = peers = Peers(*its, self._spin_ns)
         # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
         self._libraries = {}
         self._forgotten = weakref.finalize(self, starting.leave, os.getpid(), peers, own, self._libraries)

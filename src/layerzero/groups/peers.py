@@ -2,7 +2,8 @@
 
 Sockets are pairs that the meeting's host made and handed out (groups/meeting.py). A rank that ends closes its end,
 which wakes whoever waits; a descriptor of its process tells the same where a child of it still has that end. Who waits
-for long looks now and then whether one is ending (groups/ending.py), for both come late in that. No thread watches.
+looks for a moment before it sleeps, as at lanes (ipc/spinning.py), and where it takes long, now and then whether one is
+ending (groups/ending.py), for both come late in that. No thread watches.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from layerzero.groups import faults
 from layerzero.groups.ending import LOOK_MS, is_ending
 from layerzero.groups.faults import broken, named
 from layerzero.ipc.errors import GroupBroken, LayerZeroError, ProtocolError, RanksDisagree, from_wire
+from layerzero.ipc.spinning import Spin
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MESSAGE_BYTES = 1 << 17  # the most that is received at once
@@ -32,9 +34,16 @@ class Peers:
     """`doing`: the call that this rank is in, for texts."""
 
     def __init__(
-        self, name: str, generation: int, rank: int, sockets: Mapping[int, socket.socket], pids: Mapping[int, int]
+        self,
+        name: str,
+        generation: int,
+        rank: int,
+        sockets: Mapping[int, socket.socket],
+        pids: Mapping[int, int],
+        spin_ns: int = 0,
     ) -> None:
-        """Takes the sockets over, by rank. `pids`: 0 for one that nobody knows."""
+        """Takes the sockets over, by rank. `pids`: 0 for one that nobody knows. `spin_ns`: for how long to look for a
+        message at most before sleeping."""
         self.name, self.generation, self.rank, self.pids = name, generation, rank, dict(pids)
         self.doing = "between calls"
         self.waited_ns = 0
@@ -48,6 +57,7 @@ class Peers:
         self._lost: dict[int, str] = {}
         self._fault: LayerZeroError | None = None
         self._look_at_s = 0.0
+        self._spin = Spin(spin_ns)
         for rank, sock in self._sockets.items():
             sock.setblocking(False)
             self._poll.register(sock.fileno(), select.POLLIN)
@@ -88,7 +98,8 @@ class Peers:
             start_ns = time.perf_counter_ns()
             try:
                 while missing:
-                    self._step(missing, until_s)
+                    if not self._spun():
+                        self._step(missing, until_s)
                     missing = [rank for rank in missing if not boxes[rank]]
                     if missing:
                         self._demand(missing)
@@ -159,6 +170,18 @@ class Peers:
                 sock.send(message, socket.MSG_NOSIGNAL)
 
     # --- looking
+
+    def _spun(self) -> bool:
+        """Look for what happens next without sleeping, for a moment, and take it in; False where nothing did."""
+        limit_ns, took_ns = self._spin.next_ns(), 0
+        if not limit_ns:
+            return False
+        start_ns = time.perf_counter_ns()
+        while not (events := self._poll.poll(0)) and took_ns < limit_ns:
+            took_ns = time.perf_counter_ns() - start_ns
+        self._spin.note(took_ns if events else None)
+        self._take_in(events)
+        return bool(events)
 
     def _step(self, missing: Iterable[int], until_s: float) -> set[int]:
         """Wait for the next things that happen, and take them in; of which descriptors. Raises GroupBroken when the

@@ -14,10 +14,11 @@ from layerzero.ipc.errors import GroupBroken
 from layerzero.ipc.transport.plain import pack_body
 
 
-@pytest.fixture
-def pair() -> tuple[Peers, socket.socket]:
+@pytest.fixture(params=[0, 10_000_000], ids=["sleeps", "looks"])
+def pair(request: pytest.FixtureRequest) -> tuple[Peers, socket.socket]:
+    """Where cores are free, the second one looks for messages before it sleeps."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Peers("tp", 1, 0, {1: mine}, {1: os.getpid()}), theirs
+    return Peers("tp", 1, 0, {1: mine}, {1: os.getpid()}, request.param), theirs
 
 
 def test_a_rank_that_gives_up_is_heard_though_it_read_nothing(pair: tuple[Peers, socket.socket]) -> None:

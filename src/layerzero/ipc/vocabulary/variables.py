@@ -97,8 +97,8 @@ OTHERS = (
     Variable(
         "SPIN_US",
         "100",
-        "for how many microseconds both ends of an express lane look for the other before they sleep, where cores are "
-        "free; 0: not at all (docs/dispatch.md)",
+        "for how many microseconds both ends of an express lane, and ranks of a group, look for the other before they "
+        "sleep, where cores are free; 0: not at all (docs/dispatch.md)",
         "client, workers",
     ),
     Variable(
