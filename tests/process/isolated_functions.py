@@ -54,6 +54,11 @@ def fail(text: str) -> None:
 
 
 @lz.isolated(PLAIN)
+def read(path: str) -> str:
+    return Path(path).read_text()
+
+
+@lz.isolated(PLAIN)
 def leave(code: int) -> None:
     sys.exit(code)
 
@@ -76,6 +81,20 @@ def warn(kind: str = "", times: int = 1) -> str:
         category = {"own": SoonGone, "odd": OddWarning, "deprecated": DeprecationWarning}.get(kind, UserWarning)
         warnings.warn(Pair(1, 2) if kind == "pair" else category("mind the gap"), stacklevel=1)
     return "done"
+
+
+@lz.isolated(PLAIN)
+def warn_of(text: str) -> None:
+    warnings.warn(text, stacklevel=1)
+
+
+@lz.isolated(PLAIN)
+def write_bytes(data: bytes) -> int:
+    """As libraries do that write bytes to a terminal."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    written = sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return written
 
 
 @lz.isolated(PLAIN)
@@ -111,6 +130,7 @@ def keyword(size: int = 0, *, path: str) -> str:
 
 @lz.isolated(PLAIN)
 def stray() -> Any:
+    print("before it cannot cross")
     return {"of": [object()]}
 
 
@@ -150,6 +170,10 @@ def unbuilt() -> None: ...
 
 def here(*args: Any) -> tuple[str, tuple[Any, ...]]:
     return "here", args
+
+
+def fails_here(path: str) -> None:
+    raise KeyError(path)
 
 
 @lz.isolated(PLAIN)
