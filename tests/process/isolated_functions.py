@@ -53,6 +53,19 @@ def fail(text: str) -> None:
     raise LookupError(f"no {text}")
 
 
+@lz.isolated(UNBUILT, timeout_s=5)
+def doubled(value: int) -> int:
+    return 2 * value
+
+
+@lz.isolated(PLAIN)
+def calls_another(values: list[int], how: str) -> list[int]:
+    """Of another environment, in its own place."""
+    if how == "submit":
+        return [doubled.submit(one).result() for one in values]
+    return [doubled(values[0]), *doubled.options(timeout_s=1).map(values[1:]), doubled.local(1)]
+
+
 @lz.isolated(PLAIN)
 def read(path: str) -> str:
     return Path(path).read_text()

@@ -97,7 +97,12 @@ def test_values_come_back_as_they_went() -> None:
         ({"x": [1, (2, {3})]}, "args[0]['x'][1][1]", "set"),
         ([fn.Box("a", (1, 2), [fn.Box("b", lambda: None)])], "args[0][0].inner[0].size", "function"),  # type: ignore[arg-type, list-item]
         ({(1, 2): 3}, "args[0]", "a key is tuple"),
-        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; pass its .item()"),
+        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; pass its .real and .imag"),
+        (1j, "args[0]", "complex cannot go to another environment; pass its .real and .imag"),
+        (np.longdouble(1), "args[0]", "cannot go to another environment; pass float() of it, which may round it"),
+        (np.datetime64("2020"), "args[0]", "numpy.datetime64 cannot go to another environment; pass str() of it"),
+        (np.ones(2, complex), "args[0]", "complex128; allowed: "),
+        (np.ones(2, complex), "args[0]", "; pass its .real and .imag"),
         (np.array(["a"]), "args[0]", "<U1"),
     ],
 )
@@ -151,6 +156,13 @@ def test_an_exception_keeps_its_type_message_and_traceback() -> None:
         fn.leave(3)
     assert left.value.type == "SystemExit"
     assert fn.echo(1) == 1
+
+
+def test_a_function_that_another_one_calls_runs_right_there() -> None:
+    """Whatever its own environment is: a worker calls no other."""
+    assert fn.calls_another([1, 2, 3], "") == [2, 4, 6, 2]
+    with pytest.raises(lz.RemoteError, match=r"doubled.submit is for callers outside of workers; here call doubled\("):
+        fn.calls_another([1], "submit")
 
 
 def test_a_relative_path_that_is_not_there_is_told_where_it_begins(tmp_path: Path) -> None:

@@ -136,8 +136,7 @@ class _Encoder:
             number = _number(value)
             if number is not None:
                 return self.tree(number, depth + 1)
-            hint = "; pass its .item()" if hasattr(value, "item") and hasattr(value, "dtype") else ""
-            hint += f"; allowed: {ALLOWED}"
+            hint = f"{_instead(value)}; allowed: {ALLOWED}"
             hint += "; with keep=True a result stays there" if self._refer is None else ", and objects that are there"
             raise _At(InvalidArgument(f"{described(value)} cannot go to another environment{hint}"))
         node.insert(0, ARRAY)
@@ -196,6 +195,16 @@ def _number(value: Any) -> Any:
         return None
     found = value.item()
     return found if type(found) in SCALARS else None
+
+
+def _instead(value: Any) -> str:
+    """What to pass in the place of an array, or of a scalar that no Python number has the value of."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind == "c" or type(value) is complex:
+        return "; pass its .real and .imag"
+    if kind == "f" and type(value).__module__ == "numpy":
+        return "; pass float() of it, which may round it"
+    return "; pass str() of it" if kind in ("M", "m") and type(value).__module__ == "numpy" else ""
 
 
 def _wide(value: int) -> list[Any]:
