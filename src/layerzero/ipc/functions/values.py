@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -198,13 +199,26 @@ def _number(value: Any) -> Any:
 
 
 def _instead(value: Any) -> str:
-    """What to pass in the place of an array, or of a scalar that no Python number has the value of."""
+    """What to pass in the place of it, where something comes near."""
     kind = getattr(getattr(value, "dtype", None), "kind", "")
+    is_scalar = type(value).__module__ == "numpy"
     if kind == "c" or type(value) is complex:
         return "; pass its .real and .imag"
-    if kind == "f" and type(value).__module__ == "numpy":
+    if is_scalar and kind == "f":
         return "; pass float() of it, which may round it"
-    return "; pass str() of it" if kind in ("M", "m") and type(value).__module__ == "numpy" else ""
+    near = next(
+        (name for types, name in _NEAR if isinstance(value, types)), "str" if is_scalar and kind in "mM" else ""
+    )
+    return f"; pass {near}() of it" if near else ""
+
+
+_NEAR: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((os.PathLike, str), "str"),
+    ((bytearray, memoryview, bytes), "bytes"),
+    ((dict,), "dict"),
+    ((tuple,), "tuple"),
+    ((list, set, frozenset, range), "list"),
+)
 
 
 def _wide(value: int) -> list[Any]:
