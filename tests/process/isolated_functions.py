@@ -53,6 +53,24 @@ def fail(text: str) -> None:
     raise LookupError(f"no {text}")
 
 
+@lz.isolated(UNBUILT, timeout_s=5)
+def doubled(value: int) -> int:
+    return 2 * value
+
+
+@lz.isolated(PLAIN)
+def calls_another(values: list[int], how: str) -> list[int]:
+    """Of another environment, in its own place."""
+    if how == "submit":
+        return [doubled.submit(one).result() for one in values]
+    return [doubled(values[0]), *doubled.options(timeout_s=1).map(values[1:]), doubled.local(1)]
+
+
+@lz.isolated(PLAIN)
+def read(path: str) -> str:
+    return Path(path).read_text()
+
+
 @lz.isolated(PLAIN)
 def leave(code: int) -> None:
     sys.exit(code)
@@ -76,6 +94,20 @@ def warn(kind: str = "", times: int = 1) -> str:
         category = {"own": SoonGone, "odd": OddWarning, "deprecated": DeprecationWarning}.get(kind, UserWarning)
         warnings.warn(Pair(1, 2) if kind == "pair" else category("mind the gap"), stacklevel=1)
     return "done"
+
+
+@lz.isolated(PLAIN)
+def warn_of(text: str) -> None:
+    warnings.warn(text, stacklevel=1)
+
+
+@lz.isolated(PLAIN)
+def write_bytes(data: bytes) -> int:
+    """As libraries do that write bytes to a terminal."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    written = sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return written
 
 
 @lz.isolated(PLAIN)
@@ -111,6 +143,7 @@ def keyword(size: int = 0, *, path: str) -> str:
 
 @lz.isolated(PLAIN)
 def stray() -> Any:
+    print("before it cannot cross")
     return {"of": [object()]}
 
 
@@ -150,6 +183,10 @@ def unbuilt() -> None: ...
 
 def here(*args: Any) -> tuple[str, tuple[Any, ...]]:
     return "here", args
+
+
+def fails_here(path: str) -> None:
+    raise KeyError(path)
 
 
 @lz.isolated(PLAIN)

@@ -83,9 +83,12 @@ class Member:
 
 @lz.isolated(PAIR, process="own", on_death="rebuild")
 class Alone:
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, notes: str = "") -> None:
         if fails:
             raise LookupError("not today")
+        if notes:
+            with Path(notes).open("a") as file:
+                file.write("constructed\n")
         self.calls = 0
 
     def pid(self) -> int:

@@ -127,8 +127,10 @@ def with_env(path: Path, env: str, kernel: str = "") -> Path:
 def test_another_lock_is_an_error_that_says_which(written: Path) -> None:
     """And so is a kernel that is not here; unless the caller says that they may be any."""
     other = with_env(written, "0123456789abcdef")
-    with pytest.raises(EnvChanged, match=r"have alpha locked as the bundle has it .*0123456789abcdef, here it is"):
+    said = r"have alpha locked as the bundle has it .*0123456789abcdef, here it is"
+    with pytest.raises(EnvChanged, match=said) as another:
         lz.load_bundle(other)
+    assert "--any-lock" in another.value.facts["repair"]  # what is built here would be built with its own lock again
     agree(lz.load_bundle(other, any_lock=True)(X), expected(X))
     other = with_env(written, "", "alpha.gone")
     with pytest.raises(EnvChanged, match=r"write the bundle again, or pass any_lock=True: .* needs alpha.gone"):

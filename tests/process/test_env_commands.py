@@ -172,6 +172,15 @@ def test_gc_can_be_asked_before(site: Site, tmp_path: Path) -> None:
     assert stale.exists()
 
 
+@pytest.mark.parametrize("name", ["onnxruntime@1.16", "old-numpy"])
+def test_removing_what_is_not_declared_says_where_names_are_to_be_had(site: Site, name: str) -> None:
+    """A version and an environment of functions are no backends from outside."""
+    said = lz(site, "env", "remove", name)
+    assert said.returncode == 1
+    assert said.stderr.startswith(f"name what can be forgotten: '{name}' is no version")
+    assert "lz env list" in said.stderr
+
+
 def test_a_lock_of_the_installed_package_is_not_rewritten_in_silence(site: Site, tmp_path: Path) -> None:
     """The next `pip install` replaces it. Without an index nothing comes of it here."""
     package = tmp_path / "site-packages" / "layerzero"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,19 @@ def test_objects_may_have_processes_of_their_own() -> None:
     assert len(names) <= 4  # their names are used again
     with pytest.raises(lz.InvalidArgument, match="allowed: pool, own"):
         pool.Alone.options(process="mine")
+
+
+def test_one_that_lost_its_own_process_is_constructed_again_once(tmp_path: Path) -> None:
+    """The call goes to the new one, which has another name, and starts the old one for nothing."""
+    notes = tmp_path / "notes"
+    one, other = pool.Alone(notes=str(notes)), pool.Alone()
+    pid = one.pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_ended(pid)
+    assert one.pid() not in (pid, other.pid())
+    assert len(notes.read_text().split()) == 2
+    one.close()
+    other.close()
 
 
 def test_an_objects_own_process_ends_with_its_program(site: Site) -> None:

@@ -97,7 +97,15 @@ def test_values_come_back_as_they_went() -> None:
         ({"x": [1, (2, {3})]}, "args[0]['x'][1][1]", "set"),
         ([fn.Box("a", (1, 2), [fn.Box("b", lambda: None)])], "args[0][0].inner[0].size", "function"),  # type: ignore[arg-type, list-item]
         ({(1, 2): 3}, "args[0]", "a key is tuple"),
-        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; pass its .item()"),
+        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; pass its .real and .imag"),
+        (1j, "args[0]", "complex cannot go to another environment; pass its .real and .imag"),
+        (np.longdouble(1), "args[0]", "cannot go to another environment; pass float() of it, which may round it"),
+        (np.datetime64("2020"), "args[0]", "numpy.datetime64 cannot go to another environment; pass str() of it"),
+        (np.ones(2, complex), "args[0]", "complex128; allowed: "),
+        (Path("/x"), "args[0]", "pathlib.PosixPath cannot go to another environment; pass str() of it"),
+        (bytearray(b"x"), "args[0]", "bytearray cannot go to another environment; pass bytes() of it"),
+        ([{3}], "args[0][0]", "set cannot go to another environment; pass list() of it"),
+        (np.ones(2, complex), "args[0]", "; pass its .real and .imag"),
         (np.array(["a"]), "args[0]", "<U1"),
     ],
 )
@@ -115,9 +123,23 @@ def test_a_circle_is_refused() -> None:
         fn.echo(circle)
 
 
-def test_a_result_that_cannot_cross_says_that_the_function_has_run() -> None:
-    with pytest.raises(lz.InvalidArgument, match=r"stray has run, and result\['of'\]\[0\]: object cannot go"):
-        fn.stray()
+def test_more_text_than_crosses_is_refused_before_it_is_sent_and_says_what_to_do() -> None:
+    """Nobody would read it: the worker of others is left alone."""
+    pid = fn.place()[0]
+    too_much = (256 << 20) + 1
+    with pytest.raises(lz.InvalidArgument, match=r"^arguments: put bytes, .* into arrays.*: 268,435,\d+ bytes"):
+        fn.echo(bytes(too_much))
+    with pytest.raises(lz.InvalidArgument, match=r"text_of has run, and result: put bytes, .* into arrays"):
+        fn.text_of(too_much)
+    assert fn.place()[0] == pid
+
+
+def test_a_result_that_cannot_cross_says_that_the_function_has_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """What it has printed is shown all the same."""
+    for _ in range(2):
+        with pytest.raises(lz.InvalidArgument, match=r"stray has run, and result\['of'\]\[0\]: object cannot go"):
+            fn.stray()
+        assert "[plain] before it cannot cross" in capfd.readouterr().out
 
 
 def test_arrays_need_their_library_there() -> None:
@@ -139,6 +161,22 @@ def test_an_exception_keeps_its_type_message_and_traceback() -> None:
     assert fn.echo(1) == 1
 
 
+def test_a_function_that_another_one_calls_runs_right_there() -> None:
+    """Whatever its own environment is: a worker calls no other."""
+    assert fn.calls_another([1, 2, 3], "") == [2, 4, 6, 2]
+    with pytest.raises(lz.RemoteError, match=r"doubled.submit is for callers outside of workers; here call doubled\("):
+        fn.calls_another([1], "submit")
+
+
+def test_a_relative_path_that_is_not_there_is_told_where_it_begins(tmp_path: Path) -> None:
+    """A worker serves programs of several folders, and is in none of them."""
+    with pytest.raises(lz.RemoteError, match="relative paths begin at / in a worker: pass the function an absolute"):
+        fn.read("notes.txt")
+    with pytest.raises(lz.RemoteError) as absolute:
+        fn.read(str(tmp_path / "notes.txt"))
+    assert "relative paths begin" not in absolute.value.message
+
+
 def test_output_reaches_the_caller_with_a_label(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +186,22 @@ def test_output_reaches_the_caller_with_a_label(
     assert out == "[plain] one two\n"
     assert "[plain] three\n" in err
     assert [(r.name, r.getMessage()) for r in caplog.records] == [("shop.sales", "[plain] sold 3")]
+
+
+def test_bytes_that_are_written_are_in_the_workers_log(site: Site) -> None:
+    assert fn.write_bytes(b"raw bytes\n") == 10
+    log = site.folder / f"worker-{fn.PLAIN.backend}.log"
+    assert wait_until(lambda: "raw bytes" in log.read_text())
+
+
+def test_a_warning_that_the_caller_ignores_is_not_shown(site: Site, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is in the worker's log, and no output of the function's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fn.warn_of("of no interest")
+    assert "of no interest" not in "".join(capfd.readouterr())
+    log = site.folder / f"worker-{fn.PLAIN.backend}.log"
+    assert wait_until(lambda: "UserWarning: of no interest" in log.read_text())
 
 
 def test_warnings_are_the_callers_with_a_label() -> None:
@@ -225,6 +279,27 @@ def test_a_fallback_takes_the_arguments_and_the_report_names_it(fallback: Any, t
     assert report.served_by == f"fallback {fallback.__qualname__}"
     assert "BACKEND_ERROR" in report.failures[0]
     assert safe.options(fallback=fallback).submit(path).result()[0] == fallback.__name__
+
+
+@pytest.mark.parametrize(("fallback", "kind"), [(fn.fails_here, KeyError), (fn.fail, lz.RemoteError)])
+def test_a_fallback_that_fails_too_leaves_a_report_of_both(
+    fallback: Any, kind: type[Exception], tmp_path: Path
+) -> None:
+    unsafe = fn.dies_always.options(fallback=fallback)
+    with pytest.raises(kind) as raised:
+        unsafe(str(tmp_path / "runs"))
+    report = unsafe.last_report()
+    assert report.served_by == ""
+    first, last = report.failures
+    assert "plain: BACKEND_ERROR" in first
+    assert last.startswith(f"fallback {fallback.__qualname__}: ")
+    causes = [raised.value.__context__, getattr(raised.value.__context__, "__context__", None)]
+    assert any(isinstance(one, lz.BackendError) for one in causes)
+
+
+def test_a_report_is_of_the_last_call_with_whatever_options(tmp_path: Path) -> None:
+    fn.dies_always.options(fallback=fn.here)(str(tmp_path / "runs"))
+    assert fn.dies_always.last_report().served_by == "fallback here"
 
 
 def test_what_a_function_raises_is_no_case_for_the_fallback() -> None:

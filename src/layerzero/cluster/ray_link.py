@@ -5,6 +5,8 @@ Bytes go in and bytes come out: Ray hands `bytes` over as they are, without pick
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 NAMESPACE = "layerzero"
 AUTO = "auto"  # as Ray has it: RAY_ADDRESS, or the cluster that runs on this machine
+LISTENS_S = 10.0  # so long the cluster's head may take to be connected to
 ANSWER_S = 15.0  # so long an agent may take to answer a question, or to start
 QUESTIONS = "questions"  # the threads of an agent that calls do not keep busy
 QUESTION_THREADS, CALL_THREADS = 4, 32
@@ -47,13 +50,22 @@ def attach(address: str = AUTO) -> Any:
             repair="pip install 'layerzero-broker[ray]'",
         ) from exc
     if not ray.is_initialized():
+        meant = os.environ.get("RAY_ADDRESS", address) if address == AUTO else address
         try:
+            _demand_listener(meant)
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as exc:
+        except (OSError, RuntimeError, ValueError) as exc:
             raise NotConnected(
-                f"no Ray cluster answers at {address!r:.80}: {exc!s:.500}", repair="ray start --head, or --ray ADDRESS"
+                f"no Ray cluster answers at {meant!r:.80}: {exc!s:.500}", repair="ray start --head, or --ray ADDRESS"
             ) from exc
     return ray
+
+
+def _demand_listener(address: str) -> None:
+    """Raises OSError where nobody listens at a HOST:PORT: Ray itself would try for a quarter of an hour."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), LISTENS_S).close()
 
 
 def nodes_of(ray: Any) -> list[Node]:

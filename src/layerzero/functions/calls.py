@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from layerzero.client.capsules.form import WRONG, Failure
-from layerzero.client.capsules.of_function import CALL, LOAD
+from layerzero.client.capsules.of_function import CALL
 from layerzero.client.capsules.taking import failures_of, not_kept
 from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request
@@ -122,6 +122,7 @@ class Call:
             text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
             raise InvalidArgument(text)
         self._failures: list[str] = []
+        self._fell: tuple[str, ...] = ()  # what a fallback that failed has raised
         self._attempts = 0
         self._wrap, self._stays = wrap, frames.NOTHING if wrap is None else stays
         self._loan: Loan | None = None  # of the object that is called
@@ -358,7 +359,14 @@ class Call:
             raise error
         self._attempts += 1
         name = getattr(fallback, "__qualname__", repr(fallback))
-        value = self._value_of(fallback)
+        try:
+            value = self._value_of(fallback)
+        except BaseException as exc:  # the program's own Ctrl-C, too: what went before it is to be seen
+            kind = exc.code if isinstance(exc, LayerZeroError) else type(exc).__qualname__
+            self._fell = (f"fallback {name}: {kind}: {str(exc).partition(chr(10))[0]}",)
+            self._note("")
+            exc.__context__ = exc.__context__ or error
+            raise
         self._note(f"fallback {name}", value)
         return value
 
@@ -453,7 +461,7 @@ class Call:
             owner._places.env_of(self._served_by).name,
             self._served_by,
             self._attempts,
-            tuple(self._failed(() if selection is None else selection.attempts)),
+            (*self._failed(() if selection is None else selection.attempts), *self._fell),
             () if selection is None else selection.copies,
             self._uncopied_bytes,
             (self._ended_ns - self._start_ns) / 1e3,
@@ -474,26 +482,3 @@ class Call:
         end = attempts[-1]
         is_told = last.startswith(f"{self.owner._places.env_of(end.backend).name}: {end.outcome}: ")
         return [*earlier, *(found[:-1] if is_told else found), last]
-
-
-class _Load(Call):
-    """The import of a module in one worker."""
-
-    def _asked(self) -> tuple[Sequence[Asked], str]:
-        assert self.given is not None
-        return [Asked(LOAD, "", frames.NOTHING, self.given)], ""
-
-    def _frame(self, given: Arguments) -> Frame:
-        return Frame([frames.LOAD, self.owner._places.tree(given.backends)])
-
-
-def warm_up(owner: Owner) -> float:
-    """Start all workers of an owner's calls, and import its module there. Returns seconds. Raises as a call does."""
-    start_s = time.monotonic()
-    options = replace(owner._options, fallback=None, keep=False, shadow=0.0)
-    calls = [_Load(owner, Arguments((), {}, (one,)), (), {}, options) for one in owner._places.backends]
-    for call in calls[1:]:
-        call.send()
-    for call in calls:
-        call.finish()
-    return time.monotonic() - start_s

@@ -23,7 +23,7 @@ from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call, warm_up
+from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
@@ -36,6 +36,7 @@ from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threa
 from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, ShapedExpress, takes_out, without_out
+from layerzero.functions.warming import warm_up
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import surface
 from layerzero.ipc.functions.frames import Code
@@ -251,9 +252,11 @@ class Isolated(Generic[P, R]):
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers, shadow,
-        tolerance, placement. Raises InvalidArgument."""
+        tolerance, placement. Its calls are this function's, too, in `last_report`. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
-        return self._changed(options, self._places.candidates[1:])
+        changed = self._changed(options, self._places.candidates[1:])
+        changed._last = self._last
+        return changed
 
     def _changed(self, options: Options, others: Sequence[Candidate]) -> Isolated[P, R]:
         kinds = {"is_stream": self._is_stream, "is_coroutine": self._is_coroutine}

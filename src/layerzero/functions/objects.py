@@ -12,7 +12,7 @@ from typing import Any
 
 from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
-from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Owner, warm_up
+from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Owner
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.express import ExpressCall
 from layerzero.functions.futures import FunctionFuture
@@ -27,6 +27,7 @@ from layerzero.functions.places import Candidate, Places
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.streams import iterate
 from layerzero.functions.use import Use
+from layerzero.functions.warming import warm_up
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code
@@ -138,7 +139,9 @@ class IsolatedClass:
         InvalidArgument."""
         on_death = changes.pop("on_death", self._on_death)
         options = options_of(replace, self._options, **changes)
-        return IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
+        changed = IsolatedClass(self._class, self._surface, self._env, options, self._code, on_death)
+        changed._last = self._last
+        return changed
 
     def warmup(self) -> float:
         """Start the workers and import the class's module there. Returns seconds. Raises as a call does."""

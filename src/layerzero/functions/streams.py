@@ -104,6 +104,10 @@ class Stream:
             except BaseException as exc:
                 if self._stay.is_closed and isinstance(exc, (ObjectLost, InvalidArgument)):
                     return []  # another thread has closed it meanwhile
+                if isinstance(exc, ObjectLost):  # whatever its function or its class says of objects
+                    said = f"{self._label}: begin it anew: the worker that it ran in has ended, or this process has"
+                    exc.message = f"{said} connected anew or was forked; a stream is not made again by itself"
+                    exc.args = (exc.message,)
                 is_gone = isinstance(exc, (RemoteError, ObjectLost))
                 (self._stay.lose if is_gone else self._stay.drop)()
                 raise

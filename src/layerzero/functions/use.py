@@ -70,7 +70,9 @@ class Use(Call):
 
     def _request(self) -> Request:
         assert self._stay is not None
-        self._loan = self._stay.lend()
+        loan = self._loan = self._stay.lend()
+        if self.given is not None and loan.backend not in self.given.backends:  # constructed again in another worker
+            self.given = Arguments(self.args, self.kwargs, (loan.backend,), self.given.library)
         return super()._request()
 
     def _note(self, served_by: str, value: Any = None) -> None:

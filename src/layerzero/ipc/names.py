@@ -12,9 +12,11 @@ MAX_LISTED = 24  # known names beside a suggestion; without one all are listed
 
 def unknown_name(kind: str, name: object, known: Iterable[str], *, verb: str = "is called") -> str:
     """The message for a name of this kind that is not among the known ones: "no backend is called 'trch'; did you mean
-    'torch'? Known: mlx, torch"."""
+    'torch'? Known: mlx, torch". For a version of a known one (torch@2.4) it says what builds that."""
     names = tuple(known)
-    hint = nearest(name, names)
+    base, at, _ = str(name)[:MAX_CHARACTERS].partition("@")
+    is_version = at and base in names
+    hint = f"; build it first: lz env build {str(name)[:MAX_CHARACTERS]}." if is_version else nearest(name, names)
     listed = "" if hint and len(names) > MAX_LISTED else f" Known: {', '.join(names) or 'none'}"
     return f"no {kind} {verb} {name!r:.{MAX_CHARACTERS}}{hint or '.'}{listed}"
 

@@ -13,6 +13,12 @@ MANY = [f"kernel {n}" for n in range(MAX_LISTED + 1)]
         ("trch", ["mlx", "torch"], "no backend is called 'trch'; did you mean 'torch'? Known: mlx, torch"),
         ("TORCH", ["mlx", "torch"], "no backend is called 'TORCH'; did you mean 'torch'? Known: mlx, torch"),
         ("xformers", ["mlx", "torch"], "no backend is called 'xformers'. Known: mlx, torch"),
+        (
+            "torch@2.4",
+            ["mlx", "torch"],
+            "no backend is called 'torch@2.4'; build it first: lz env build torch@2.4. Known: mlx, torch",
+        ),
+        ("torhc@2.4", ["torch"], "no backend is called 'torhc@2.4'; did you mean 'torch'? Known: torch"),
         ("torch", [], "no backend is called 'torch'. Known: none"),
         (None, ["torch"], "no backend is called None. Known: torch"),
         ("kernal 3", MANY, "no backend is called 'kernal 3'; did you mean 'kernel 3'?"),

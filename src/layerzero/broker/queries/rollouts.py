@@ -76,9 +76,7 @@ def _check(server: BrokerView, asked: Rollout) -> None:
     engine = server.state.engine
     for name in (asked.backend, asked.to):
         if name not in server.state.workers:
-            text = unknown_backend(name, engine.capabilities, engine.refused.get(name, ""))
-            is_version = name == asked.to and asked.backend in server.state.workers
-            raise InvalidArgument(f"build it first: lz env build {name}; {text}" if is_version else text)
+            raise InvalidArgument(unknown_backend(name, engine.capabilities, engine.refused.get(name, "")))
     before = engine.rollouts.known.get(asked.backend)
     if before is not None and before.is_standing:
         how = "was promoted" if before.state == PROMOTED else "is running"

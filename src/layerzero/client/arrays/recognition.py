@@ -250,9 +250,8 @@ def _describe_numpy_like(obj: Any) -> Array:
 def _numpy_name(dtype: Any) -> str:
     name: str = dtype.name
     if name not in ITEMSIZE or dtype.kind not in "biufV" or (dtype.kind == "V" and name not in ML_DTYPES):
-        raise InvalidArgument(
-            f"NumPy array has dtype {dtype}; allowed: {', '.join(ITEMSIZE)}; convert it with .astype()"
-        )
+        how = "pass its .real and .imag" if dtype.kind == "c" else "convert it with .astype()"
+        raise InvalidArgument(f"NumPy array has dtype {dtype}; allowed: {', '.join(ITEMSIZE)}; {how}")
     if not dtype.isnative:
         raise InvalidArgument(
             f"NumPy array has dtype {dtype.str} of the other byte order; allowed: native; "

@@ -332,13 +332,14 @@ def wishes_of(session: Session, file: BundleFile, *, any_lock: bool) -> dict[int
         for backend, env in named.items():
             here = told["locks"][backend]["env"]
             if here != env:
+                another = f"lz bundle show {file.path} --lock {backend}, or run it with --any-lock"
                 raise EnvChanged(
                     f"have {backend} locked as the bundle has it (lz bundle show --lock {backend}), or pass "
                     f"any_lock=True: {file.path} was written with its environment {env}, here it is "
                     f"{here or 'not known'}",
                     env=backend,
                     cause=f"{env} in the bundle, {here or 'none'} here",
-                    repair=f"lz env build {backend}",
+                    repair=another if here else f"lz env build {backend}",
                 )
         for kernel, owner in told["backends"].items():
             if not owner:

@@ -149,12 +149,12 @@ def lock(
         )
     if answer.returncode != 0:
         cause = without_passwords(answer.stderr.strip())
-        raise EnvError(
-            f"{manifest.path}: variants.{variant} does not resolve:\n{cause}",
-            env=manifest.name,
-            cause=cause,
-            repair=f"edit variants.{variant}.requirements in {manifest.path}, then: {lock_command(manifest, variant)}",
-        )
+        said = f"{manifest.path}: variants.{variant} does not resolve"
+        repair = f"edit variants.{variant}.requirements in {manifest.path}, then: {lock_command(manifest, variant)}"
+        if manifest.provider == "functions":  # its manifest is written by who declares it
+            said = f"require something else of environment {manifest.name}: it does not resolve"
+            repair = "change what lz.env requires, or the file that it reads that from"
+        raise EnvError(f"{said}:\n{cause}", env=manifest.name, cause=cause, repair=repair)
     where = ", in this folder" if manifest.folder is not None else ""
     header = f"# {title or manifest.name}, {variant}: Python {manifest.python}, x86_64, {manifest.platform} or newer.\n"
     header += head or f"# Do not edit. Regenerate{where}: {lock_command(manifest, variant, Path('.'))}\n"

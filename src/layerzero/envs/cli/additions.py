@@ -88,9 +88,13 @@ def told(row: Mapping[str, Any]) -> str:
 
 def remove(name: str, site: Site) -> None:
     """Take a backend from the record. Raises ConfigError when it is not there."""
-    if not allowed.forget(site.backends, name):
-        known = ", ".join(sorted(allowed.read_record(site.backends))) or "none"
-        raise ConfigError(f"{allowed.record_path(site.backends)} does not list {name!r}; it lists: {known}")
+    known = sorted(allowed.read_record(site.backends))
+    if name not in known or not allowed.forget(site.backends, name):
+        text = f"name what can be forgotten: {name!r:.80} is no version (lz env add) and no environment of functions "
+        text += "that is declared; lz env list has those, by their whole names"
+        raise ConfigError(
+            f"{text}. Allowed from outside, by {allowed.record_path(site.backends)}: {', '.join(known) or 'none'}"
+        )
 
 
 def _find(target: str, site: Site) -> tuple[list[Bundle], bool]:

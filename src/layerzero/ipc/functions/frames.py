@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.transport.plain import pack_tree, unpack_tree
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -141,9 +141,12 @@ class Frame:
 
     has_room = True
 
-    def __init__(self, head: list[Any], payload: Payload | None = None, *, is_placed: bool = False) -> None:
-        """`is_placed`: the payload's offsets are those of the frame, from PLACED_AT on."""
-        packed = pack_tree(head)
+    def __init__(
+        self, head: list[Any], payload: Payload | None = None, *, is_placed: bool = False, of: str = "arguments"
+    ) -> None:
+        """`is_placed`: the payload's offsets are those of the frame, from PLACED_AT on. `of`: whose values they are.
+        Raises InvalidArgument for values that nobody would read."""
+        packed = _packed(head, of)
         self._head = prefix(len(packed)) + packed
         self._payload = payload
         self._start = len(self._head)
@@ -157,18 +160,39 @@ class Frame:
             self.nbytes = self._start + payload.nbytes
 
     def write(self, target: memoryview) -> None:
-        """Into at least `nbytes` bytes."""
+        """Into at least `nbytes` bytes, all of which it decides: the same call is the same bytes, wherever it lies. Of
+        what is placed the gaps stay as they are."""
         head = self._head
-        target[: len(head)] = head
+        end = len(head)
+        target[:end] = head
         if self._payload is not None:
             for offset, nbytes, write in self._payload.parts:
                 start = self._start + offset
-                write(target[start : start + nbytes])
+                self._clear(target[end:start])
+                end = start + nbytes
+                write(target[start:end])
+            self._clear(target[end : self.nbytes])
+
+    def _clear(self, gap: memoryview) -> None:
+        if self._start:
+            gap[:] = bytes(len(gap))
 
     def __bytes__(self) -> bytes:
         memory = bytearray(self.nbytes)
         self.write(memoryview(memory))
         return bytes(memory)
+
+
+def _packed(head: list[Any], of: str) -> bytes:
+    try:
+        packed = pack_tree(head)
+        too_much = f"{len(packed):,} bytes of values" if len(packed) > MAX_HEAD_BYTES else ""
+    except (OverflowError, ValueError) as exc:  # a text or bytes of 4 GiB
+        packed, too_much = b"", str(exc)
+    if too_much:
+        text = f"{of}: put bytes, texts and numbers into arrays, which have no bound"
+        raise InvalidArgument(f"{text}: {too_much} beside arrays; allowed: {MAX_HEAD_BYTES:,}")
+    return packed
 
 
 def prefix(nbytes: int) -> bytes:

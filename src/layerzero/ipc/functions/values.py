@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -136,8 +137,7 @@ class _Encoder:
             number = _number(value)
             if number is not None:
                 return self.tree(number, depth + 1)
-            hint = "; pass its .item()" if hasattr(value, "item") and hasattr(value, "dtype") else ""
-            hint += f"; allowed: {ALLOWED}"
+            hint = f"{_instead(value)}; allowed: {ALLOWED}"
             hint += "; with keep=True a result stays there" if self._refer is None else ", and objects that are there"
             raise _At(InvalidArgument(f"{described(value)} cannot go to another environment{hint}"))
         node.insert(0, ARRAY)
@@ -196,6 +196,29 @@ def _number(value: Any) -> Any:
         return None
     found = value.item()
     return found if type(found) in SCALARS else None
+
+
+def _instead(value: Any) -> str:
+    """What to pass in the place of it, where something comes near."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    is_scalar = type(value).__module__ == "numpy"
+    if kind == "c" or type(value) is complex:
+        return "; pass its .real and .imag"
+    if is_scalar and kind == "f":
+        return "; pass float() of it, which may round it"
+    near = next(
+        (name for types, name in _NEAR if isinstance(value, types)), "str" if is_scalar and kind in "mM" else ""
+    )
+    return f"; pass {near}() of it" if near else ""
+
+
+_NEAR: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((os.PathLike, str), "str"),
+    ((bytearray, memoryview, bytes), "bytes"),
+    ((dict,), "dict"),
+    ((tuple,), "tuple"),
+    ((list, set, frozenset, range), "list"),
+)
 
 
 def _wide(value: int) -> list[Any]:

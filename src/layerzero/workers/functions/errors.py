@@ -25,6 +25,9 @@ def error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[
         message = f"(its text cannot be had: {type(other).__name__})"
     if is_import and isinstance(exc, ImportError):
         message += "; its module is imported in this environment: import there only what that has, or in functions"
+    name = exc.filename if isinstance(exc, FileNotFoundError) else None
+    if isinstance(name, str) and name and not Path(name).is_absolute():
+        message += f"; relative paths begin at {Path.cwd()} in a worker: pass the function an absolute one"
     module = type(exc).__module__
     kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
     return [kind, message[:MAX_TEXT], text]

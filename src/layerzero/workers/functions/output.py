@@ -25,11 +25,11 @@ class Output:
         self._lock = threading.Lock()
         self._items: list[list[Any]] = []
         self._chars = 0
+        self._warnings = _Warnings(self, sys.stderr)  # the log: whether a warning is shown the caller's filters say
         sys.stdout = _Tee(sys.stdout, OUT, self)
         sys.stderr = _Tee(sys.stderr, ERR, self)
         self._handler = _Records(self)
         logging.getLogger().addHandler(self._handler)
-        self._warnings = _Warnings(self)
 
     def level(self, level: int) -> None:
         """What the caller wants to hear of."""
@@ -81,6 +81,10 @@ class _Tee(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def __getattr__(self, name: str) -> Any:
+        """What files have besides, `buffer` for one: of the worker's log alone, as what C code prints."""
+        return getattr(self._below, name)
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return "utf-8"
@@ -102,8 +106,8 @@ class _Records(logging.Handler):
 class _Warnings:
     """What is warned of: once for each answer, whatever was before, since callers have filters of their own."""
 
-    def __init__(self, output: Output) -> None:
-        self._output, self._below = output, sys.stderr
+    def __init__(self, output: Output, below: TextIO) -> None:
+        self._output, self._below = output, below
         self._told: set[tuple[str, ...]] = set()  # to the caller, with the next answer
         self._logged: set[tuple[str, ...]] = set()
         self._modules: dict[str, str] = {}  # by file

@@ -357,7 +357,8 @@ class Functions:
                 failure = [exc.message[:MAX_TEXT]]
                 break
         made = renamed([values.LIST, *results])
-        return Frame([frames.SEVERAL, made, failure or None, self._output.take()], payload)
+        head = [frames.SEVERAL, made, failure or None, self._output.take()]
+        return Frame(head, payload, of=f"{code.label} has run, and results")
 
     def _function(self, code: Code) -> Callable[..., Any]:
         if not code.is_model:
@@ -461,29 +462,29 @@ class Functions:
         return given, named
 
     def _returned(self, result: Any, what: str, client: int = 0) -> Frame:
-        """`what`: begins the error where it cannot cross. `client`: whose it is kept for where it has no memory on a
-        GPU."""
+        """`what`: begins the error where it cannot cross. `client`: whose it is kept for without memory on a GPU."""
         if result is None:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
-        output = self._output.take()
+        output = []
         if placing.is_used:
             placed = placing.payload()
             tree = renamed(self._encoded(result, "result", what, placed))
-            made = Frame([frames.PLACED, tree, output, placed.places], placed, is_placed=True)
+            output = self._output.take()  # where a result cannot cross, its error takes it
+            made = Frame([frames.PLACED, tree, output, placed.places], placed, is_placed=True, of=f"{what}, and result")
             if placed.places and made.has_room and made.nbytes <= placing.room:
                 return made
         payload = Copied() if placing.is_used else Payload()
         tree = renamed(self._encoded(result, "result", what, payload))
-        return self._answer(client, Result(result, what), tree, output, payload)
+        return self._answer(client, Result(result, what), tree, [*output, *self._output.take()], payload)
 
     def _answer(self, client: int, result: Result, tree: Any, output: list[Any], payload: Payload) -> Frame:
         """With its results on a GPU in their memory; without that they are kept."""
         if device.results is None or not device.results.found:
-            return Frame([frames.RETURNED, tree, output], payload)
+            return Frame([frames.RETURNED, tree, output], payload, of=f"{result.what}, and result")
         made_there = device.settle()
         if made_there is not None:
-            return Frame([frames.RETURNED_THERE, tree, output, made_there], payload)
+            return Frame([frames.RETURNED_THERE, tree, output, made_there], payload, of=f"{result.what}, and result")
         token = self._kept.add(client, Result(apart(result.value), result.what), device.results.nbytes)
         return Frame([frames.AWAITS, token, device.results.specs, output])
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from layerzero.ipc.errors import ConfigError
 
 T = TypeVar("T")
+_CALLERS = ("submit", "explain", "tune", "warmup", "last_report")
 
 
 class Declared:
@@ -61,7 +62,23 @@ def _same(function: T) -> T:
     if isinstance(function, FunctionType):
         function.as_torch_op = lambda *_, **__: function  # type: ignore[attr-defined]  # a module's top may define ops
         function.implementation = isolated  # type: ignore[attr-defined]
+        function.local = function  # type: ignore[attr-defined]  # who calls it here has it right here
+        function.options = lambda **_: function  # type: ignore[attr-defined]
+        function.map = lambda *items, chunksize=1: map(function, *items)  # type: ignore[attr-defined]
+        for name in _CALLERS:
+            setattr(function, name, _Callers(f"{function.__qualname__}.{name}"))
     return function
+
+
+class _Callers:
+    """What only callers outside of a worker have of a function."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        its = self._name.rpartition(".")[0]
+        raise RuntimeError(f"{self._name} is for callers outside of workers; here call {its}(...): it runs right here")
 
 
 def install() -> None:

@@ -27,6 +27,17 @@ def test_parts_lie_aligned_behind_the_head() -> None:
     assert [bytes(found[at : at + n]) for at, n in zip(offsets, sizes, strict=True)] == [bytes([n]) * n for n in sizes]
 
 
+def test_the_same_call_is_the_same_bytes_whatever_lay_there() -> None:
+    """Poison knows a call by them: bytes of an earlier one in the gaps would make it another."""
+    payload = Payload()
+    for size in (1, 70, 0, 6):
+        payload.add(size, functools.partial(_fill, size))
+    frame = Frame([7, "x" * 90], payload)
+    used = bytearray(b"\xff" * frame.nbytes)
+    frame.write(memoryview(used))
+    assert bytes(used) == bytes(frame)
+
+
 def _fill(size: int, target: memoryview) -> None:
     target[:] = bytes([size]) * size
 

@@ -85,7 +85,7 @@ def test_values_cross_with_their_types(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({1, 2}, r"^v: set cannot go to another environment; allowed: None, bool"),
+        ({1, 2}, r"^v: set cannot go to another environment; pass list\(\) of it; allowed: None, bool"),
         ([0, {"a": (1, object())}], r"^v\[1\]\['a'\]\[1\]: object cannot go"),
         (Point(1, [print]), r"^v\.y\[0\]: builtin_function_or_method cannot go"),
         ({(1,): 2}, r"^v: a key is tuple"),
