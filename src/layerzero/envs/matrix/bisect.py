@@ -58,8 +58,10 @@ def parse_range(text: str) -> Range:
     """ "onnxruntime 1.16..1.19". Raises ConfigError."""
     match = _RANGE.fullmatch(text)
     try:
-        if match is None or Version(match[2]) >= Version(above(match[3])):
+        if match is None:
             raise InvalidVersion
+        if Version(match[2]) >= Version(above(match[3])):
+            raise ConfigError(f"name the lower version first: {match[1]} {match[3]}..{match[2]}")
     except InvalidVersion as exc:
         raise ConfigError(
             f'{text!r} is no range of versions; allowed: NAME FROM..TO, such as "onnxruntime 1.16..1.19"'
