@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests import reference
 from tests.envs.harness import Harnesses
 from tests.fuzz import kernels
 
@@ -115,6 +116,29 @@ def test_keys_with_nan_give_nan(harnesses: Harnesses, backend: str, op: str) -> 
     assert np.isfinite(found[0, 1]).all()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e-60])
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [*((backend, "attention") for backend in ("torch", "zentorch", "mlx")),
+     *((backend, "attention_forward") for backend in ("torch", "onnxruntime", "onnx-reference"))],
+)  # fmt: skip
+def test_attention_takes_any_scale(harnesses: Harnesses, backend: str, op: str, scale: float, is_causal: bool) -> None:
+    """torch's and ZenDNN's kernels hide keys by -inf and multiply by the scale after: NaN. ZenDNN takes 0 for none."""
+    q, k, v = np.random.default_rng(1).standard_normal((3, 1, 2, 3, 8)).astype("f4")
+    one, rows = TensorSpec.contiguous("float32", q.shape), TensorSpec.contiguous("float32", q.shape[:3])
+    outs = [one, rows] if op == "attention_forward" else [one]
+    attrs = {"is_causal": is_causal, "scale": scale, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [q.tobytes(), k.tobytes(), v.tobytes(), b"", b"", b""]
+    answer, written = harnesses[backend].run(
+        f"{backend}.{op}", op, [one, one, one, None, None, None], outs, attrs, [data]
+    )
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(q.shape)
+    wanted = reference.attention(q, k, v, is_causal=is_causal, scale=scale, causal_alignment="top_left")
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
 def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, activation: str) -> None:
     """ZenDNN's relu of a product is its maximum with 0, which has no NaN."""
@@ -130,6 +154,43 @@ def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, act
     found = np.frombuffer(written[0], "f4").reshape(2, 8)
     assert np.isfinite(found[0]).all()
     assert np.isnan(found[1]).all()
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx", "numba", "zentorch"])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_infinity_is_infinity(harnesses: Harnesses, backend: str, approximate: str) -> None:
+    """oneDNN's kernel, which torch has on CPUs with AVX-512, gives NaN, and infinity for half of the largest number.
+    So does ZenDNN's, fused into a product."""
+    numbers = np.array([np.inf, 3e38, 1.0, 0.0, -1.0, -3e38, np.nan] * 8, "f4")
+    x = TensorSpec.contiguous("float32", numbers.shape)
+    wanted = np.where(numbers > 1e38, numbers, reference.gelu(numbers, approximate=approximate))
+    if backend == "zentorch":
+        activation = "gelu" if approximate == "none" else "gelu_tanh"
+        column, one = (TensorSpec.contiguous("float32", shape) for shape in ((len(numbers), 1), (1, 1)))
+        data = [numbers.tobytes(), np.ones(1, "f4").tobytes(), b""]
+        answer, written = harnesses[backend].run(
+            "zentorch.linear", "linear", [column, one, None], [column], {"activation": activation}, [data]
+        )
+    else:
+        answer, written = harnesses[backend].run(
+            f"{backend}.gelu", "gelu", [x], [x], {"approximate": approximate}, [[numbers.tobytes()]]
+        )
+    assert "error" not in answer
+    np.testing.assert_allclose(np.frombuffer(written[0], "f4"), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gelu_of_infinity_is_infinity_behind_a_product(harnesses: Harnesses, activation: str) -> None:
+    x, out = TensorSpec.contiguous("float32", (8, 4)), TensorSpec.contiguous("float32", (8, 8))
+    numbers = np.array([[np.inf, 1, 1, 1], [1, 1, 1, 1]] * 4, "f4")
+    data = [numbers.tobytes(), np.ones((8, 4), "f4").tobytes(), b""]
+    answer, written = harnesses["torch"].run(
+        "torch.linear", "linear", [x, x, None], [out], {"activation": activation}, [data]
+    )
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(8, 8)
+    assert np.isposinf(found[::2]).all()
+    np.testing.assert_allclose(found[1::2], 3.99987, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx"])

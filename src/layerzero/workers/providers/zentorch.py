@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers._torch_attention import restore_nan
-from layerzero.workers.providers._torch_ops import host_view
+from layerzero.workers.providers._torch_ops import host_view, in_place, with_plain_scale
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
@@ -53,7 +53,7 @@ class _Zentorch:
         torch = self.torch
         q, k, v, mask, *_ = self.views(inputs)
         out = self.view(outputs[0])
-        queries, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
+        rows, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
         width = max(q.shape[3], value_width)
         is_causal, scale = call.attrs["is_causal"], call.attrs["scale"]
         padded_out = torch.empty((*out.shape[:3], width), dtype=out.dtype) if width != value_width else out
@@ -72,16 +72,18 @@ class _Zentorch:
             if bias is not None:  # it takes a mask of q's dtype with every key in it, and no other
                 if bias.dtype == torch.bool:
                     bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, -math.inf)
-                bias = bias.expand(*bias.shape[:2], queries, keys).contiguous()
-            sdpa(adapt(q), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=scale, out=padded_out)
-            restore_nan(padded_out, q, k, mask)
+                bias = bias.expand(*bias.shape[:2], rows, keys).contiguous()
+            queries, factor = with_plain_scale(q, scale)
+            sdpa(adapt(queries), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=factor, out=padded_out)
+            restore_nan(padded_out, queries, k, mask)
             if padded_out is not out:
                 out.copy_(padded_out[..., :value_width])
 
         return bound
 
     def linear(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        """The activation is ZenDNN's, fused into the product (a "post op"), but for relu: its relu of NaN is 0."""
+        """The activation is ZenDNN's, fused into the product (a "post op"), but for relu: its relu of NaN is 0, and for
+        gelu of infinity, which it gives NaN for."""
         x, weight, bias = self.views(inputs)
         out = self.view(outputs[0])
         kernel = self.ops.zentorch_linear_unary.out
@@ -91,6 +93,9 @@ class _Zentorch:
             kernel(x, weight, bias, post_op="none" if activation == "relu" else activation, out=out)
             if activation == "relu":
                 self.torch.relu_(out)
+            elif activation.startswith("gelu") and not math.isfinite(out.sum()):
+                kernel(x, weight, bias, post_op="none", out=out)
+                in_place(self.torch, call.attrs["activation"])(out)
 
         return bound
 
