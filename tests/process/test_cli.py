@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.process import forks
 from tests.process.harness import ROOT, Site, wait_ended
 
+import layerzero
 from layerzero.client.cli import calls
 from layerzero.client.facade import api
 from layerzero.client.tools import inputs
@@ -237,6 +239,17 @@ def test_wrong_usage_names_the_word_and_the_way_out(site: Site, words: tuple[str
     assert (result.returncode, result.stdout) == (USAGE, "")
     assert wanted in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("place", ["nowhere/made", "."])
+def test_a_file_that_cannot_be_written_is_named_and_no_traceback(idle: Site, tmp_path: Path, place: str) -> None:
+    trace, made = tmp_path / "t.lztrace", tmp_path / place
+    layerzero.trace().save(trace)
+    shown = lz(idle, "trace", "export", str(trace), "--output", str(made))
+    assert shown.returncode == USAGE
+    assert shown.stderr.startswith(f"error: name another file or folder than {made}: ")
+    assert "Traceback" not in shown.stderr
+    assert "Traceback" in lz(idle, "--traceback", "trace", "export", str(trace), "--output", str(made)).stderr
 
 
 def test_failed_call_is_one_block_with_the_next_command(new_site: Sites) -> None:
