@@ -179,6 +179,32 @@ def test_gelu_of_infinity_is_infinity(harnesses: Harnesses, backend: str, approx
     np.testing.assert_allclose(np.frombuffer(written[0], "f4"), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["mlx", "numba", "onnxruntime", "torch", "zentorch"])
+@pytest.mark.parametrize("eps", [0.0, 1e-60])
+def test_norms_without_an_epsilon(harnesses: Harnesses, backend: str, eps: float) -> None:
+    """ZenDNN's did nothing, so that the result was what lay there before. A row of zeros is NaN."""
+    x, residual = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("f4")
+    weight = np.arange(8, dtype="f4")
+    x[1] = residual[1] = 0
+    one, of_weight = TensorSpec.contiguous("float32", x.shape), TensorSpec.contiguous("float32", weight.shape)
+    attrs, data = {"ndim": 1, "eps": eps}, [x.tobytes(), residual.tobytes(), weight.tobytes()]
+    with np.errstate(invalid="ignore"):
+        if backend != "onnxruntime":
+            answer, written = harnesses[backend].run(
+                f"{backend}.rms_norm", "rms_norm", [one, of_weight], [one], attrs, [[data[0], data[2]]]
+            )
+            assert "error" not in answer, answer
+            wanted = reference.rms_norm(x, weight, ndim=1, eps=0.0)
+            np.testing.assert_allclose(np.frombuffer(written[0], "f4").reshape(x.shape), wanted, rtol=1e-5)
+        answer, written = harnesses[backend].run(
+            f"{backend}.add_rms_norm", "add_rms_norm", [one, one, of_weight], [one, one], attrs, [data]
+        )
+        assert "error" not in answer
+        both = reference.add_rms_norm(x, residual, weight, ndim=1, eps=0.0)
+        for result, expected in zip(written, both, strict=True):
+            np.testing.assert_allclose(np.frombuffer(result, "f4").reshape(x.shape), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_gelu_of_infinity_is_infinity_behind_a_product(harnesses: Harnesses, activation: str) -> None:
     x, out = TensorSpec.contiguous("float32", (8, 4)), TensorSpec.contiguous("float32", (8, 8))

@@ -12,6 +12,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers._torch_attention import restore_nan
 from layerzero.workers.providers._torch_ops import host_view, in_place, with_plain_scale
 
+LEAST_EPS = 2.0**-126  # of 0 in float32 ZenDNN's norms do nothing, and say nothing: the result is what lay there
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
 
@@ -118,11 +119,16 @@ class _Zentorch:
         rows, flat_weight = x.view(-1, weight.numel()), weight.view(-1)
         out, eps = self.view(outputs[0]), call.attrs["eps"]
         kernel = self.ops.zentorch_rms_norm
+        if eps < LEAST_EPS:
+            kernel = self._plain_rms_norm
 
         def bound() -> None:
             out.copy_(kernel(rows, flat_weight, eps).view(out.shape))
 
         return bound
+
+    def _plain_rms_norm(self, rows: Any, weight: Any, eps: float) -> Any:
+        return self.torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)
 
     def add_rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """In place: on the results' own memory, where copies of the arguments lie."""
@@ -135,7 +141,12 @@ class _Zentorch:
             targets = [t if t.is_contiguous() else self.torch.empty(t.shape, dtype=t.dtype) for t in (out, summed)]
             for target, source in zip(targets, (x, residual), strict=True):
                 target.copy_(source)
-            kernel(targets[0].view(shape), flat_weight, targets[1].view(shape), eps)
+            normed, sums = (target.view(shape) for target in targets)
+            if eps < LEAST_EPS:
+                sums.add_(normed)
+                normed.copy_(self._plain_rms_norm(sums, flat_weight, eps))
+            else:
+                kernel(normed, flat_weight, sums, eps)
             for one, target in zip((out, summed), targets, strict=True):
                 if one is not target:
                     one.copy_(target)
