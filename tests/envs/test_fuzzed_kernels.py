@@ -116,6 +116,47 @@ def test_keys_with_nan_give_nan(harnesses: Harnesses, backend: str, op: str) -> 
     assert np.isfinite(found[0, 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("backend", "op"), [("torch", "attention"), ("torch", "attention_forward"), ("zentorch", "attention")]
+)
+def test_scores_beyond_the_largest_number_give_no_zeros(harnesses: Harnesses, backend: str, op: str) -> None:
+    """Of finite queries and keys, too: sums of both infinities. The kernels gave 0, as for a row that sees nothing."""
+    odd, keys = np.random.default_rng(1).standard_normal((2, 1, 2, 7, 8)).astype("f4")
+    numbers = keys.copy()
+    odd[:, 0] *= np.float32(1e25)
+    keys[:, 0] *= np.float32(1e25)
+    q, rows = TensorSpec.contiguous("float32", odd.shape), TensorSpec.contiguous("float32", odd.shape[:3])
+    outs = [q, rows] if op == "attention_forward" else [q]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [odd.tobytes(), keys.tobytes(), numbers.tobytes(), b"", b"", b""]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, [q, q, q, None, None, None], outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(odd.shape)
+    assert np.isnan(found[0, 0]).all()
+    assert np.isfinite(found[0, 1]).all()
+    assert found[0, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [("torch", "attention"), ("mlx", "attention"), ("torch", "attention_forward"),
+     ("onnxruntime", "attention_forward"), ("onnx-reference", "attention_forward")],
+)  # fmt: skip
+def test_a_sink_of_nan_gives_nan(harnesses: Harnesses, backend: str, op: str) -> None:
+    """ONNX Runtime's Max left it out, and the weights were divided by nothing."""
+    numbers = np.random.default_rng(1).standard_normal((1, 2, 3, 8)).astype("f4")
+    q, rows = TensorSpec.contiguous("float32", numbers.shape), TensorSpec.contiguous("float32", numbers.shape[:3])
+    specs = [q, q, q, None, TensorSpec.contiguous("float32", (2,)), None]
+    outs = [q, rows] if op == "attention_forward" else [q]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [*[numbers.tobytes()] * 3, b"", np.array([np.nan, 0], "f4").tobytes(), b""]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, specs, outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(numbers.shape)
+    assert np.isnan(found[0, 0]).all()
+    assert np.isfinite(found[0, 1]).all()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.0, -1.5, 1e-60])
 @pytest.mark.parametrize(

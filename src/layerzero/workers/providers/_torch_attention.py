@@ -26,12 +26,14 @@ def restore_nan(out: Any, q: Any, k: Any, mask: Any = None) -> Any:
 
 
 def _has_nan(q: Any, k: Any, mask: Any) -> Any:
-    """Of each query whether one of the scores that its mask lets it see is NaN."""
+    """Of each query whether one of the scores that its mask lets it see is NaN, which finite numbers come to as well
+    that are so large that their products are infinite."""
     seen = None if mask is None else mask > -math.inf if mask.is_floating_point() else mask
     found = q.isnan().any(-1)
     if seen is not None:
         found = found & seen.any(-1)
-    if not k.isfinite().all() or q.isinf().any():  # else no key adds to it
+    largest = 3e38 if q.itemsize <= 4 else 1e308
+    if k.numel() and not float(q.abs().amax()) * float(k.abs().amax()) * q.shape[3] < largest:  # else none is
         wide = q.double() if q.itemsize > 4 else q.float()
         keys = k.to(wide.dtype).repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
         scores = (wide @ keys.mT).isnan()
