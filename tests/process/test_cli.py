@@ -388,6 +388,12 @@ def test_version_loads_next_to_nothing(site: Site) -> None:
     assert (version.split()[0], loaded) == ("layerzero", "set()")
 
 
+def test_help_begins_with_what_one_needs_first(site: Site) -> None:
+    text = lz(site, "--help").stdout
+    places = [text.index(f"\n│ {name} ") for name in ("up", "down", "status", "doctor", "env", "explain", "replay")]
+    assert places == sorted(places)
+
+
 def test_help_documents_the_exit_codes(site: Site) -> None:
     """They are an interface of scripts."""
     text = " ".join(lz(site, "--help").stdout.split())

@@ -52,11 +52,16 @@ EPILOG = (
     "away. Data goes to stdout, notes and errors to stderr; --json output has a field `schema`, now 1."
 )
 _OF_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_FIRST = ("up", "down", "status", "doctor", "env", "run", "explain", "ops", "types", "tune", "logs")
 _STORE = platformdirs.user_cache_path("layerzero")
 
 
 class Group(TyperGroup):
     """Prints a LayerZeroError as one readable block, and a file that cannot be read or written likewise."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """What a newcomer needs first; the rest as it was added."""
+        return [*_FIRST, *(name for name in super().list_commands(ctx) if name not in _FIRST)]
 
     def invoke(self, ctx: Any) -> Any:
         from layerzero.ipc.errors import InvalidArgument, LayerZeroError
