@@ -281,6 +281,8 @@ if not TYPE_CHECKING:  # else every name would be one that exists
         module = _MODULE_OF.get(name)
         if module is None:
             hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
+            if not hint and not name.startswith("_"):
+                hint = import_module("layerzero.ipc.names").nearest(name, __all__)
             raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(module), name)
         if module.startswith("layerzero.client.facade."):

@@ -158,7 +158,7 @@ def test_embedding_names_the_id_outside_the_table(harnesses: Harnesses, backend:
     out = TensorSpec.contiguous("float32", (3, 2))
     answer, _ = harnesses[backend].run(f"{backend}.embedding", "embedding", [ids, weight], [out], {}, [data])
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
-    assert f"embedding id {bad} is outside [0, 11)" in answer["error"]["message"]
+    assert f"check the ids of embedding: {bad} is outside [0, 11)" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests import reference
 from tests.envs.harness import Harnesses
 from tests.fuzz import kernels
 
@@ -115,6 +116,70 @@ def test_keys_with_nan_give_nan(harnesses: Harnesses, backend: str, op: str) -> 
     assert np.isfinite(found[0, 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("backend", "op"), [("torch", "attention"), ("torch", "attention_forward"), ("zentorch", "attention")]
+)
+def test_scores_beyond_the_largest_number_give_no_zeros(harnesses: Harnesses, backend: str, op: str) -> None:
+    """Of finite queries and keys, too: sums of both infinities. The kernels gave 0, as for a row that sees nothing."""
+    odd, keys = np.random.default_rng(1).standard_normal((2, 1, 2, 7, 8)).astype("f4")
+    numbers = keys.copy()
+    odd[:, 0] *= np.float32(1e25)
+    keys[:, 0] *= np.float32(1e25)
+    q, rows = TensorSpec.contiguous("float32", odd.shape), TensorSpec.contiguous("float32", odd.shape[:3])
+    outs = [q, rows] if op == "attention_forward" else [q]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [odd.tobytes(), keys.tobytes(), numbers.tobytes(), b"", b"", b""]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, [q, q, q, None, None, None], outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(odd.shape)
+    assert np.isnan(found[0, 0]).all()
+    assert np.isfinite(found[0, 1]).all()
+    assert found[0, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [("torch", "attention"), ("mlx", "attention"), ("torch", "attention_forward"),
+     ("onnxruntime", "attention_forward"), ("onnx-reference", "attention_forward")],
+)  # fmt: skip
+def test_a_sink_of_nan_gives_nan(harnesses: Harnesses, backend: str, op: str) -> None:
+    """ONNX Runtime's Max left it out, and the weights were divided by nothing."""
+    numbers = np.random.default_rng(1).standard_normal((1, 2, 3, 8)).astype("f4")
+    q, rows = TensorSpec.contiguous("float32", numbers.shape), TensorSpec.contiguous("float32", numbers.shape[:3])
+    specs = [q, q, q, None, TensorSpec.contiguous("float32", (2,)), None]
+    outs = [q, rows] if op == "attention_forward" else [q]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [*[numbers.tobytes()] * 3, b"", np.array([np.nan, 0], "f4").tobytes(), b""]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, specs, outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(numbers.shape)
+    assert np.isnan(found[0, 0]).all()
+    assert np.isfinite(found[0, 1]).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e-60])
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [*((backend, "attention") for backend in ("torch", "zentorch", "mlx")),
+     *((backend, "attention_forward") for backend in ("torch", "onnxruntime", "onnx-reference"))],
+)  # fmt: skip
+def test_attention_takes_any_scale(harnesses: Harnesses, backend: str, op: str, scale: float, is_causal: bool) -> None:
+    """torch's and ZenDNN's kernels hide keys by -inf and multiply by the scale after: NaN. ZenDNN takes 0 for none."""
+    q, k, v = np.random.default_rng(1).standard_normal((3, 1, 2, 3, 8)).astype("f4")
+    one, rows = TensorSpec.contiguous("float32", q.shape), TensorSpec.contiguous("float32", q.shape[:3])
+    outs = [one, rows] if op == "attention_forward" else [one]
+    attrs = {"is_causal": is_causal, "scale": scale, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [q.tobytes(), k.tobytes(), v.tobytes(), b"", b"", b""]
+    answer, written = harnesses[backend].run(
+        f"{backend}.{op}", op, [one, one, one, None, None, None], outs, attrs, [data]
+    )
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(q.shape)
+    wanted = reference.attention(q, k, v, is_causal=is_causal, scale=scale, causal_alignment="top_left")
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
 def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, activation: str) -> None:
     """ZenDNN's relu of a product is its maximum with 0, which has no NaN."""
@@ -130,6 +195,69 @@ def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, act
     found = np.frombuffer(written[0], "f4").reshape(2, 8)
     assert np.isfinite(found[0]).all()
     assert np.isnan(found[1]).all()
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx", "numba", "zentorch"])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_infinity_is_infinity(harnesses: Harnesses, backend: str, approximate: str) -> None:
+    """oneDNN's kernel, which torch has on CPUs with AVX-512, gives NaN, and infinity for half of the largest number.
+    So does ZenDNN's, fused into a product."""
+    numbers = np.array([np.inf, 3e38, 1.0, 0.0, -1.0, -3e38, np.nan] * 8, "f4")
+    x = TensorSpec.contiguous("float32", numbers.shape)
+    wanted = np.where(numbers > 1e38, numbers, reference.gelu(numbers, approximate=approximate))
+    if backend == "zentorch":
+        activation = "gelu" if approximate == "none" else "gelu_tanh"
+        column, one = (TensorSpec.contiguous("float32", shape) for shape in ((len(numbers), 1), (1, 1)))
+        data = [numbers.tobytes(), np.ones(1, "f4").tobytes(), b""]
+        answer, written = harnesses[backend].run(
+            "zentorch.linear", "linear", [column, one, None], [column], {"activation": activation}, [data]
+        )
+    else:
+        answer, written = harnesses[backend].run(
+            f"{backend}.gelu", "gelu", [x], [x], {"approximate": approximate}, [[numbers.tobytes()]]
+        )
+    assert "error" not in answer
+    np.testing.assert_allclose(np.frombuffer(written[0], "f4"), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["mlx", "numba", "onnxruntime", "torch", "zentorch"])
+@pytest.mark.parametrize("eps", [0.0, 1e-60])
+def test_norms_without_an_epsilon(harnesses: Harnesses, backend: str, eps: float) -> None:
+    """ZenDNN's did nothing, so that the result was what lay there before. A row of zeros is NaN."""
+    x, residual = np.random.default_rng(1).standard_normal((2, 3, 8)).astype("f4")
+    weight = np.arange(8, dtype="f4")
+    x[1] = residual[1] = 0
+    one, of_weight = TensorSpec.contiguous("float32", x.shape), TensorSpec.contiguous("float32", weight.shape)
+    attrs, data = {"ndim": 1, "eps": eps}, [x.tobytes(), residual.tobytes(), weight.tobytes()]
+    with np.errstate(invalid="ignore"):
+        if backend != "onnxruntime":
+            answer, written = harnesses[backend].run(
+                f"{backend}.rms_norm", "rms_norm", [one, of_weight], [one], attrs, [[data[0], data[2]]]
+            )
+            assert "error" not in answer, answer
+            wanted = reference.rms_norm(x, weight, ndim=1, eps=0.0)
+            np.testing.assert_allclose(np.frombuffer(written[0], "f4").reshape(x.shape), wanted, rtol=1e-5)
+        answer, written = harnesses[backend].run(
+            f"{backend}.add_rms_norm", "add_rms_norm", [one, one, of_weight], [one, one], attrs, [data]
+        )
+        assert "error" not in answer
+        both = reference.add_rms_norm(x, residual, weight, ndim=1, eps=0.0)
+        for result, expected in zip(written, both, strict=True):
+            np.testing.assert_allclose(np.frombuffer(result, "f4").reshape(x.shape), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gelu_of_infinity_is_infinity_behind_a_product(harnesses: Harnesses, activation: str) -> None:
+    x, out = TensorSpec.contiguous("float32", (8, 4)), TensorSpec.contiguous("float32", (8, 8))
+    numbers = np.array([[np.inf, 1, 1, 1], [1, 1, 1, 1]] * 4, "f4")
+    data = [numbers.tobytes(), np.ones((8, 4), "f4").tobytes(), b""]
+    answer, written = harnesses["torch"].run(
+        "torch.linear", "linear", [x, x, None], [out], {"activation": activation}, [data]
+    )
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(8, 8)
+    assert np.isposinf(found[::2]).all()
+    np.testing.assert_allclose(found[1::2], 3.99987, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx"])

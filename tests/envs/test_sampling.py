@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
 from tests import sampling_reference
+from tests.process.harness import Site
 
 import layerzero as lz
 
@@ -283,3 +285,36 @@ def test_bad_drafts_are_refused(backend: str) -> None:
     ):
         with pytest.raises(lz.InvalidArgument, match=says):
             call()
+
+
+CHECKED = """
+import numpy as np
+lz.connect()
+x = np.arange(6, dtype="float32")
+print(lz.filter_logits(x, top_k=2, backend="{0}").tolist())
+q, k = np.ones((1, 1, 2, 4), "float32"), np.ones((1, 1, 1, 4), "float32")
+out, lse = lz.attention_varlen_forward(
+    q[0].swapaxes(0, 1), k[0], k[0], *np.array([[0, 2], [0, 1]], "int32"), is_causal=True,
+    causal_alignment="bottom_right", backend="{0}")
+print(lse.ravel()[0], lz.merge_attention(out[None], lse[None], out[None], lse[None], backend="{0}")[1].ravel()[0])
+try:
+    lz.mul(np.full(2, 3e38, "float32"), np.full(2, 3e38, "float32"), backend="{0}")
+except lz.BackendError as exc:
+    print(exc)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinities_that_are_meant_are_no_faults_of_kernels(installation: Site, backend: str) -> None:
+    """Under LAYERZERO_DEBUG=1, by which a decoding loop is looked at: those of tokens that are removed."""
+    installation.environ["LAYERZERO_DEBUG"] = "1"
+    try:
+        process = installation.python(CHECKED.format(backend), stderr=subprocess.PIPE)
+        out, err = process.communicate(timeout=600)
+    finally:
+        del installation.environ["LAYERZERO_DEBUG"]
+    assert process.returncode == 0, err
+    kept, lowest, fault = out.splitlines()
+    assert kept == "[-inf, -inf, -inf, -inf, 4.0, 5.0]"
+    assert lowest == "-inf -inf"
+    assert f"avoid {backend}.mul for this call (lz.avoid) where others do better (lz.compare)" in fault

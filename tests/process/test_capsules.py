@@ -97,6 +97,14 @@ def test_a_crash_is_kept_with_its_arguments_and_named_in_the_report(new: Sites, 
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
+def test_the_traceback_of_a_call_that_failed_names_its_capsule(new: Sites, capsules: Path) -> None:
+    """The error itself says that a worker died, and not what one may do now."""
+    new().connect()
+    with pytest.raises(lz_.BackendError, match="worker died") as caught:
+        lz_.silu(deadly(SEGV, 3, 5), backend="alpha")
+    assert caught.value.__notes__ == [f"capsule of the failure: lz replay {only(capsules).name}"]
+
+
 @pytest.mark.parametrize(
     ("mode", "rows", "has_data"), [("shapes", 3, False), ("small", 3, True), ("small", 9000, False)]
 )

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.process import forks
 from tests.process.harness import ROOT, Site, wait_ended
 
+import layerzero
 from layerzero.client.cli import calls
 from layerzero.client.facade import api
 from layerzero.client.tools import inputs
@@ -239,6 +241,17 @@ def test_wrong_usage_names_the_word_and_the_way_out(site: Site, words: tuple[str
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("place", ["nowhere/made", "."])
+def test_a_file_that_cannot_be_written_is_named_and_no_traceback(idle: Site, tmp_path: Path, place: str) -> None:
+    trace, made = tmp_path / "t.lztrace", tmp_path / place
+    layerzero.trace().save(trace)
+    shown = lz(idle, "trace", "export", str(trace), "--output", str(made))
+    assert shown.returncode == USAGE
+    assert shown.stderr.startswith(f"error: name another file or folder than {made}: ")
+    assert "Traceback" not in shown.stderr
+    assert "Traceback" in lz(idle, "--traceback", "trace", "export", str(trace), "--output", str(made)).stderr
+
+
 def test_failed_call_is_one_block_with_the_next_command(new_site: Sites) -> None:
     """What, why, next: and the traceback only for those who ask."""
     site = new_site(failpoints="alpha:executing=kill").start()
@@ -373,6 +386,12 @@ def test_version_loads_next_to_nothing(site: Site) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     version, loaded = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True).splitlines()
     assert (version.split()[0], loaded) == ("layerzero", "set()")
+
+
+def test_help_begins_with_what_one_needs_first(site: Site) -> None:
+    text = lz(site, "--help").stdout
+    places = [text.index(f"\n│ {name} ") for name in ("up", "down", "status", "doctor", "env", "explain", "replay")]
+    assert places == sorted(places)
 
 
 def test_help_documents_the_exit_codes(site: Site) -> None:

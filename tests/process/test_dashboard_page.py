@@ -134,6 +134,20 @@ def test_the_overview_has_a_backend_that_waits_for_its_restart(new_site: Make, t
         assert page.said == []
 
 
+def test_an_address_that_leads_nowhere_says_so(new_site: Make, tmp_path: Path) -> None:
+    """Such as one that was sent on in part."""
+    site = new_site()
+    site.use_store(tmp_path)
+    site.start()
+    with dashboard(site) as shown, browser() as page:
+        page.open(shown.address)
+        page.wait("document.querySelector('#link')?.textContent === 'live'")
+        for where, says in (("traces/..", "has no answer"), ("capsules/%zz", "no capsule is called '%zz'")):
+            page.run(f"location.hash = '{where}'")
+            page.wait(f'document.body.innerText.includes("{says}")')
+        assert not any("exceptionId" in one for one in page.said)
+
+
 def stays_where_one_is(page: Browser) -> None:
     """The page draws itself anew each second: that takes away no focus, and what is pressed gets its click."""
     page.press("1")

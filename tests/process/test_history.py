@@ -83,6 +83,10 @@ def test_calls_and_a_death_are_kept_and_shown(site: Site, tmp_path: Path) -> Non
     back = command(site, "top", "--at", time.strftime("%H:%M:%S", time.localtime(span[1])))
     assert (back.returncode, "alpha" in back.stdout) == (0, True)
     assert "nothing was kept" in command(site, "top", "--at", "2001-01-01 00:00").stderr
+    for long in ("99999999d", "99999999999999d"):  # as far back as there is something
+        begins = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(span[0]))
+        assert command(site, "report", "--last", long).stdout.startswith(begins)
+    assert "--at TIME" in command(site, "top", "--once", "--history", str(file)).stderr
 
 
 def test_looking_on_keeps_no_broker(new_site: Make, tmp_path: Path) -> None:

@@ -49,3 +49,12 @@ def test_torchs_names_of_products_lead_to_ours(name: str) -> None:
 
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean lz.matmul"):
         getattr(lz, name)
+
+
+def test_a_name_that_is_nearly_one_of_ours_leads_there() -> None:
+    import layerzero as lz
+
+    with pytest.raises(AttributeError, match="no attribute 'soft_max'; did you mean 'softmax'"):
+        _ = lz.soft_max
+    with pytest.raises(AttributeError, match=r"no attribute '_repr_html_'$"):  # what notebooks ask of everything
+        _ = lz._repr_html_

@@ -38,13 +38,17 @@ def top(
     """Show backends, calls, times and fallbacks, live or as they were (lz up --history)."""
     from layerzero.client.cli.output import out
     from layerzero.client.history.moments import moment
-    from layerzero.ipc.errors import EnvError
+    from layerzero.ipc.errors import EnvError, InvalidArgument
 
     moment_s = None if at is None else moment(at, time.time())
     from layerzero.top.source import Source
 
     source = Source(history, moment_s)
     if once or as_json or not out().is_terminal:
+        if history is not None and at is None:
+            raise InvalidArgument(
+                f"say of when, --at TIME: {history} is looked at for what was, the broker for what is"
+            )
         try:
             _print(source, as_json=as_json)
         finally:
@@ -142,7 +146,7 @@ def report(
 
     now = time.time()
     end = now if until is None else moment(until, now)
-    begin = end - seconds(span)
+    begin = max(end - seconds(span), 0.0)
     file = HistoryFile.read(history or default_path(os.environ, start.endpoints().folder))
     try:
         kept = file.between(begin, end)
@@ -152,6 +156,8 @@ def report(
     if not kept:
         since = "" if known is None else f"; it has {made.clock(known[0])} to {made.clock(known[1])}"
         raise LayerZeroError(f"nothing was kept between {made.clock(begin)} and {made.clock(end)}{since}")
+    if known is not None:
+        begin = max(begin, known[0])
     whole = made.whole(kept)
     if html is not None:
         html.write_text(made.page(kept, begin, end), encoding="utf-8")

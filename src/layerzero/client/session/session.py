@@ -349,7 +349,9 @@ class Session:
             failed = failure(submitted, outcome)
             self._count_failed(submitted, error, failed)
             kept = self.capsules.take(submitted, failed) if failed.attempts else ""
-            failed = replace(failed, notes=(*failed.notes, kept)) if kept else failed
+            if kept:
+                failed = replace(failed, notes=(*failed.notes, kept))
+                error.add_note(kept)  # a traceback shows it
             self.last.record = error.report = failed  # type: ignore[attr-defined]
             raise error
         body = pending.body

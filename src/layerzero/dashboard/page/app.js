@@ -18,7 +18,7 @@ export function asked(path, maxAge = 5000) {
   const found = state.answers.get(path) ?? { at: -Infinity, value: null, isAsked: false };
   if (!found.isAsked && (found.value === null || performance.now() - found.at > maxAge)) {
     state.answers.set(path, { ...found, isAsked: true });
-    fetch(path).then((answer) => answer.json(), (why) => ({ error: { message: String(why) } })).then((value) => {
+    fetch(path).then((answer) => answer.json()).catch(() => ({ error: { message: `${path} has no answer` } })).then((value) => {
       state.answers.set(path, { at: performance.now(), value, isAsked: false });
       render();
     });
@@ -131,6 +131,14 @@ function hold(isHeld) {
   if (!isHeld) render();
 }
 
+function decoded(key) {
+  try {
+    return decodeURIComponent(key);
+  } catch {
+    return key; // an address that somebody has written
+  }
+}
+
 function follow() {
   const [name, key] = location.hash.slice(1).split("/");
   const view = VIEWS.find((one) => one.name === name) ?? VIEWS[0];
@@ -139,7 +147,7 @@ function follow() {
     scrollTo(0, 0);
   }
   state.view = view.name;
-  state.open = key ? decodeURIComponent(key) : null;
+  state.open = key ? decoded(key) : null;
   state.isFresh = true;
   document.title = `${view.title} · LayerZero`;
   document.querySelector(`#views a[data-view="${view.name}"]`)?.scrollIntoView({ block: "nearest", inline: "nearest" });

@@ -191,5 +191,7 @@ class _Attention:
         if self.sinks is not None:
             power = self.after("Exp", [self.after("Sub", ["sinks", "top"], "sinks_below")], "power")
             self.add("Add", ["of_keys", power], "total")
-        self.add("Max", ["total", self.constant("one", 1.0)], "divisor")  # it is 1 or more where a key is seen
+        # It is 1 or more where a key is seen. The runtime's Max leaves NaN out, which a sink may be.
+        one = self.constant("one", 1.0)
+        self.add("Where", [self.after("Less", ["total", one], "sees_none"), one, "total"], "divisor")
         self.add("Div", ["powers", "divisor"], "p")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._torch_ops import Builder, Run
+from layerzero.workers.providers._torch_ops import Builder, Run, gelu
 
 
 def builders(torch: Any) -> Mapping[str, Builder]:
@@ -24,7 +24,7 @@ def builders(torch: Any) -> Mapping[str, Builder]:
 
     def geglu(views: Sequence[Any], call: Call) -> Run:
         (gate, up), approximate = views, call.attrs["approximate"]
-        return lambda out: torch.mul(F.gelu(gate, approximate=approximate), up, out=out)
+        return lambda out: torch.mul(gelu(torch, gate, approximate, torch.empty_like(gate)), up, out=out)
 
     def reglu(views: Sequence[Any], call: Call) -> Run:
         gate, up = views

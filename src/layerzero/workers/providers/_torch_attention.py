@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._torch_ops import Builder, Run
+from layerzero.workers.providers._torch_ops import Builder, Run, with_plain_scale
 
 ROWS = 256  # queries at a time where each sees some of the keys
 CHUNK = 1 << 22  # scores or biases at a time
@@ -26,12 +26,14 @@ def restore_nan(out: Any, q: Any, k: Any, mask: Any = None) -> Any:
 
 
 def _has_nan(q: Any, k: Any, mask: Any) -> Any:
-    """Of each query whether one of the scores that its mask lets it see is NaN."""
+    """Of each query whether one of the scores that its mask lets it see is NaN, which finite numbers come to as well
+    that are so large that their products are infinite."""
     seen = None if mask is None else mask > -math.inf if mask.is_floating_point() else mask
     found = q.isnan().any(-1)
     if seen is not None:
         found = found & seen.any(-1)
-    if not k.isfinite().all() or q.isinf().any():  # else no key adds to it
+    largest = 3e38 if q.itemsize <= 4 else 1e308
+    if k.numel() and not float(q.abs().amax()) * float(k.abs().amax()) * q.shape[3] < largest:  # else none is
         wide = q.double() if q.itemsize > 4 else q.float()
         keys = k.to(wide.dtype).repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
         scores = (wide @ keys.mT).isnan()
@@ -40,11 +42,12 @@ def _has_nan(q: Any, k: Any, mask: Any) -> Any:
 
 
 def sdpa_with_nan(torch: Any) -> Any:
-    """torch's scaled_dot_product_attention, with NaN for rows of NaN scores."""
+    """torch's scaled_dot_product_attention, with NaN for rows of NaN scores, and any scale."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def attend(q: Any, k: Any, v: Any, *, attn_mask: Any = None, **options: Any) -> Any:
-        return restore_nan(sdpa(q, k, v, attn_mask=attn_mask, **options), q, k, attn_mask)
+    def attend(q: Any, k: Any, v: Any, *, scale: float, attn_mask: Any = None, **options: Any) -> Any:
+        q, scale = with_plain_scale(q, scale)
+        return restore_nan(sdpa(q, k, v, attn_mask=attn_mask, scale=scale, **options), q, k, attn_mask)
 
     return attend
 
@@ -82,6 +85,7 @@ class FlashAttention:
     def attend(self, q: Any, k: Any, v: Any, bias: Any, scale: float, *, is_causal: bool = False) -> tuple[Any, Any]:
         """Result and log-sum-exp. `bias`: in q's dtype or float32, dense in its last two dimensions."""
         width = max(q.shape[3], v.shape[3])
+        q, scale = with_plain_scale(q, scale)
         found, rows = self._forward(
             *(self._wide(tensor, width) for tensor in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
         )
@@ -108,7 +112,8 @@ class FlashAttention:
             is_causal, bias = self._rule(q, k, mask, call)
             inputs = [self._wide(tensor, width) for tensor in (q, k, v)]
             if q.dtype == torch.float64:
-                out, rows = self._forward(*inputs, 0.0, is_causal, attn_mask=bias, scale=scale)
+                found, rows = self.attend(q, k, v, bias, scale, is_causal=is_causal)
+                out = self._wide(found, width)
             else:
                 out, rows = self._wide(output, width), lse
             rows = rows.masked_fill(rows == -math.inf, 0.0)  # the weights there are exp(-inf - 0) = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.workers.provider import Bind, Block, Bound, Call, DeviceMemory
 from layerzero.workers.providers._sequences import checked_ends
-from layerzero.workers.providers._torch_ops import Builder, Run, binder
+from layerzero.workers.providers._torch_ops import Builder, Run, binder, with_plain_scale
 
 # What attention kernels load at once; they check no addresses, and a misaligned load ends the process' context.
 ALIGNMENT_BYTES = 16
@@ -110,7 +110,9 @@ class TorchCuda:
             inputs = [self.aligned(tensor, max(q.shape[3], wide)) for tensor in tensors]
 
             def run(out: Any) -> None:
-                result = forward(*(give().transpose(1, 2) for give in inputs), is_causal, scale)
+                q, k, v = (give().transpose(1, 2) for give in inputs)
+                q, factor = with_plain_scale(q, scale)
+                result = forward(q, k, v, is_causal, factor)
                 out[:, :, hidden:].copy_(result[..., :wide].transpose(1, 2))
                 if hidden:
                     out[:, :, :hidden].zero_()
@@ -134,7 +136,9 @@ class TorchCuda:
 
             def run(out: Any) -> None:
                 starts = (self._bent(tensor, len(tokens)) for tensor, tokens in zip(ends, (q, k), strict=True))
-                out.copy_(forward(*(give() for give in inputs), *starts, is_causal, scale)[..., :wide])
+                queries, *others = (give() for give in inputs)
+                queries, factor = with_plain_scale(queries, scale)
+                out.copy_(forward(queries, *others, *starts, is_causal, factor)[..., :wide])
 
             return run
 

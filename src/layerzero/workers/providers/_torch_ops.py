@@ -21,6 +21,7 @@ _WRITES_STRIDED = frozenset(
     | {"add", "mul", "clamp", "where", "cat", "cast"}
     | {"quantize", "dequantize", "int_matmul", "scaled_linear"}
 )
+_TINY, _HUGE = 2.0**-100, 2.0**126
 
 
 def host_view(torch: Any) -> Callable[[Block], Any]:
@@ -75,11 +76,34 @@ def in_place(torch: Any, activation: str) -> Run:
     aten = torch.ops.aten
     found: dict[str, Run] = {
         "relu": aten.relu_.default,
-        "gelu": functools.partial(aten.gelu_.default, approximate="none"),
+        "gelu": lambda x: gelu(torch, x, "none", x),
         "gelu_tanh": functools.partial(aten.gelu_.default, approximate="tanh"),
         "silu": aten.silu_.default,
     }
     return found[activation]
+
+
+def gelu(torch: Any, x: Any, approximate: str, out: Any) -> Any:
+    """torch's gelu, into `out`, which may be x. On CPUs with AVX-512 it is oneDNN's, which gives NaN for infinity and
+    infinity for half of the largest number (2.13): these are put in after. Of NaN in x that costs the same."""
+    kernel = functools.partial(torch.ops.aten.gelu.out, approximate=approximate)
+    is_native = approximate != "none" or not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16)
+    if is_native or not x.numel() or float(x.detach().max()) <= _HUGE:
+        return kernel(x, out=out)
+    above = x > _HUGE
+    large = x[above]
+    kernel(x, out=out)
+    out[above] = large
+    return out
+
+
+def with_plain_scale(q: Any, scale: float) -> tuple[Any, float]:
+    """Queries and a scale that give the same scores, the scale being one that kernels take: they hide keys by -inf and
+    multiply then, which makes NaN of it by 0, and +inf by less. What is 0 in float32 is 0, and ZenDNN's word for none.
+    """
+    if scale > _TINY:
+        return q, scale
+    return (-q, -scale) if scale < -_TINY else (q * scale, 1.0)
 
 
 class TorchOps:
@@ -241,7 +265,7 @@ class TorchOps:
 
     def gelu(self, views: Sequence[Any], call: Call) -> Run:
         (x,), approximate = views, call.attrs["approximate"]
-        return lambda out: self.torch.ops.aten.gelu.out(x, approximate=approximate, out=out)
+        return lambda out: gelu(self.torch, x, approximate, out)
 
     def silu(self, views: Sequence[Any], call: Call) -> Run:
         (x,) = views
@@ -262,7 +286,7 @@ class TorchOps:
             if low < 0 or high >= rows:
                 bad = low if low < 0 else high
                 raise InvalidArgument(
-                    f"embedding id {bad} is outside [0, {rows}), the rows of weight", id=bad, num_embeddings=rows
+                    f"check the ids of embedding: {bad} is outside [0, {rows}), the rows of weight", id=bad, num_embeddings=rows
                 )
             self.torch.index_select(weight, 0, chosen, out=out.view(-1, columns))
 

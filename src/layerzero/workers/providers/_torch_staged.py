@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.workers.provider import Bind, Block, Bound, Call
 from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, host_view
+from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, host_view, with_plain_scale
 
 # What needs one output, and no memory of the caller's but that.
 STAGED = (
@@ -69,7 +69,8 @@ def _attention(torch: Any, views: Sequence[Any], call: Call) -> Run:
     scale, is_grouped = call.attrs["scale"], q.shape[1] != k.shape[1]
 
     def run(out: Any) -> None:
-        out.copy_(sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped))
+        queries, factor = with_plain_scale(q, scale)
+        out.copy_(sdpa(queries, k, v, attn_mask=mask, is_causal=is_causal, scale=factor, enable_gqa=is_grouped))
         if mask is not None:
             seen = mask if mask.dtype == torch.bool else mask > -math.inf
             out.masked_fill_(~seen.any(-1, keepdim=True), 0)

@@ -20,7 +20,7 @@ from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
-from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
+from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits, with_plain_scale
 from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 from layerzero.workers.providers._torch_vision import Vision
@@ -119,7 +119,9 @@ class _Attention:
         flash, scale = self.torch.ops.aten._scaled_dot_product_flash_attention, call.attrs["scale"]
 
         def run(out: Any) -> None:
-            result = flash(*(give() for give in inputs), 0.0, is_causal=True, return_debug_mask=False, scale=scale)[0]
+            q, k, v = (give() for give in inputs)
+            q, factor = with_plain_scale(q, scale)
+            result = flash(q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=factor)[0]
             out.copy_(result[..., :wide])
 
         return run
@@ -139,8 +141,9 @@ class _Attention:
         read_q, read_k, read_v = inputs
 
         def run(out: Any) -> None:
+            queries, factor = with_plain_scale(read_q()[:, :, hidden:], scale)
             result = forward(
-                read_q()[:, :, hidden:].transpose(1, 2),
+                queries.transpose(1, 2),
                 read_k().transpose(1, 2),
                 read_v().transpose(1, 2),
                 bias=None,
@@ -151,7 +154,7 @@ class _Attention:
                 dropout_p=0.0,
                 custom_mask_type=CAUSAL_BOTTOM_RIGHT,
                 compute_log_sumexp=False,
-                scale=scale,
+                scale=factor,
             )[0]
             out[:, :, hidden:].copy_(result.transpose(1, 2))
             out[:, :, :hidden].zero_()
@@ -262,7 +265,8 @@ class _Attention:
         def run(out: Any) -> None:
             with attention.sdpa_kernel(chosen):
                 q, k, v = (give() for give in inputs)
-                result = sdpa(q, k, v, attn_mask=mask(), is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
+                q, factor = with_plain_scale(q, scale)
+                result = sdpa(q, k, v, attn_mask=mask(), is_causal=is_causal, scale=factor, enable_gqa=is_grouped)
             out.copy_(result[..., : out.shape[3]])
 
         return run

@@ -10,8 +10,9 @@ from typing import Any
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers._torch_attention import restore_nan
-from layerzero.workers.providers._torch_ops import host_view
+from layerzero.workers.providers._torch_ops import host_view, in_place, with_plain_scale
 
+LEAST_EPS = 2.0**-126  # of 0 in float32 ZenDNN's norms do nothing, and say nothing: the result is what lay there
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
 
@@ -53,7 +54,7 @@ class _Zentorch:
         torch = self.torch
         q, k, v, mask, *_ = self.views(inputs)
         out = self.view(outputs[0])
-        queries, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
+        rows, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
         width = max(q.shape[3], value_width)
         is_causal, scale = call.attrs["is_causal"], call.attrs["scale"]
         padded_out = torch.empty((*out.shape[:3], width), dtype=out.dtype) if width != value_width else out
@@ -72,16 +73,18 @@ class _Zentorch:
             if bias is not None:  # it takes a mask of q's dtype with every key in it, and no other
                 if bias.dtype == torch.bool:
                     bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, -math.inf)
-                bias = bias.expand(*bias.shape[:2], queries, keys).contiguous()
-            sdpa(adapt(q), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=scale, out=padded_out)
-            restore_nan(padded_out, q, k, mask)
+                bias = bias.expand(*bias.shape[:2], rows, keys).contiguous()
+            queries, factor = with_plain_scale(q, scale)
+            sdpa(adapt(queries), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=factor, out=padded_out)
+            restore_nan(padded_out, queries, k, mask)
             if padded_out is not out:
                 out.copy_(padded_out[..., :value_width])
 
         return bound
 
     def linear(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        """The activation is ZenDNN's, fused into the product (a "post op"), but for relu: its relu of NaN is 0."""
+        """The activation is ZenDNN's, fused into the product (a "post op"), but for relu: its relu of NaN is 0, and for
+        gelu of infinity, which it gives NaN for."""
         x, weight, bias = self.views(inputs)
         out = self.view(outputs[0])
         kernel = self.ops.zentorch_linear_unary.out
@@ -91,6 +94,9 @@ class _Zentorch:
             kernel(x, weight, bias, post_op="none" if activation == "relu" else activation, out=out)
             if activation == "relu":
                 self.torch.relu_(out)
+            elif activation.startswith("gelu") and not math.isfinite(out.sum()):
+                kernel(x, weight, bias, post_op="none", out=out)
+                in_place(self.torch, call.attrs["activation"])(out)
 
         return bound
 
@@ -113,11 +119,16 @@ class _Zentorch:
         rows, flat_weight = x.view(-1, weight.numel()), weight.view(-1)
         out, eps = self.view(outputs[0]), call.attrs["eps"]
         kernel = self.ops.zentorch_rms_norm
+        if eps < LEAST_EPS:
+            kernel = self._plain_rms_norm
 
         def bound() -> None:
             out.copy_(kernel(rows, flat_weight, eps).view(out.shape))
 
         return bound
+
+    def _plain_rms_norm(self, rows: Any, weight: Any, eps: float) -> Any:
+        return self.torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)
 
     def add_rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """In place: on the results' own memory, where copies of the arguments lie."""
@@ -130,7 +141,12 @@ class _Zentorch:
             targets = [t if t.is_contiguous() else self.torch.empty(t.shape, dtype=t.dtype) for t in (out, summed)]
             for target, source in zip(targets, (x, residual), strict=True):
                 target.copy_(source)
-            kernel(targets[0].view(shape), flat_weight, targets[1].view(shape), eps)
+            normed, sums = (target.view(shape) for target in targets)
+            if eps < LEAST_EPS:
+                sums.add_(normed)
+                normed.copy_(self._plain_rms_norm(sums, flat_weight, eps))
+            else:
+                kernel(normed, flat_weight, sums, eps)
             for one, target in zip((out, summed), targets, strict=True):
                 if one is not target:
                     one.copy_(target)
