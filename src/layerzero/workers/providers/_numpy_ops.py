@@ -131,7 +131,9 @@ class _Moving:
             if low < 0 or high >= rows:
                 bad = low if low < 0 else high
                 raise InvalidArgument(
-                    f"check the ids of embedding: {bad} is outside [0, {rows}), the rows of weight", id=bad, num_embeddings=rows
+                    f"check the ids of embedding: {bad} is outside [0, {rows}), the rows of weight",
+                    id=bad,
+                    num_embeddings=rows,
                 )
             out[...] = weight[chosen]
 

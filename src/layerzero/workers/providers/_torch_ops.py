@@ -286,7 +286,9 @@ class TorchOps:
             if low < 0 or high >= rows:
                 bad = low if low < 0 else high
                 raise InvalidArgument(
-                    f"check the ids of embedding: {bad} is outside [0, {rows}), the rows of weight", id=bad, num_embeddings=rows
+                    f"check the ids of embedding: {bad} is outside [0, {rows}), the rows of weight",
+                    id=bad,
+                    num_embeddings=rows,
                 )
             self.torch.index_select(weight, 0, chosen, out=out.view(-1, columns))
 
