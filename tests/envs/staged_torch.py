@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from layerzero.ipc.vocabulary.numerics import difference, gather, tolerance, unpack
 from layerzero.workers.certify.cases import Case, cases
 from layerzero.workers.certify.memory import HostBench, placed
+from layerzero.workers.certify.problem import Problem
 from layerzero.workers.certify.problems import PROBLEMS
 from layerzero.workers.provider import Bind, Call
 from layerzero.workers.providers import _torch_staged
@@ -33,14 +35,23 @@ def wrong(bind: Bind, op: str, kernel_id: str, case: Case, bench: HostBench) -> 
     return None if error <= tolerance(DTYPE, op) else f"error {error:g}"
 
 
+def of_any_scale(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """The first causal one with scales that the libraries' kernels do not take."""
+    causal = next((one for one in problems if one.attrs.get("is_causal")), None)
+    for scale in () if causal is None else (0.0, -1.0):
+        yield Problem(causal.op, f"scale {scale}", {**causal.attrs, "scale": scale}, causal.inputs, causal.kinds)
+
+
 def main(descriptor: str) -> None:
     claims: dict[str, Any] = json.loads(Path(descriptor).read_text())["ops"]
     bench = HostBench(4 << 20)
     for device in ("cpu", "meta"):
         kernels = _torch_staged.kernels(torch, device, "torch-rocm")
         for op, (claim,) in claims.items():
-            fitting = (case for case in cases(op, claim, list(PROBLEMS[op](claim)), DTYPE) if case.outputs[0].numel)
-            for case in itertools.islice(fitting, CASES):
+            problems = list(PROBLEMS[op](claim))
+            fitting = (case for case in cases(op, claim, problems, DTYPE) if case.outputs[0].numel)
+            scaled = cases(op, claim, list(of_any_scale(problems)), DTYPE)
+            for case in itertools.chain(itertools.islice(fitting, CASES), scaled):
                 said = wrong(kernels[claim["kernel_id"]], op, claim["kernel_id"], case, bench)
                 print(json.dumps([device, op, case.name, said]))
 

@@ -137,6 +137,34 @@ def test_scores_beyond_the_largest_number_give_no_zeros(harnesses: Harnesses, ba
     assert found[0, 1].any()
 
 
+@pytest.mark.parametrize("last", [np.nan, 3e38])
+@pytest.mark.parametrize(
+    ("backend", "op"), [("torch", "attention"), ("torch", "attention_forward"), ("zentorch", "attention")]
+)
+def test_keys_behind_the_causal_rule_make_no_nan(harnesses: Harnesses, backend: str, op: str, last: float) -> None:
+    """Of a result of 0, or a log-sum-exp of 0, which is looked at again, only with the keys that its query sees."""
+    q, k, v = np.ones((3, 1, 2, 3, 8), "f4")
+    q *= 1e5  # by which the last key's scores are sums of both infinities
+    q[:, :, 0] *= [[0.0], [1.0]]  # the log-sum-exp of its row is 0
+    k[:, :, :2] = 0
+    k[:, :, 2] = np.array([last, -last] * 4)
+    v[:, :, 0] = 0
+    one, rows = TensorSpec.contiguous("float32", q.shape), TensorSpec.contiguous("float32", q.shape[:3])
+    outs = [one, rows] if op == "attention_forward" else [one]
+    attrs = {"is_causal": True, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    data = [q.tobytes(), k.tobytes(), v.tobytes(), b"", b"", b""]
+    specs = [one, one, one, None, None, None]
+    answer, written = harnesses[backend].run(f"{backend}.{op}", op, specs, outs, attrs, [data])
+    assert "error" not in answer
+    found = np.frombuffer(written[0], "f4").reshape(q.shape)
+    assert not found[:, :, 0].any()
+    np.testing.assert_allclose(found[:, :, 1], 0.5)
+    assert np.isnan(found[:, :, 2]).all()
+    if op == "attention_forward":
+        lse = np.frombuffer(written[1], "f4").reshape(q.shape[:3])
+        np.testing.assert_allclose(lse[:, :, :2], [[[0, np.log(2)]] * 2], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("backend", "op"),
     [("torch", "attention"), ("mlx", "attention"), ("torch", "attention_forward"),
@@ -180,6 +208,46 @@ def test_attention_takes_any_scale(harnesses: Harnesses, backend: str, op: str, 
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e-60])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("torch", "float32"), ("torch", "float64"), ("onnxruntime", "float32"), ("onnx-reference", "float32")],
+)
+def test_gradients_of_attention_take_any_scale(
+    harnesses: Harnesses, backend: str, dtype: str, scale: float, is_causal: bool
+) -> None:
+    """As the pass forward does."""
+    grad, q, k, v = np.random.default_rng(1).standard_normal((4, 1, 2, 3, 8)).astype(dtype)
+    attrs = {"is_causal": is_causal, "scale": scale, "causal_alignment": "top_left", "layout": "BHSD"}
+    made = [one.astype(dtype) for one in reference.attention_forward(q, k, v, **attrs)]
+    given = [grad, q, k, v, made[0], made[1].astype("f4")]
+    one, rows = TensorSpec.contiguous(dtype, q.shape), TensorSpec.contiguous("float32", q.shape[:3])
+    specs, data = [*[one] * 5, rows, None], [*(array.tobytes() for array in given), b""]
+    answer, written = harnesses[backend].run(
+        f"{backend}.attention_backward", "attention_backward", specs, [one] * 3, attrs, [data]
+    )
+    assert "error" not in answer
+    for found, wanted in zip(written, reference.attention_backward(*given, **attrs), strict=True):
+        np.testing.assert_allclose(np.frombuffer(found, dtype).reshape(q.shape), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e-60])
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_attention_of_sequences_takes_any_scale(harnesses: Harnesses, backend: str, scale: float) -> None:
+    q, k, v = np.random.default_rng(1).standard_normal((3, 7, 2, 8)).astype("f4")
+    ends = np.array([0, 3, 7], "i4")
+    attrs = {"is_causal": True, "scale": scale, "causal_alignment": "bottom_right"}
+    one, where = TensorSpec.contiguous("float32", q.shape), TensorSpec.contiguous("int32", ends.shape)
+    specs, data = [one, one, one, where, where], [array.tobytes() for array in (q, k, v, ends, ends)]
+    answer, written = harnesses[backend].run(
+        f"{backend}.attention_varlen", "attention_varlen", specs, [one], attrs, [data]
+    )
+    assert "error" not in answer
+    wanted = reference.attention_varlen(q, k, v, ends, ends, **attrs)
+    np.testing.assert_allclose(np.frombuffer(written[0], "f4").reshape(q.shape), wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
 def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, activation: str) -> None:
     """ZenDNN's relu of a product is its maximum with 0, which has no NaN."""
@@ -199,10 +267,13 @@ def test_an_activation_of_nan_is_nan_where_it_is_fused(harnesses: Harnesses, act
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch", "mlx", "numba", "zentorch"])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_of_infinity_is_infinity(harnesses: Harnesses, backend: str, approximate: str) -> None:
+@pytest.mark.parametrize("some", [(np.inf, 3e38, 1.0, 0.0, -1.0, -3e38, np.nan), (3e38, -3e38, 1.0)])
+def test_gelu_of_infinity_is_infinity(
+    harnesses: Harnesses, backend: str, approximate: str, some: tuple[float, ...]
+) -> None:
     """oneDNN's kernel, which torch has on CPUs with AVX-512, gives NaN, and infinity for half of the largest number.
-    So does ZenDNN's, fused into a product."""
-    numbers = np.array([np.inf, 3e38, 1.0, 0.0, -1.0, -3e38, np.nan] * 8, "f4")
+    So does ZenDNN's, fused into a product. The sum of the second ones is finite."""
+    numbers = np.array(some * 8, "f4")
     x = TensorSpec.contiguous("float32", numbers.shape)
     wanted = np.where(numbers > 1e38, numbers, reference.gelu(numbers, approximate=approximate))
     if backend == "zentorch":
@@ -244,6 +315,22 @@ def test_norms_without_an_epsilon(harnesses: Harnesses, backend: str, eps: float
         both = reference.add_rms_norm(x, residual, weight, ndim=1, eps=0.0)
         for result, expected in zip(written, both, strict=True):
             np.testing.assert_allclose(np.frombuffer(result, "f4").reshape(x.shape), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("backend", "activation"), [("torch", "gelu"), ("torch", "gelu_tanh"), ("zentorch", "gelu")])
+def test_gelu_of_the_largest_numbers_in_a_gated_mlp(harnesses: Harnesses, backend: str, activation: str) -> None:
+    """The gates are 3e38, -3e38 and 1, of which no sum is infinite; what they are multiplied by, 1e-38 each."""
+    numbers, matrix = np.eye(3, dtype="f4"), np.eye(3, dtype="f4")
+    gate_up = np.concatenate([np.diag([3e38, -3e38, 1.0]), np.full((3, 3), 1e-38)]).astype("f4")
+    specs = [TensorSpec.contiguous("float32", array.shape) for array in (numbers, gate_up, matrix)]
+    answer, written = harnesses[backend].run(
+        f"{backend}.gated_mlp",
+        *("gated_mlp", specs, specs[:1], {"activation": activation}),
+        [[array.tobytes() for array in (numbers, gate_up, matrix)]],
+    )
+    assert "error" not in answer
+    wanted = np.diag([3.0, 0.0, 8.413e-39])
+    np.testing.assert_allclose(np.frombuffer(written[0], "f4").reshape(3, 3), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])

@@ -39,6 +39,7 @@ RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
 ROOM_BYTES = 64 << 20  # the caches of append_kv may have four dimensions of 65
 FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
+SIGNS = (1, 0, 1, -1)  # of the scale of attention, with the causal rule and without
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 INDICES = {  # the dtypes of tensors that have their own
     "embedding": {"ids": "int64"},
@@ -184,6 +185,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         dims = dims[:1]
     for number in range(RANDOM_PROBLEMS):
         attrs: dict[str, Any] = {}
+        sign = SIGNS[number // 2 % len(SIGNS)]
         inputs: Sequence[Values | None]
         if op in ATTENTION_OPS:
             group, kv_heads, dim = rng.choice((1, 1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
@@ -191,7 +193,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             queries, keys = (rng.choice(EXTENTS if op == "attention" else FEWER) for _ in "qk")
             is_causal = bool(number % 2)
             alignment = rng.choice(kernel["causal_alignments"]) if is_causal and queries != keys else "top_left"
-            attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
+            attrs = {"is_causal": is_causal, "scale": sign * dim**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
             q = numbers(1, group * kv_heads, queries, dim)
             inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None, None, None]
             if op == "attention_backward":
@@ -206,7 +208,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             counts = [[rng.choice((0, *FEWER)) for _ in range(2)] for _ in "qk"]
             is_causal = bool(number % 2)
             alignment = rng.choice(kernel["causal_alignments"]) if is_causal else "top_left"
-            attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment}
+            attrs = {"is_causal": is_causal, "scale": sign * dim**-0.5, "causal_alignment": alignment}
             q = numbers(sum(counts[0]), group * kv_heads, dim)
             ends = (Values((len(n) + 1,), list(itertools.accumulate(n, initial=0))) for n in counts)
             inputs = [q, *(numbers(sum(counts[1]), kv_heads, dim) for _ in "kv"), *ends]
@@ -216,7 +218,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             lengths = [rng.randrange(2 * page + 1) for _ in range(rng.randrange(1, 3))]
             blocks = list(range(2 * len(lengths)))
             rng.shuffle(blocks)
-            attrs = {"scale": dim**-0.5}
+            attrs = {"scale": sign * dim**-0.5}
             caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
             inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where, None, None]
@@ -227,14 +229,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
                 rng.choice((8, 16)),
                 rng.choice((1, 8)),
             )
-            lengths, attrs = [rng.randrange(4 * page + 1) for _ in range(3)], {"scale": latent**-0.5}
+            lengths, attrs = [rng.randrange(4 * page + 1) for _ in range(3)], {"scale": sign * latent**-0.5}
             tables = Values((3, 4), rng.sample(range(12), 12))
             queries = [numbers(3, heads, wide) for wide in (latent, rope)]
             inputs = [*queries, *(numbers(12, page, wide) for wide in (latent, rope)), tables, Values((3,), lengths)]
         elif op in ("attention_varlen_forward", "paged_attention_forward"):
             group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims[:3])
             queries, keys = ([rng.choice((0, *FEWER[:8])) for _ in range(2)] for _ in "qk")
-            attrs = {"is_causal": bool(number % 2), "scale": dim**-0.5}
+            attrs = {"is_causal": bool(number % 2), "scale": sign * dim**-0.5}
             attrs |= [{}, {"window_left": 3}, {"softcap": 2.0}][number % 3]
             q = numbers(sum(queries), group * kv_heads, dim)
             ends = [Values((3,), list(itertools.accumulate(n, initial=0))) for n in (queries, keys)]

@@ -9,31 +9,35 @@ from typing import Any
 
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._torch_ops import Builder, Run, with_plain_scale
+from layerzero.workers.providers._torch_ops import Builder, Run, any_scale, any_scale_backward
 
 ROWS = 256  # queries at a time where each sees some of the keys
 CHUNK = 1 << 22  # scores or biases at a time
 
 
-def restore_nan(out: Any, q: Any, k: Any, mask: Any = None) -> Any:
+def restore_nan(out: Any, q: Any, k: Any, mask: Any, *, is_causal: bool) -> Any:
     """torch's and ZenDNN's kernels for CPUs (2.13, 5.3) take a row of nothing but NaN scores for one that sees nothing,
-    and give 0: what comes of NaN is NaN, unless the mask hides it."""
+    and give 0: what comes of NaN is NaN, unless the mask or the causal rule (top left) hides it."""
     lost = out[..., 0] == 0.0
     if lost.any():
-        lost &= _has_nan(q, k, mask)
+        lost &= _has_nan(q, k, mask, is_causal=is_causal)
         out.masked_fill_(lost.unsqueeze(-1), math.nan)
     return out
 
 
-def _has_nan(q: Any, k: Any, mask: Any) -> Any:
-    """Of each query whether one of the scores that its mask lets it see is NaN, which finite numbers come to as well
-    that are so large that their products are infinite."""
+def _has_nan(q: Any, k: Any, mask: Any, *, is_causal: bool) -> Any:
+    """Of each query whether one of the scores that it may see is NaN, which finite numbers come to as well that are so
+    large that their products are infinite."""
     seen = None if mask is None else mask > -math.inf if mask.is_floating_point() else mask
+    if is_causal:
+        rule = q.new_ones((q.shape[2], k.shape[2])).bool().tril_()
+        seen = rule if seen is None else seen & rule
     found = q.isnan().any(-1)
     if seen is not None:
         found = found & seen.any(-1)
     largest = 3e38 if q.itemsize <= 4 else 1e308
-    if k.numel() and not float(q.abs().amax()) * float(k.abs().amax()) * q.shape[3] < largest:  # else none is
+    known = q.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # those with NaN are found
+    if k.numel() and not float(known.abs().amax()) * float(k.abs().amax()) * q.shape[3] < largest:  # else none is
         wide = q.double() if q.itemsize > 4 else q.float()
         keys = k.to(wide.dtype).repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
         scores = (wide @ keys.mT).isnan()
@@ -45,11 +49,11 @@ def sdpa_with_nan(torch: Any) -> Any:
     """torch's scaled_dot_product_attention, with NaN for rows of NaN scores, and any scale."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def attend(q: Any, k: Any, v: Any, *, scale: float, attn_mask: Any = None, **options: Any) -> Any:
-        q, scale = with_plain_scale(q, scale)
-        return restore_nan(sdpa(q, k, v, attn_mask=attn_mask, scale=scale, **options), q, k, attn_mask)
+    def attend(q: Any, k: Any, v: Any, *, attn_mask: Any, is_causal: bool, **options: Any) -> Any:
+        found = sdpa(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+        return restore_nan(found, q, k, attn_mask, is_causal=is_causal)
 
-    return attend
+    return any_scale(attend)
 
 
 class FlashAttention:
@@ -59,7 +63,8 @@ class FlashAttention:
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self._forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        self._backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        self._backward, self.attend = any_scale_backward(backward), any_scale(self._attend)
 
     def forward(self, views: Sequence[Any], call: Call) -> Run:
         """Targets: out and lse."""
@@ -76,22 +81,21 @@ class FlashAttention:
                 lse.fill_(-math.inf if k.shape[2] == 0 else math.log(k.shape[2]))
                 return
             is_causal, bias = self._rule(q, k, mask, call)
-            found, rows = self.attend(q, k, v, bias, scale, is_causal=is_causal)
+            found, rows = self.attend(q, k, v, bias, scale=scale, is_causal=is_causal)
             out.copy_(found)
             lse.copy_(rows)
 
         return run
 
-    def attend(self, q: Any, k: Any, v: Any, bias: Any, scale: float, *, is_causal: bool = False) -> tuple[Any, Any]:
+    def _attend(self, q: Any, k: Any, v: Any, bias: Any, *, scale: float, is_causal: bool = False) -> tuple[Any, Any]:
         """Result and log-sum-exp. `bias`: in q's dtype or float32, dense in its last two dimensions."""
         width = max(q.shape[3], v.shape[3])
-        q, scale = with_plain_scale(q, scale)
         found, rows = self._forward(
             *(self._wide(tensor, width) for tensor in (q, k, v)), 0.0, is_causal, attn_mask=bias, scale=scale
         )
         lost = rows == 0.0
         if lost.any():  # as restore_nan
-            lost &= _has_nan(q, k, bias)
+            lost &= _has_nan(q, k, bias, is_causal=is_causal)
             found.masked_fill_(lost.unsqueeze(-1), math.nan)
             rows.masked_fill_(lost, math.nan)
         if bias is not None:  # the kernel gives 0 for a row that sees nothing
@@ -112,7 +116,7 @@ class FlashAttention:
             is_causal, bias = self._rule(q, k, mask, call)
             inputs = [self._wide(tensor, width) for tensor in (q, k, v)]
             if q.dtype == torch.float64:
-                found, rows = self.attend(q, k, v, bias, scale, is_causal=is_causal)
+                found, rows = self.attend(q, k, v, bias, scale=scale, is_causal=is_causal)
                 out = self._wide(found, width)
             else:
                 out, rows = self._wide(output, width), lse
@@ -186,7 +190,7 @@ def both(mask: Any, seen: Any) -> Any:
 
 class Composed:
     """Attention with options, so many queries at a time that neither their scores nor their biases take much memory;
-    of windows and causal rules only the keys that these queries may see. `attend(q, k, v, bias, scale)` gives a result
+    of windows and causal rules only the keys that these queries may see. `attend(q, k, v, bias, scale=)` gives a result
     and its log-sum-exp; without one, and with a soft cap, they are composed."""
 
     def __init__(
@@ -253,7 +257,7 @@ class Composed:
             if seen is not None and seen.numel() < high - low:
                 k, v = k.index_select(2, seen), v.index_select(2, seen)
                 bias = None if bias is None else bias.index_select(3, seen)
-            out, lse = self.attend(q, k, v, bias, self.scale)
+            out, lse = self.attend(q, k, v, bias, scale=self.scale)
         if self.sinks is None:
             return out, lse
         sink = self.sinks.to(lse.dtype)[:, None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.workers.provider import Bind, Block, Bound, Call, DeviceMemory
 from layerzero.workers.providers._sequences import checked_ends
-from layerzero.workers.providers._torch_ops import Builder, Run, binder, with_plain_scale
+from layerzero.workers.providers._torch_ops import Builder, Run, any_scale, binder
 
 # What attention kernels load at once; they check no addresses, and a misaligned load ends the process' context.
 ALIGNMENT_BYTES = 16
@@ -94,6 +94,7 @@ class TorchCuda:
 
         For libraries that take no mask. Their own rule for causal calls is the descriptor's.
         """
+        forward = any_scale(forward)
 
         def build(views: Sequence[Any], call: Call) -> Run:
             q, k, v, *_ = views
@@ -111,8 +112,7 @@ class TorchCuda:
 
             def run(out: Any) -> None:
                 q, k, v = (give().transpose(1, 2) for give in inputs)
-                q, factor = with_plain_scale(q, scale)
-                result = forward(q, k, v, is_causal, factor)
+                result = forward(q, k, v, is_causal, scale=scale)
                 out[:, :, hidden:].copy_(result[..., :wide].transpose(1, 2))
                 if hidden:
                     out[:, :, :hidden].zero_()
@@ -125,6 +125,7 @@ class TorchCuda:
         """A Builder from `forward(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale)`, for libraries that read the
         ends of sequences on the GPU, and believe them: nobody waits to refuse what leads outside, so the ends are bent
         to go from 0 up to the number of tokens and never down. They get every tensor with one head_dim."""
+        forward = any_scale(forward)
 
         def build(views: Sequence[Any], call: Call) -> Run:
             q, k, v, *ends = views
@@ -136,9 +137,7 @@ class TorchCuda:
 
             def run(out: Any) -> None:
                 starts = (self._bent(tensor, len(tokens)) for tensor, tokens in zip(ends, (q, k), strict=True))
-                queries, *others = (give() for give in inputs)
-                queries, factor = with_plain_scale(queries, scale)
-                out.copy_(forward(queries, *others, *starts, is_causal, factor)[..., :wide])
+                out.copy_(forward(*(give() for give in inputs), *starts, is_causal, scale=scale)[..., :wide])
 
             return run
 
@@ -153,9 +152,10 @@ class TorchCuda:
         return bent.cummax(0).values.to(self.torch.int32)
 
     def attention_varlen_on_host(self, forward: Callable[..., Any], width: Callable[[int], int]) -> Builder:
-        """A Builder from `forward(q, k, v, ends_q, ends_k, call)`, for libraries that want the ends of sequences as
-        lists: it waits for the GPU. They get every tensor with one head_dim, `width` of the largest, and no query that
-        sees no key."""
+        """A Builder from `forward(q, k, v, ends_q, ends_k, call, scale)`, for libraries that want the ends of sequences
+        as lists: it waits for the GPU. They get every tensor with one head_dim, `width` of the largest, and no query
+        that sees no key."""
+        forward = any_scale(forward)
 
         def build(views: Sequence[Any], call: Call) -> Run:
             q, k, v, *ends = views
@@ -167,14 +167,19 @@ class TorchCuda:
                 given = zip(ends, (q, k), ("cu_seqlens_q", "cu_seqlens_k"), strict=True)
                 ends_q, ends_k = (checked_ends(tensor.tolist(), len(tokens), name) for tensor, tokens, name in given)
                 rows, ends_q = visible_rows(ends_q, ends_k, call)
+
+                def attend(seeing: Any) -> Any:
+                    queries = self.aligned(seeing, dim)()
+                    found = forward(queries, read_k(), read_v(), ends_q, ends_k, call, scale=call.attrs["scale"])
+                    return found[..., :wide]
+
                 if not rows:
                     out.zero_()
                 elif len(rows) == len(q):
-                    out.copy_(forward(self.aligned(q, dim)(), read_k(), read_v(), ends_q, ends_k, call)[..., :wide])
+                    out.copy_(attend(q))
                 else:
                     chosen = self.torch.tensor(rows, device=q.device)
-                    queries = self.aligned(q.index_select(0, chosen), dim)()
-                    result = forward(queries, read_k(), read_v(), ends_q, ends_k, call)[..., :wide]
+                    result = attend(q.index_select(0, chosen))
                     out.zero_()
                     out[chosen] = result
 

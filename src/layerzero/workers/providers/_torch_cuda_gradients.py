@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from layerzero.workers.provider import Call
 from layerzero.workers.providers._torch_cuda import ALIGNMENT_BYTES, TorchCuda
-from layerzero.workers.providers._torch_ops import Builder, Run
+from layerzero.workers.providers._torch_ops import Builder, Run, any_scale, any_scale_backward
 
 # In what torch's efficient attention counts: the rows of its log-sum-exp, and the columns of what it adds to scores.
 EFFICIENT_ROWS, EFFICIENT_COLUMNS = 32, 16
@@ -24,13 +24,12 @@ class _Rule(NamedTuple):
     """What says which keys a query sees, as the kernels take it."""
 
     is_causal: bool
-    scale: float
     bias: Any = None
 
 
-Forward = Callable[..., tuple[Any, Any]]  # q, k, v, rule -> out, lse
+Forward = Callable[..., tuple[Any, Any]]  # q, k, v, rule, scale -> out, lse
 Given = Callable[[Any, int], Callable[[], Any]]  # a tensor and a width -> how it is read
-Backward = Callable[..., Sequence[Any]]  # grad_out, q, k, v, out, lse, rule -> the gradients of q, k, v
+Backward = Callable[..., Sequence[Any]]  # grad_out, q, k, v, out, lse, rule, scale -> the gradients of q, k, v
 
 
 class Gradients:
@@ -51,47 +50,53 @@ class Gradients:
                 found[called] = self._backwards(backward, given, is_deterministic=True)
         return found
 
-    def flash_forward(self, q: Any, k: Any, v: Any, rule: _Rule) -> tuple[Any, Any]:
-        found = self.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.is_causal, False, scale=rule.scale)
+    def flash_forward(self, q: Any, k: Any, v: Any, rule: _Rule, scale: float) -> tuple[Any, Any]:
+        found = self.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.is_causal, False, scale=scale)
         return found[0], found[1]
 
-    def flash_backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule) -> Sequence[Any]:
+    def flash_backward(
+        self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule, scale: float
+    ) -> Sequence[Any]:
         no_starts, no_dropout = (None, None), (self._unused(q), self._unused(q))
         found: Sequence[Any] = self.aten._scaled_dot_product_flash_attention_backward(
             *(grad, q, k, v, out, lse.contiguous(), *no_starts, q.shape[2], k.shape[2], 0.0, rule.is_causal),
             *no_dropout,
-            scale=rule.scale,
+            scale=scale,
         )
         return found
 
-    def efficient_forward(self, q: Any, k: Any, v: Any, rule: _Rule) -> tuple[Any, Any]:
+    def efficient_forward(self, q: Any, k: Any, v: Any, rule: _Rule, scale: float) -> tuple[Any, Any]:
         found = self.aten._scaled_dot_product_efficient_attention(
-            q, k, v, rule.bias, True, 0.0, rule.is_causal, scale=rule.scale
+            q, k, v, rule.bias, True, 0.0, rule.is_causal, scale=scale
         )
         return found[0], found[1][:, :, : q.shape[2]]
 
-    def efficient_backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule) -> Sequence[Any]:
+    def efficient_backward(
+        self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule, scale: float
+    ) -> Sequence[Any]:
         rows = self.torch.nn.functional.pad(lse, (0, -lse.shape[2] % EFFICIENT_ROWS), value=math.inf).contiguous()
         out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as forward makes it: its strides are taken for granted
         found: Sequence[Any] = self.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, q, k, v, rule.bias, out, rows, self._unused(q), self._unused(q), 0.0, [True, True, True, False]),
             rule.is_causal,
-            scale=rule.scale,
+            scale=scale,
         )
         return found[:3]
 
-    def cudnn_forward(self, q: Any, k: Any, v: Any, rule: _Rule) -> tuple[Any, Any]:
+    def cudnn_forward(self, q: Any, k: Any, v: Any, rule: _Rule, scale: float) -> tuple[Any, Any]:
         queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         if keys == 1:  # every row sees it, under either rule, and its weight is 1
             k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
-            scores = (q.float() * k.float()).sum(-1) * rule.scale
+            scores = (q.float() * k.float()).sum(-1) * scale
             return v.expand(-1, -1, queries, -1), scores
         found = self.aten._scaled_dot_product_cudnn_attention(
-            self._at_least(q), k, v, None, True, 0.0, rule.is_causal, False, scale=rule.scale
+            self._at_least(q), k, v, None, True, 0.0, rule.is_causal, False, scale=scale
         )
         return found[0][:, :, :queries], found[1].reshape(*q.shape[:2], -1)[:, :, :queries]
 
-    def cudnn_backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule) -> Sequence[Any]:
+    def cudnn_backward(
+        self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule, scale: float
+    ) -> Sequence[Any]:
         """Of rows of zeros that are added: a query's gradient is 0, and so is what it gives to keys; a key is
         multiplied by 0 in those of queries."""
         at_least = self._at_least
@@ -100,11 +105,13 @@ class Gradients:
             *(at_least(grad), at_least(q), at_least(k), at_least(v), at_least(out), rows),
             *(self._unused(q), self._unused(q), None, None, None),
             *(max(q.shape[2], LEAST_ROWS), max(k.shape[2], LEAST_ROWS), 0.0, rule.is_causal),
-            scale=rule.scale,
+            scale=scale,
         )
         return [grads[:, :, : of.shape[2]] for grads, of in zip(found, (q, k, v), strict=True)]
 
     def _forwards(self, forward: Forward, given: Given) -> Builder:
+        forward = any_scale(forward)
+
         def build(views: Sequence[Any], call: Call) -> Run:
             q, k, v, mask, *_ = views
             if _is_empty(q, k, v):
@@ -115,7 +122,8 @@ class Gradients:
 
             def run(targets: Any) -> None:
                 out, lse = targets
-                found, rows = forward(*(give() for give in inputs), self._rule(q, k, mask, call))
+                rule = self._rule(q, k, mask, call)
+                found, rows = forward(*(give() for give in inputs), rule, scale=call.attrs["scale"])
                 out[:, :, hidden:].copy_(found[..., : out.shape[3]])
                 lse[:, :, hidden:].copy_(rows)
                 out[:, :, :hidden].zero_()
@@ -130,6 +138,8 @@ class Gradients:
         return build
 
     def _backwards(self, backward: Backward, given: Given, *, is_deterministic: bool = False) -> Builder:
+        backward = any_scale_backward(backward)
+
         def build(views: Sequence[Any], call: Call) -> Run:
             grad_out, q, k, v, output, lse, mask = views
             if _is_empty(q, k, v):
@@ -143,9 +153,9 @@ class Gradients:
                 rows = lse[:, :, hidden:]
                 if mask is not None:  # the weights of a row that sees nothing are exp(-inf - 0) = 0
                     rows = rows.masked_fill(rows == -math.inf, 0.0)
-                rule = self._rule(q, k, mask, call)
+                rule, scale = self._rule(q, k, mask, call), call.attrs["scale"]
                 with self._determinism(is_deterministic):
-                    found = backward(grad(), queries(), keys(), values(), out(), rows, rule)
+                    found = backward(grad(), queries(), keys(), values(), out(), rows, rule, scale=scale)
                 targets[0][:, :, :hidden].zero_()
                 for target, made in zip((targets[0][:, :, hidden:], *targets[1:]), found, strict=True):
                     target.copy_(made[..., : target.shape[3]])
@@ -174,9 +184,8 @@ class Gradients:
     def _rule(self, q: Any, k: Any, mask: Any, call: Call) -> _Rule:
         """The mask is what is added to scores, dense in rows that are a multiple of 16 apart."""
         torch, keys = self.torch, k.shape[2]
-        is_causal, scale = bool(call.attrs["is_causal"]), call.attrs["scale"]
         if mask is None:
-            return _Rule(is_causal, scale)
+            return _Rule(bool(call.attrs["is_causal"]))
         width = keys + -keys % EFFICIENT_COLUMNS
         room = torch.zeros((*mask.shape[:2], q.shape[2], width), dtype=q.dtype, device=q.device)
         bias = room[..., :keys]
@@ -184,7 +193,7 @@ class Gradients:
             bias.masked_fill_(~mask, -math.inf)
         else:
             bias.copy_(mask.expand(*mask.shape[:2], *bias.shape[2:]))
-        return _Rule(False, scale, bias.expand(*q.shape[:2], *bias.shape[2:]))
+        return _Rule(False, bias.expand(*q.shape[:2], *bias.shape[2:]))
 
     def _at_least(self, tensor: Any) -> Any:
         """(B, H, S, D) with LEAST_ROWS rows, of which those that are added are 0."""

@@ -88,7 +88,7 @@ def gelu(torch: Any, x: Any, approximate: str, out: Any) -> Any:
     infinity for half of the largest number (2.13): these are put in after. Of NaN in x that costs the same."""
     kernel = functools.partial(torch.ops.aten.gelu.out, approximate=approximate)
     is_native = approximate != "none" or not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16)
-    if is_native or not x.numel() or float(x.detach().max()) <= _HUGE:
+    if is_native or not x.numel() or float(x.max()) <= _HUGE:
         return kernel(x, out=out)
     above = x > _HUGE
     large = x[above]
@@ -97,13 +97,38 @@ def gelu(torch: Any, x: Any, approximate: str, out: Any) -> Any:
     return out
 
 
-def with_plain_scale(q: Any, scale: float) -> tuple[Any, float]:
-    """Queries and a scale that give the same scores, the scale being one that kernels take: they hide keys by -inf and
-    multiply then, which makes NaN of it by 0, and +inf by less. What is 0 in float32 is 0, and ZenDNN's word for none.
-    """
+def plain_scale(scale: float) -> tuple[float, float]:
+    """What to multiply queries by, and a scale that gives the same scores then, and that kernels take: they hide keys
+    by -inf and multiply then, which makes NaN of it by 0, and +inf by less. What is 0 in float32 is 0, and ZenDNN's
+    word for none."""
     if scale > _TINY:
-        return q, scale
-    return (-q, -scale) if scale < -_TINY else (q * scale, 1.0)
+        return 1.0, scale
+    return (-1.0, -scale) if scale < -_TINY else (scale, 1.0)
+
+
+def times(tensor: Any, factor: float) -> Any:
+    return tensor if factor == 1.0 else tensor * factor
+
+
+def any_scale(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward(q, ..., scale=)` of a kernel that takes plain scales alone, of any."""
+
+    def run(q: Any, *others: Any, scale: float, **options: Any) -> Any:
+        factor, scale = plain_scale(scale)
+        return forward(times(q, factor), *others, scale=scale, **options)
+
+    return run
+
+
+def any_scale_backward(backward: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Likewise `backward(grad_out, q, ..., scale=)`, which gives the gradients of q, k and v."""
+
+    def run(grad_out: Any, q: Any, *others: Any, scale: float, **options: Any) -> Sequence[Any]:
+        factor, scale = plain_scale(scale)
+        grad_q, *found = backward(grad_out, times(q, factor), *others, scale=scale, **options)
+        return [times(grad_q, factor), *found]
+
+    return run
 
 
 class TorchOps:

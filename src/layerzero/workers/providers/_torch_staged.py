@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.workers.provider import Bind, Block, Bound, Call
 from layerzero.workers.providers import _torch_activations, _torch_elementwise
-from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, host_view, with_plain_scale
+from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, any_scale, host_view
 
 # What needs one output, and no memory of the caller's but that.
 STAGED = (
@@ -65,12 +65,11 @@ def _attention(torch: Any, views: Sequence[Any], call: Call) -> Run:
     if is_causal and queries != keys and call.attrs["causal_alignment"] == "bottom_right":
         is_causal = False
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    sdpa = any_scale(torch.nn.functional.scaled_dot_product_attention)
     scale, is_grouped = call.attrs["scale"], q.shape[1] != k.shape[1]
 
     def run(out: Any) -> None:
-        queries, factor = with_plain_scale(q, scale)
-        out.copy_(sdpa(queries, k, v, attn_mask=mask, is_causal=is_causal, scale=factor, enable_gqa=is_grouped))
+        out.copy_(sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped))
         if mask is not None:
             seen = mask if mask.dtype == torch.bool else mask > -math.inf
             out.masked_fill_(~seen.any(-1, keepdim=True), 0)

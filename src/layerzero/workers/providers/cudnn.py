@@ -18,7 +18,7 @@ from layerzero.ipc.errors import BackendError
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import ALIGNMENT_BYTES, TorchCuda, is_aligned
-from layerzero.workers.providers._torch_ops import Run
+from layerzero.workers.providers._torch_ops import Run, plain_scale, times
 
 T = TypeVar("T")
 KERNELS = ("cudnn.attention", "cudnn.attention.wide")
@@ -85,17 +85,18 @@ class Attention:
         if is_causal and not is_bottom_right:
             k, v = (tensor[:, :, : q.shape[2]] for tensor in (k, v))
         queries, keys = q.shape[2], k.shape[2]
+        factor, scale = plain_scale(call.attrs["scale"])
         alignment = None
         # Of one query and grouped heads, a causal mask gives wrong results (release notes of cuDNN 9.18).
         if is_causal and queries > 1 and keys > 1:
             alignment = "BOTTOM_RIGHT" if is_bottom_right and queries < keys else "TOP_LEFT"
-        inputs = [self.operand(q), *((self.twice if keys == 1 else self.operand)(tensor) for tensor in (k, v))]
+        inputs = [self.operand(q, factor), *((self.twice if keys == 1 else self.operand)(tensor) for tensor in (k, v))]
         given = call.outputs[0]
         stored = TensorSpec(given.dtype, (*q.shape[:3], v.shape[3]), given.strides)
         is_direct = is_loadable(stored)
         if not is_direct:
             stored = TensorSpec.contiguous(stored.dtype, stored.shape)
-        plan = self.plan((*(operand.spec for operand in inputs), stored), alignment, call.attrs["scale"])
+        plan = self.plan((*(operand.spec for operand in inputs), stored), alignment, scale)
         workspaces: dict[int, Any] = {}  # by stream: two calls may run at the same time
 
         def run(out: Any) -> None:
@@ -111,12 +112,12 @@ class Attention:
 
         return run
 
-    def operand(self, tensor: Any) -> Operand:
+    def operand(self, tensor: Any, factor: float = 1.0) -> Operand:
         spec = TensorSpec(self.names[tensor.dtype], tuple(tensor.shape), tensor.stride())
-        if is_aligned(tensor) and is_loadable(spec):
+        if factor == 1.0 and is_aligned(tensor) and is_loadable(spec):
             return Operand(spec, lambda: tensor)
         dense = TensorSpec.contiguous(spec.dtype, spec.shape)
-        return Operand(dense, lambda: tensor.clone(memory_format=self.torch.contiguous_format))
+        return Operand(dense, lambda: times(tensor.clone(memory_format=self.torch.contiguous_format), factor))
 
     def twice(self, tensor: Any) -> Operand:
         """The only key two times, which changes no result: torch says that cuDNN does not take one."""

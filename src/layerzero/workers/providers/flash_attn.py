@@ -7,7 +7,7 @@ from typing import Any
 
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
-from layerzero.workers.providers._torch_ops import Run
+from layerzero.workers.providers._torch_ops import Run, plain_scale, times
 
 
 def load() -> Loaded:
@@ -42,17 +42,18 @@ def load() -> Loaded:
         if room == 0 or blocks == 0:
             return lambda out: out.zero_()
         inputs = [gpu.aligned(tensor) for tensor in (q, k_cache, v_cache)]
+        factor, scale = plain_scale(call.attrs["scale"])
 
         def run(out: Any) -> None:
             query, k, v = (give() for give in inputs)
             result = flash_attn.flash_attn_with_kvcache(
-                query.unsqueeze(1),
+                times(query, factor).unsqueeze(1),
                 k,
                 v,
                 # The kernel believes both. What leads outside is bent to keys of the caller's: nobody waits for them.
                 cache_seqlens=lengths.clamp(0, room),
                 block_table=tables.clamp(0, blocks - 1),
-                softmax_scale=call.attrs["scale"],
+                softmax_scale=scale,
             )
             out.copy_(result.squeeze(1))
 

@@ -6,6 +6,7 @@ Its kernels are compiled by nvcc at the first call of a dtype and head_dim.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._sequences import checked_lengths
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
-from layerzero.workers.providers._torch_ops import Run
+from layerzero.workers.providers._torch_ops import Run, plain_scale, times
 
 HEAD_DIMS = (64, 128, 256)  # that fa3 has templates for; others are padded with zeros, which change nothing
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; it holds partial results of a split sequence
@@ -96,10 +97,10 @@ def load() -> Loaded:
 
     builders = {
         "flashinfer.attention_varlen.fa2": gpu.attention_varlen_on_host(
-            lambda *given: prefill.ragged("fa2", *given), template_width
+            functools.partial(prefill.ragged, "fa2"), template_width
         ),
         "flashinfer.attention_varlen.fa3": gpu.attention_varlen_on_host(
-            lambda *given: prefill.ragged("fa3", *given), template_width
+            functools.partial(prefill.ragged, "fa3"), template_width
         ),
         "flashinfer.paged_attention": paged.build,
         "flashinfer.rope": rope,
@@ -158,13 +159,13 @@ class _Prefill:
         is_folded = len(q) > 1 and all(tokens(give(), is_folded=True) is not None for give in inputs)
         batch, fold = (1, len(q)) if is_folded else (len(q), 1)
         heads, kv_heads = fold * q.shape[1], fold * k.shape[1]
-        plan = self.plan(
-            backend, q.dtype, (batch, heads, kv_heads, queries - hidden, keys), width, is_causal, call.attrs["scale"]
-        )
+        factor, scale = plain_scale(call.attrs["scale"])
+        plan = self.plan(backend, q.dtype, (batch, heads, kv_heads, queries - hidden, keys), width, is_causal, scale)
 
         def run(out: Any) -> None:
             plan._float_workspace_buffer = self.workspace()  # plans hold offsets into it, no address
             given = [give() for give in inputs]
+            given[0] = times(given[0], factor)
             rows = [tokens(t, is_folded=is_folded) for t in given]
             rows = [t.transpose(1, 2).flatten(0, 1) if r is None else r for r, t in zip(rows, given, strict=True)]
             target = out[:, :, hidden:]
@@ -186,7 +187,9 @@ class _Prefill:
 
         return run
 
-    def ragged(self, backend: str, q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call) -> Any:
+    def ragged(
+        self, backend: str, q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call, scale: float
+    ) -> Any:
         """Sequences of unequal lengths. Planned at each call, in memory that is planned anew only when the calls before
         have been read from it: on one stream, whose calls begin with a wait for the ends."""
         torch = self.torch
@@ -201,7 +204,7 @@ class _Prefill:
             q.shape[2],
             head_dim_vo=v.shape[2],
             causal=bool(call.attrs["is_causal"]),
-            sm_scale=call.attrs["scale"],
+            sm_scale=scale,
             q_data_type=q.dtype,
             kv_data_type=q.dtype,
         )
@@ -266,6 +269,7 @@ class _Paged:
         (held_blocks, page, kv_heads, dim), room = k_cache.shape, tables.shape[1] * k_cache.shape[1]
         is_grouped = q.shape[1] >= GROUP_FOR_TENSOR_CORES * kv_heads
         inputs = [self.gpu.aligned(tensor) for tensor in (k_cache, v_cache)]
+        factor, scale = plain_scale(call.attrs["scale"])
 
         def run(out: Any) -> None:
             torch = self.torch
@@ -288,11 +292,11 @@ class _Paged:
                 kv_heads,
                 dim,
                 page,
-                sm_scale=call.attrs["scale"],
+                sm_scale=scale,
                 q_data_type=q.dtype,
                 kv_data_type=q.dtype,
             )
-            result = plan.run(self.gpu.aligned(queries)(), tuple(give() for give in inputs))
+            result = plan.run(self.gpu.aligned(times(queries, factor))(), tuple(give() for give in inputs))
             if is_whole:
                 out.copy_(result)
             else:

@@ -15,6 +15,7 @@ from typing import Any
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.workers.provider import Block, Bound, Call, DeviceMemory, Loaded
 from layerzero.workers.providers import _dlpack
+from layerzero.workers.providers._torch_ops import any_scale
 
 ALIGNMENT_BYTES = 256  # of buffers that XLA makes itself; compiled code counts on some of it
 LEGACY_STREAM = 1  # the default stream to DLPack, which allows no 0
@@ -42,8 +43,8 @@ def load() -> Loaded:
             if k.shape[2] == 1:  # which cuDNN refuses; the same key a second time changes no result
                 k, v = numpy.repeat(k, 2, axis=2), numpy.repeat(v, 2, axis=2)
             q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
-            dot_product_attention = jax.nn.dot_product_attention
-            out = dot_product_attention(q, k, v, scale=scale, is_causal=is_causal, implementation="cudnn")
+            rule: dict[str, Any] = {"is_causal": is_causal, "implementation": "cudnn"}
+            out = any_scale(jax.nn.dot_product_attention)(q, k, v, scale=scale, **rule)
             return out[..., :wide].transpose(0, 2, 1, 3)
 
         jitted: Callable[..., Any] = jax.jit(attention)

@@ -20,7 +20,7 @@ from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_experts import Experts
 from layerzero.workers.providers._torch_losses import Losses
 from layerzero.workers.providers._torch_norms import NormGradients
-from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits, with_plain_scale
+from layerzero.workers.providers._torch_ops import Run, TorchOps, any_scale, as_bits
 from layerzero.workers.providers._torch_quantized import Quantized
 from layerzero.workers.providers._torch_sampling import Sampling
 from layerzero.workers.providers._torch_vision import Vision
@@ -116,12 +116,12 @@ class _Attention:
         if not is_bottom_right:
             return self._sdpa("FLASH_ATTENTION", views, call, inputs)
         # F.scaled_dot_product_attention has no flag for it; torch.nn.attention.bias calls this op, too.
-        flash, scale = self.torch.ops.aten._scaled_dot_product_flash_attention, call.attrs["scale"]
+        flash = any_scale(self.torch.ops.aten._scaled_dot_product_flash_attention)
+        scale = call.attrs["scale"]
 
         def run(out: Any) -> None:
             q, k, v = (give() for give in inputs)
-            q, factor = with_plain_scale(q, scale)
-            result = flash(q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=factor)[0]
+            result = flash(q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=scale)[0]
             out.copy_(result[..., :wide])
 
         return run
@@ -135,15 +135,14 @@ class _Attention:
         inputs = [self.gpu.aligned(tensor) for tensor in (q, k, v)]
         if not is_bottom_right:
             return self._masked("EFFICIENT_ATTENTION", views, call, inputs)
-        forward, scale = self.torch.ops.aten._efficient_attention_forward, call.attrs["scale"]
+        forward, scale = any_scale(self.torch.ops.aten._efficient_attention_forward), call.attrs["scale"]
         # Rows that see no key are left out: with some, the kernel is wrong in others, too (2.11, ragged shapes).
         hidden = max(q.shape[2] - k.shape[2], 0)
         read_q, read_k, read_v = inputs
 
         def run(out: Any) -> None:
-            queries, factor = with_plain_scale(read_q()[:, :, hidden:], scale)
             result = forward(
-                queries.transpose(1, 2),
+                read_q()[:, :, hidden:].transpose(1, 2),
                 read_k().transpose(1, 2),
                 read_v().transpose(1, 2),
                 bias=None,
@@ -154,7 +153,7 @@ class _Attention:
                 dropout_p=0.0,
                 custom_mask_type=CAUSAL_BOTTOM_RIGHT,
                 compute_log_sumexp=False,
-                scale=factor,
+                scale=scale,
             )[0]
             out[:, :, hidden:].copy_(result.transpose(1, 2))
             out[:, :, :hidden].zero_()
@@ -258,15 +257,14 @@ class _Attention:
         those for which `mask` says what is visible."""
         attention, scale = self.torch.nn.attention, call.attrs["scale"]
         chosen = [getattr(attention.SDPBackend, backend)]
-        sdpa = self.torch.nn.functional.scaled_dot_product_attention
+        sdpa = any_scale(self.torch.nn.functional.scaled_dot_product_attention)
         is_causal = call.attrs["is_causal"] and not _is_bottom_right(views, call)
         is_grouped = views[0].shape[1] != views[1].shape[1]
 
         def run(out: Any) -> None:
             with attention.sdpa_kernel(chosen):
                 q, k, v = (give() for give in inputs)
-                q, factor = with_plain_scale(q, scale)
-                result = sdpa(q, k, v, attn_mask=mask(), is_causal=is_causal, scale=factor, enable_gqa=is_grouped)
+                result = sdpa(q, k, v, attn_mask=mask(), is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
             out.copy_(result[..., : out.shape[3]])
 
         return run

@@ -39,7 +39,7 @@ def load() -> Loaded:
         shared = (t.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1) for t in (k, v))
         return q.unflatten(2, (groups, heads // groups)), *shared
 
-    def varlen(q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call) -> Any:
+    def varlen(q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call, scale: float) -> Any:
         rule = blocks[call.attrs["causal_alignment"]] if call.attrs["is_causal"] else fmha.attn_bias.BlockDiagonalMask
         counts_q, counts_k = ([high - low for low, high in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
         if rule is blocks["top_left"] and any(map(int.__lt__, counts_q, counts_k)):
@@ -48,7 +48,7 @@ def load() -> Loaded:
             rows = [row for low, count in zip(ends_k, seen, strict=False) for row in range(low, low + count)]
             places = torch.tensor(rows, device=q.device)
             k, v, counts_k = k[places], v[places], seen
-        bias, scale = rule.from_seqlens(counts_q, counts_k, device=q.device), call.attrs["scale"]
+        bias = rule.from_seqlens(counts_q, counts_k, device=q.device)
         packed = grouped(*(tensor.unsqueeze(0) for tensor in (q, k, v)))
         return ops.memory_efficient_attention_forward(*packed, attn_bias=bias, scale=scale).reshape(q.shape)
 

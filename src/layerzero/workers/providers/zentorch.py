@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers._torch_attention import restore_nan
-from layerzero.workers.providers._torch_ops import host_view, in_place, with_plain_scale
+from layerzero.workers.providers._torch_ops import any_scale, host_view, in_place
 
 LEAST_EPS = 2.0**-126  # of 0 in float32 ZenDNN's norms do nothing, and say nothing: the result is what lay there
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
@@ -58,7 +58,6 @@ class _Zentorch:
         width = max(q.shape[3], value_width)
         is_causal, scale = call.attrs["is_causal"], call.attrs["scale"]
         padded_out = torch.empty((*out.shape[:3], width), dtype=out.dtype) if width != value_width else out
-        sdpa = self.ops.zentorch_sdpa.out
 
         def adapt(tensor: Any) -> Any:
             """zentorch takes one head_dim for q, k and v (zeros added to it change nothing), and no stride of 0."""
@@ -68,15 +67,20 @@ class _Zentorch:
                 return tensor.clone(memory_format=torch.contiguous_format)
             return tensor
 
+        @any_scale
+        def sdpa(queries: Any, bias: Any, *, scale: float) -> None:
+            self.ops.zentorch_sdpa.out(
+                *(adapt(queries), adapt(k), adapt(v), 0.0, is_causal), attn_mask=bias, scale=scale, out=padded_out
+            )
+            restore_nan(padded_out, queries, k, mask, is_causal=is_causal)
+
         def bound() -> None:
             bias = mask
             if bias is not None:  # it takes a mask of q's dtype with every key in it, and no other
                 if bias.dtype == torch.bool:
                     bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, -math.inf)
                 bias = bias.expand(*bias.shape[:2], rows, keys).contiguous()
-            queries, factor = with_plain_scale(q, scale)
-            sdpa(adapt(queries), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=factor, out=padded_out)
-            restore_nan(padded_out, queries, k, mask)
+            sdpa(q, bias, scale=scale)
             if padded_out is not out:
                 out.copy_(padded_out[..., :value_width])
 
