@@ -280,9 +280,10 @@ if not TYPE_CHECKING:  # else every name would be one that exists
     def __getattr__(name: str) -> Any:
         module = _MODULE_OF.get(name)
         if module is None:
-            hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
-            if not hint and not name.startswith("_"):
-                hint = import_module("layerzero.ipc.names").nearest(name, __all__)
+            near = [_SERVED_BY[name]] if name in _SERVED_BY else []
+            if not near and not name.startswith("_"):
+                near = import_module("difflib").get_close_matches(name.lower(), __all__, n=1, cutoff=0.75)
+            hint = f"; did you mean lz.{near[0]}?" if near else ""
             raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(module), name)
         if module.startswith("layerzero.client.facade."):

@@ -241,7 +241,7 @@ def test_wrong_usage_names_the_word_and_the_way_out(site: Site, words: tuple[str
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("place", ["nowhere/made", "."])
+@pytest.mark.parametrize("place", ["nowhere/made", ".", "n" * 300])
 def test_a_file_that_cannot_be_written_is_named_and_no_traceback(idle: Site, tmp_path: Path, place: str) -> None:
     trace, made = tmp_path / "t.lztrace", tmp_path / place
     layerzero.trace().save(trace)
@@ -250,6 +250,16 @@ def test_a_file_that_cannot_be_written_is_named_and_no_traceback(idle: Site, tmp
     assert shown.stderr.startswith(f"error: name another file or folder than {made}: ")
     assert "Traceback" not in shown.stderr
     assert "Traceback" in lz(idle, "--traceback", "trace", "export", str(trace), "--output", str(made)).stderr
+
+
+def test_a_full_disk_is_told_and_no_traceback(idle: Site, tmp_path: Path) -> None:
+    """Of which Python says no file."""
+    trace = tmp_path / "t.lztrace"
+    layerzero.trace().save(trace)
+    shown = lz(idle, "trace", "export", str(trace), "--output", "/dev/full")
+    assert shown.returncode == FAILED
+    assert shown.stderr.startswith("error: make room on the disk: [Errno 28] No space left on device")
+    assert "Traceback" not in shown.stderr
 
 
 def test_failed_call_is_one_block_with_the_next_command(new_site: Sites) -> None:

@@ -148,6 +148,23 @@ def test_an_address_that_leads_nowhere_says_so(new_site: Make, tmp_path: Path) -
         assert not any("exceptionId" in one for one in page.said)
 
 
+def test_what_had_no_answer_is_asked_again(new_site: Make, tmp_path: Path) -> None:
+    """A lone trace or capsule is asked for once; the error of a server that was away stayed for ever."""
+    site = new_site()
+    site.use_store(tmp_path)
+    site.start()
+    with dashboard(site) as shown, browser() as page:
+        page.open(shown.address)
+        page.wait("document.querySelector('#link')?.textContent === 'live'")
+        page.run(
+            "{ const ask = fetch; window.fetch = (path) => path.includes('capsules/')"
+            " ? (window.fetch = ask, Promise.reject(new Error('it was away'))) : ask(path); }"
+        )
+        page.run("location.hash = 'capsules/some'")
+        page.wait("document.body.innerText.includes('/api/capsules/some has no answer: it was away')")
+        page.wait("document.body.innerText.includes(\"no capsule is called 'some'\")")
+
+
 def stays_where_one_is(page: Browser) -> None:
     """The page draws itself anew each second: that takes away no focus, and what is pressed gets its click."""
     page.press("1")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.backends.toy import KILL
 from tests.process.harness import Site, wait_ended, wait_until
+from tests.process.test_cli import command as arguments
 from tests.process.test_cli import lz as command
 from tests.process.test_express import X, bad, settle
 
@@ -87,6 +90,18 @@ def test_calls_and_a_death_are_kept_and_shown(site: Site, tmp_path: Path) -> Non
         begins = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(span[0]))
         assert command(site, "report", "--last", long).stdout.startswith(begins)
     assert "--at TIME" in command(site, "top", "--once", "--history", str(file)).stderr
+    own, theirs = pty.openpty()  # with a terminal likewise: it would show the broker
+    shown = subprocess.run(
+        **arguments(site, ("top", "--history", str(file)), TERM="xterm"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(own)
+    os.close(theirs)
+    assert "--at TIME" in shown.stderr
 
 
 def test_looking_on_keeps_no_broker(new_site: Make, tmp_path: Path) -> None:

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import platformdirs
 import typer
-from typer.core import TyperGroup
 
 from layerzero.client.cli import bisect as cli_bisect
 from layerzero.client.cli import options
@@ -23,10 +22,10 @@ from layerzero.client.cli.capsule import capsule_app
 from layerzero.client.cli.cluster import cluster_app
 from layerzero.client.cli.compare import compare
 from layerzero.client.cli.dashboard import dashboard
+from layerzero.client.cli.group import Group
 from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.ops import ops
 from layerzero.client.cli.options import (
-    JSON,
     All,
     Backend,
     Device,
@@ -51,31 +50,7 @@ EPILOG = (
     "Exit codes: 0 done; 1 the operation failed; 2 wrong usage or impossible arguments; 3 no broker runs or it went "
     "away. Data goes to stdout, notes and errors to stderr; --json output has a field `schema`, now 1."
 )
-_OF_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-_FIRST = ("up", "down", "status", "doctor", "env", "run", "explain", "ops", "types", "tune", "logs")
 _STORE = platformdirs.user_cache_path("layerzero")
-
-
-class Group(TyperGroup):
-    """Prints a LayerZeroError as one readable block, and a file that cannot be read or written likewise."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """What a newcomer needs first; the rest as it was added."""
-        return [*_FIRST, *(name for name in super().list_commands(ctx) if name not in _FIRST)]
-
-    def invoke(self, ctx: Any) -> Any:
-        from layerzero.ipc.errors import InvalidArgument, LayerZeroError
-
-        try:
-            return super().invoke(ctx)
-        except (LayerZeroError, *_OF_PATHS) as exc:
-            if ctx.params["traceback"] or (isinstance(exc, OSError) and exc.filename is None):
-                raise
-            if isinstance(exc, OSError):
-                exc = InvalidArgument(f"name another file or folder than {exc.filename}: {exc.strerror}")
-            from layerzero.client.cli.output import show_error
-
-            raise typer.Exit(show_error(exc, as_json=ctx.meta.get(JSON, False))) from exc
 
 
 def _print_version(value: bool) -> None:

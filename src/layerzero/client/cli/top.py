@@ -40,15 +40,13 @@ def top(
     from layerzero.client.history.moments import moment
     from layerzero.ipc.errors import EnvError, InvalidArgument
 
+    if history is not None and at is None:
+        raise InvalidArgument(f"say of when, --at TIME: {history} is looked at for what was, the broker for what is")
     moment_s = None if at is None else moment(at, time.time())
     from layerzero.top.source import Source
 
     source = Source(history, moment_s)
     if once or as_json or not out().is_terminal:
-        if history is not None and at is None:
-            raise InvalidArgument(
-                f"say of when, --at TIME: {history} is looked at for what was, the broker for what is"
-            )
         try:
             _print(source, as_json=as_json)
         finally:

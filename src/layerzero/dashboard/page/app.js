@@ -5,7 +5,7 @@ import { VIEWS } from "./views.js";
 
 const SPANS = [[900, "15 min"], [3600, "1 h"], [86400, "1 d"], [30 * 86400, "30 d"]];
 const LIVE_S = 900; // charts of up to so long go on with the stream; others are asked for again
-const AGAIN_MS = 10000;
+const AGAIN_MS = 10000, ANEW_MS = 5000;
 
 export const state = {
   view: "overview", now: null, error: null, at: 0, events: [], points: [], span: 900, filter: "", open: null,
@@ -13,12 +13,13 @@ export const state = {
 };
 const $ = (id) => document.getElementById(id);
 
-/** The answer to a question of the page, from the last time; asked anew when it is older than `maxAge` ms. */
-export function asked(path, maxAge = 5000) {
+/** The answer to a question of the page, from the last time; asked anew when it is older than `maxAge` ms, errors sooner. */
+export function asked(path, maxAge = ANEW_MS) {
   const found = state.answers.get(path) ?? { at: -Infinity, value: null, isAsked: false };
-  if (!found.isAsked && (found.value === null || performance.now() - found.at > maxAge)) {
+  const kept = found.value?.error ? Math.min(maxAge, ANEW_MS) : maxAge;
+  if (!found.isAsked && (found.value === null || performance.now() - found.at > kept)) {
     state.answers.set(path, { ...found, isAsked: true });
-    fetch(path).then((answer) => answer.json()).catch(() => ({ error: { message: `${path} has no answer` } })).then((value) => {
+    fetch(path).then((answer) => answer.json()).catch((why) => ({ error: { message: `${path} has no answer: ${why.message}` } })).then((value) => {
       state.answers.set(path, { at: performance.now(), value, isAsked: false });
       render();
     });
