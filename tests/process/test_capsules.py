@@ -366,8 +366,15 @@ def test_replay_makes_the_call_again_on_every_backend(kept: tuple[Site, form.Cap
 
 def test_list_show_and_remove(kept: tuple[Site, form.Capsule]) -> None:
     site, capsule = kept
-    rows = data(lz(site, "capsule", "list", "--json"))["capsules"]
+    kept_in, rows = (data(lz(site, "capsule", "list", "--json"))[key] for key in ("folder", "capsules"))
     assert [row["name"] for row in rows] == [capsule.name]
+    damaged = Path(kept_in) / f"{capsule.name}-damaged"
+    shutil.copytree(Path(kept_in) / capsule.name, damaged)
+    (damaged / form.CALL).write_text("{")
+    listed = lz(site, "capsule", "list")
+    assert re.search(rf"{damaged.name} +- +cannot be read *\n", listed.stdout), "in one line, too"
+    assert f"{damaged.name}: " in listed.stderr
+    shutil.rmtree(damaged)
     assert capsule.name in lz(site, "capsule", "list").stdout, "in one line, to be copied"
     shown = lz(site, "capsule", "show", capsule.name[:20])
     assert shown.returncode == DONE, shown.stderr

@@ -98,7 +98,7 @@ def test_texts_are_left_out_by_default_and_a_replay_says_so(site: Site, capsules
     with site.environment():
         site.start().connect()
         with pytest.raises(lz_.BackendError):
-            fn.scaled(np.ones(3), how="exit", secret=["hush", b"hush"])
+            fn.scaled(np.ones(3), how="exit", secret={7: ["hush", b"hush"]})
         with pytest.raises(lz_.BackendError):
             fn.of_number(13)
     first, second = (
@@ -106,7 +106,7 @@ def test_texts_are_left_out_by_default_and_a_replay_says_so(site: Site, capsules
     )
     for path in (capsules / first.name).iterdir():
         assert b"hush" not in path.read_bytes(), path
-    assert "how=text of 4, secret=[text of 4, bytes of 4]" in first.label
+    assert "how=text of 4, secret={7: [text of 4, bytes of 4]}" in first.label
     lz_.disconnect()
     done = lz(site, "replay", first.name)
     assert done.returncode == USAGE

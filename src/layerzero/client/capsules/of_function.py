@@ -220,7 +220,10 @@ def _shown(tree: Any) -> str:
         case [values.HELD, *_]:
             return "object"
         case [int() as tag, *rest]:
-            inside = ", ".join([*map(_shown, rest[:8]), *(["..."] if len(rest) > 8 else [])])
+            words = [*map(_shown, rest[:8])]
+            if tag == values.DICT:  # its keys and items in turn
+                words = [f"{key}: {item}" for key, item in zip(words[::2], words[1::2], strict=False)]
+            inside = ", ".join([*words, *(["..."] if len(rest) > 8 else [])])
             begin, end = {values.TUPLE: ("(", ")"), values.DICT: ("{", "}")}.get(tag, ("[", "]"))
             return f"{begin}{inside}{end}"[:MAX_SHOWN]
     return f"{tree!r:.40}"

@@ -71,13 +71,16 @@ def show_all(as_json: Json = False) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for head in ("capsule", "backend", "ended by", "data"):
         table.add_column(head, overflow="fold", no_wrap=head != "backend")  # a name is there to be copied
-    for name, capsule, problem in found:
+    for name, capsule, _ in found:
         if capsule is None:
-            table.add_row(name, problem)
+            table.add_row(name, "-", "cannot be read")
         else:
             data = _size(capsule.nbytes) if capsule.has_data else "shapes"
             table.add_row(name, capsule.failed.backend, capsule.failed.what, data)
     out().print(table)
+    for name, _, problem in found:
+        if problem:
+            note(f"{name}: {problem}")
     note("lz replay NAME makes the call again, on all backends with --env all")
 
 
