@@ -18,5 +18,5 @@ def test_keys_of_dicts_are_texts_and_names_of_arguments_are_not() -> None:
     assert kwargs[1] == "table"
     assert args[1][1] == {of_function.TEXT: 17}
     assert args[1][3] == 3
-    assert of_function.words_of(args, kwargs).endswith("table={text of 17, ({text of 4, bytes of 4}), 3, text of 4}")
+    assert of_function.words_of(args, kwargs).endswith("table={text of 17: ({text of 4: bytes of 4}), 3: text of 4}")
     assert not of_function.Part("call", "", 0, (args, kwargs), (0, 1)).is_whole
