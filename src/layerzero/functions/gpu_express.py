@@ -104,7 +104,8 @@ class GpuExpress:
         key = (found.key, _root_logger.level, declared)
         site = self._sites.get(key)
         if site is None or not site.is_open(session):
-            site = self._found(session, key, args, declared)
+            made = self._found(session, key, args, declared)
+            site = made if made is not None and made.is_open(session) else None
             if site is not None:
                 if len(self._sites) >= MAX_SITES:
                     self._sites.clear()
