@@ -10,6 +10,7 @@ Importing this loads nothing else; names are resolved when first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -281,9 +282,8 @@ if not TYPE_CHECKING:  # else every name would be one that exists
         module = _MODULE_OF.get(name)
         if module is None:
             hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
-            if not hint and not name.startswith("_"):
-                hint = import_module("layerzero.ipc.names").nearest(name, __all__)
-            raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
+            text = f"module 'layerzero' has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python says what is nearly called so
         value = globals()[name] = getattr(import_module(module), name)
         if module.startswith("layerzero.client.facade."):
             import_module("layerzero.client.connection.observing").on_traced = _take_traced
