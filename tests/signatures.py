@@ -29,7 +29,7 @@ from layerzero.client.planning import (
 from layerzero.client.planning.plans import Plan
 from layerzero.functions import calling
 from layerzero.ipc.vocabulary.attention_shapes import SCALED_CACHES
-from layerzero.ipc.vocabulary.ops import CAST_DTYPES, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import CAST_DTYPES, GPU_ARRAYS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 DIGEST = {**dict.fromkeys(TOKENIZER_ATTRS, "none"), "tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
@@ -498,6 +498,17 @@ def _function(rng: Random) -> Plan:
     return calling.plan(calling.BYTES, *some)
 
 
+def _function_on_gpu(rng: Random) -> Plan:
+    """Of arrays whose shapes have nothing to do with each other."""
+    specs = [
+        TensorSpec.contiguous("float32", tuple(_extents(rng, rng.randint(0, 4))))
+        for _ in range(rng.randint(2, len(GPU_ARRAYS) + 1))
+    ]
+    *inputs, result = specs
+    told = {"call": "00", "ranges": "", "result": " ".join(map(str, (result.dtype, *result.shape))), "worker": "1"}
+    return Plan("function_on_gpu", (*inputs, *[None] * (len(GPU_ARRAYS) - len(inputs))), told, (result,), (result,))
+
+
 _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
@@ -563,5 +574,6 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
     ),
     "null": lambda rng: plans.plan_null(),
     "function": _function,
+    "function_on_gpu": _function_on_gpu,
 }
 assert _MAKERS.keys() == OPS.keys()

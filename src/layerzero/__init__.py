@@ -10,6 +10,7 @@ Importing this loads nothing else; names are resolved when first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -280,11 +281,9 @@ if not TYPE_CHECKING:  # else every name would be one that exists
     def __getattr__(name: str) -> Any:
         module = _MODULE_OF.get(name)
         if module is None:
-            near = [_SERVED_BY[name]] if name in _SERVED_BY else []
-            if not near and not name.startswith("_"):
-                near = import_module("difflib").get_close_matches(name.lower(), __all__, n=1, cutoff=0.75)
-            hint = f"; did you mean lz.{near[0]}?" if near else ""
-            raise AttributeError(f"module 'layerzero' has no attribute {name!r}{hint}")
+            hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
+            text = f"module 'layerzero' has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python says what is nearly called so
         value = globals()[name] = getattr(import_module(module), name)
         if module.startswith("layerzero.client.facade."):
             import_module("layerzero.client.connection.observing").on_traced = _take_traced

@@ -314,6 +314,14 @@ def test_arguments_of_a_wrong_type_are_refused_by_name() -> None:
             wrong()
 
 
+def test_a_weight_in_the_place_of_a_shape_is_refused_without_its_numbers() -> None:
+    x, weight = np.ones((2, 512), np.float32), np.ones(512, np.float32)
+    for op in (lz.rms_norm, lz.layer_norm):
+        with pytest.raises(lz.InvalidArgument, match=r"normalized_shape is an array of float32; .* weight=") as caught:
+            op(x, weight)
+        assert len(str(caught.value)) < 200
+
+
 def test_copies_of_one_kind_are_reported_in_one_line() -> None:
     """Three lines that say the same are two too many."""
     lz.matmul(numbers(4, 4), numbers(4, 4))

@@ -148,6 +148,16 @@ def test_results_that_nobody_takes_give_their_memory_back() -> None:
         gc.enable()
 
 
+def test_answers_that_nobody_waits_for_are_read_between_calls_that_pass_the_broker() -> None:
+    """They lay in the socket for as long as no other call went through the broker, and kept their memory."""
+    settled()
+    before = pool.stats()["slots"]
+    others = fn.act.options(tolerance=1e-3)
+    for _ in range(50):
+        others.submit("", "y" * 9_000)  # too long for a lane
+    wait_until(lambda: settled() and pool.stats()["slots"] <= before)
+
+
 def test_arrays_of_many_results_have_each_its_memory() -> None:
     """All are kept: of calls on the lane as of others, which come in turns where results are arrays."""
     paths, kept = set(), []

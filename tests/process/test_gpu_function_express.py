@@ -147,6 +147,15 @@ def test_results_of_any_shape_and_number(there: int) -> None:
     check(fn.act(x), values * 2)
 
 
+def test_a_plan_refuses_to_record_one(there: int) -> None:
+    """Its result would be taken for a constant, also where it would be on its ring."""
+    x, values = randn(6, 8)
+    settled(x)
+    with pytest.raises(lz.InvalidArgument, match="call it outside of the plan"):
+        lz.plan(lambda given: (fn.act(x), given))(x)
+    check(fn.act(x), values * 2)
+
+
 def test_what_a_call_comes_to_besides_is_as_ever(there: int, capfd: pytest.CaptureFixture[str]) -> None:
     """An exception, output, and output that the room of an answer does not hold, with results on the GPU."""
     x, values = randn(8)

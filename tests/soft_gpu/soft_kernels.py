@@ -137,6 +137,12 @@ def _layer_norm_of(grid: tuple[int, ...], out: Any, x: Any, weight: Any, bias: A
     out[...] = result * (1 if weight is None else weight) + (0 if bias is None else bias)
 
 
+def _take_of(grid: tuple[int, ...], out: Any, table: Any, index: Any) -> None:
+    if index.min() < 0 or index.max() >= len(table):
+        raise Strike
+    out[...] = table[index]
+
+
 def _append_of(grid: tuple[int, ...], keys: Any, values: Any, k_cache: Any, v_cache: Any, slots: Any) -> None:
     for rows, cache in ((keys, k_cache), (values, v_cache)):
         for row, slot in zip(rows, slots.tolist(), strict=True):
@@ -151,6 +157,7 @@ KERNELS: dict[str, SoftKernel] = {
     "store<float>": SoftKernel("TT", _store_of),
     "layer_norm<float>": SoftKernel("TTTTqd", _layer_norm_of),
     "append<float>": SoftKernel("TTTTT", _append_of),
+    "take<float>": SoftKernel("TTT", _take_of),
     "silu": SoftKernel("QQq", _silu),
     "scale": SoftKernel("QQdq", _scale),
     "add": SoftKernel("QQQq", _add),

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from layerzero.ipc.vocabulary.ops import CAST_DTYPES, FUNCTION, OPS
+from layerzero.ipc.vocabulary.ops import CAST_DTYPES, FUNCTION, FUNCTION_ON_GPU, OPS
 from layerzero.ipc.vocabulary.shape_class import ANY, class_dtype
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
-_ALWAYS = frozenset({"null", FUNCTION})  # what is no matter of dtypes
+_ALWAYS = frozenset({"null", FUNCTION, FUNCTION_ON_GPU})  # what is no matter of dtypes
 _TEXT = ("tokenize", "detokenize")
 _GRADIENTS = frozenset({"attention_backward", "layer_norm_backward", "rms_norm_backward", "cross_entropy"})
 _VISION = frozenset(

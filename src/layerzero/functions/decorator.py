@@ -32,6 +32,8 @@ def isolated(
     tolerance: float = 1e-5,
     process: str = "pool",
     placement: str = "worker",
+    lift: bool = False,
+    trial: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
     process that the broker keeps.
@@ -50,14 +52,17 @@ def isolated(
     environment's workers; "own": each has a process of its own, which ends with it. placement, of functions of one
     environment: "worker"; "auto": in this process where Python and requirements of the environment hold in it and
     policy allows it, else in a worker; "in_process": there or not at all. There a call has no deadline, and what ends
-    it hard ends this process. A class becomes an IsolatedClass,
+    it hard ends this process. lift, of functions with shapes= whose result depends on their arguments alone: kernels
+    of calls that repeat, with arrays on a GPU, are proved and then launched by this process; last_report().not_lifted
+    says of others why not. trial, with lift=True: takes the same arguments and gives, by the names of those that are
+    arrays of integers, which values these may have: {"index": range(table.shape[0])}. A class becomes an IsolatedClass,
     whose objects are proxies.
 
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
     given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
     more = {"shapes": shapes, "shadow": shadow, "tolerance": tolerance, "process": process, "placement": placement}
-    options = options_of(Options, **given, **more)
+    options = options_of(Options, **given, **more, lift=lift, trial=trial)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

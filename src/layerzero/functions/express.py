@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import observing, overlay
@@ -28,6 +28,7 @@ from layerzero.client.session.shadow import NEVER
 from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.gpu_express import GpuExpress, GpuExpressCall
+from layerzero.functions.lifting import LiftedCall
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import resolve
 from layerzero.ipc.errors import LayerZeroError
@@ -48,6 +49,8 @@ _NO_KWARGS = pack_tree([values.DICT])
 _NOT_LENT = [(MAX_LENT - count) * NO_REF for count in range(MAX_LENT + 1)]
 _NOTHING = bytes(Frame([frames.RETURNED, None, []]))
 _root_logger = logging.getLogger()
+Begun: TypeAlias = "ExpressCall | GpuExpressCall | LiftedCall"
+"""A call that passes the broker, or that this process has launched."""
 
 
 class Block(NamedTuple):
@@ -108,7 +111,7 @@ class Express:
         given = Arguments(args, {}, self.backends)
         return Call(self.owner, given, args, {}, self.owner._options, session=session)
 
-    def begin(self, args: tuple[Any, ...], loan: Any = None) -> ExpressCall | GpuExpressCall | None:
+    def begin(self, args: tuple[Any, ...], loan: Any = None) -> Begun | None:
         """A call that is on its lane; None for one that has to go the longer way. `loan`: is kept until it has
         ended."""
         if len(args) not in self._counts:

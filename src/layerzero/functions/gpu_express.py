@@ -17,7 +17,7 @@ from layerzero.client.arrays.recognition import Array, describe
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import observing, overlay
 from layerzero.client.connection.call import Request, Route
-from layerzero.client.connection.report import EXPRESS, Copy
+from layerzero.client.connection.report import EXPRESS, LIFTED, Copy
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
@@ -33,6 +33,7 @@ from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
 from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import Call, Owner
+from layerzero.functions.lifting import LiftedCall, Lifting
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import of_those, resolve
 from layerzero.ipc.cuda.handles import STAGED
@@ -94,9 +95,14 @@ class GpuExpress:
         self._sites: dict[Hashable, _Site] = {}
         self._results: dict[Hashable, tuple[TensorSpec, ...]] = {}  # of calls whose results were others than the last
         self._pause = self._skipped = 0
+        self.lifting: Lifting | None = None  # of a function whose calls this process may launch
 
-    def begin(self, args: tuple[Any, ...], found: Key, loan: Any) -> GpuExpressCall | None:
-        """A call that is on its ring; None for one that has to go the longer way."""
+    def begin(self, args: tuple[Any, ...], found: Key, loan: Any) -> GpuExpressCall | LiftedCall | None:
+        """A call that is on its ring, or that this process has launched; None for one that has to go the longer way."""
+        lifting = self.lifting
+        lifted = None if lifting is None else lifting.run(args, found.key)
+        if lifted is not None:
+            return lifted
         if self._skipped < self._pause:
             self._skipped += 1
             return None
@@ -104,11 +110,16 @@ class GpuExpress:
         key = (found.key, _root_logger.level, declared)
         site = self._sites.get(key)
         if site is None or not site.is_open(session):
-            site = self._found(session, key, args, declared)
+            made = self._found(session, key, args, declared)
+            site = made if made is not None and made.is_open(session) else None
             if site is not None:
                 if len(self._sites) >= MAX_SITES:
                     self._sites.clear()
                 self._sites[key] = site
+        if lifting is not None and site is not None:
+            lifted = lifting.ask(site, args, found.key)
+            if lifted is not None:
+                return lifted
         call = None if site is None else site.begin(args, found.addresses, loan)
         # Where such calls come to nothing in a row, ever more of them are not tried.
         self._pause, self._skipped = min(2 * self._pause + 1, MAX_PAUSE) if call is None else 0, 0
@@ -130,7 +141,7 @@ class GpuExpress:
         last: Any = getattr(owner._last, "call", None)
         record = getattr(last, "_record", None)
         results = self._results.get(key, owner._places.results_there.get(label)) if declared is None else declared
-        if type(record) is not tuple or record[6].lane != EXPRESS or results is None:
+        if type(record) is not tuple or record[6].lane not in (EXPRESS, LIFTED) or results is None:
             return None
         if last._session is not session or session.link.lost is not None or observing.recorder is not None:
             return None
@@ -196,8 +207,8 @@ class _Site:
         self.lease, self._transport = route.lease, gpu.transport
         self._link, self._policy, self._gpus = session.link, overlay.current(), session.gpus
         self._frame, self._sizes, self._first = frame, sizes, first
-        self._stream, self._make = streamer(like), maker(like, results)
-        self._is_capturing, self._is_here = capture_watcher(like, gpu), context_watcher(like, gpu)
+        self.stream, self.make = streamer(like), maker(like, results)
+        self.is_capturing, self._is_here = capture_watcher(like, gpu), context_watcher(like, gpu)
         self._result_bytes = layout_of(results).nbytes if results else 0
         self._places: dict[tuple[int, ...], tuple[bytes, frozenset[int], tuple[tuple[int, int], ...]]] = {}
         self._rest = (MAX_LENT - len(sizes) - bool(results)) * NO_REF
@@ -227,15 +238,15 @@ class _Site:
         """A call, on its ring. None where that has no lease, where memory is new to its worker, and while the stream is
         captured. Raises the error of an earlier call on the GPU that failed after it had returned."""
         start_ns = time.perf_counter_ns()
-        gpu, stream, context = self.gpu, self._stream(), self.gpu.memory.context
+        gpu, stream, context = self.gpu, self.stream(), self.gpu.memory.context
         self._gpus.glance(gpu, stream, READ_EVERY)
         is_pushed = not self._is_here()
         if is_pushed:
             context.__enter__()
         try:
-            if self._is_capturing(stream):
+            if self.is_capturing(stream):
                 return None
-            made, address = self._make(args[self._first]) if self.results else (None, 0)
+            made, address = self.make(args[self._first]) if self.results else (None, 0)
             refs = self._refs(addresses, address)
             if refs is None:
                 return None

@@ -27,10 +27,10 @@ from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call
 from layerzero.functions.chunks import ChunkCall, demand_size
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
-from layerzero.functions.express import Express, ExpressCall
+from layerzero.functions.express import Begun, Express
 from layerzero.functions.futures import FunctionFuture
-from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.functions.handle import wrap_of
+from layerzero.functions.lifting import LiftedCall, demand_liftable
 from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
@@ -123,6 +123,9 @@ class Isolated(Generic[P, R]):
         self._threads = Threads(self._places.count_of(where))
         self._counts = NO_COUNTS if self._signature is None else plain_counts(self._signature)
         self._names = () if self._signature is None else names_by_place(self._signature)
+        if options.lift:
+            is_plain, workers = not self._is_stream and not self._is_coroutine, len(self._places.backends)
+            demand_liftable(code.label, options, is_plain=is_plain, counts=self._counts, workers=workers)
         self._room, self._kernel_ns = MIN_ROOM, UNKNOWN_NS
         self._express = self._own_express() if self._takes_express else None
         self._last = threading.local()
@@ -147,7 +150,7 @@ class Isolated(Generic[P, R]):
         return (
             Express(self, self._counts)
             if shapes is None
-            else ShapedExpress(self, self._counts, shapes, has_out=self._has_out)
+            else ShapedExpress(self, self._counts, shapes, self._names, has_out=self._has_out)
         )
 
     @property
@@ -195,7 +198,7 @@ class Isolated(Generic[P, R]):
         call.send()
         return FunctionFuture(call)
 
-    def _begun(self, express: Express, args: tuple[Any, ...], kwargs: Any) -> ExpressCall | GpuExpressCall | None:
+    def _begun(self, express: Express, args: tuple[Any, ...], kwargs: Any) -> Begun | None:
         """A call that passes the broker; None for one that has to go the longer way, such as one with an argument by
         name behind one that is left out."""
         given = [*args]
@@ -252,7 +255,7 @@ class Isolated(Generic[P, R]):
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers, shadow,
-        tolerance, placement. Its calls are this function's, too, in `last_report`. Raises InvalidArgument."""
+        tolerance, placement, lift, trial. `last_report` is of its calls, too. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         changed = self._changed(options, self._places.candidates[1:])
         changed._last = self._last
@@ -358,6 +361,8 @@ class Isolated(Generic[P, R]):
 
         if self._placing is not None:
             raise InvalidArgument(f"{self._label}: placement is for functions of one environment; allowed here: worker")
+        if self._options.lift:
+            raise InvalidArgument(f"{self._label}: lift is for functions of one environment; leave it out")
 
         def decorate(function: Callable[..., Any]) -> Isolated[..., Any]:
             code = reference(function)
@@ -422,11 +427,14 @@ class Isolated(Generic[P, R]):
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of this function. Raises InvalidArgument before the first one."""
-        call: Call | None = getattr(self._last, "call", None)
+        call: Call | LiftedCall | None = getattr(self._last, "call", None)
         if call is None:
             raise InvalidArgument(f"{self._label}: call it first; this thread has not yet")
-        assert call.report is not None
-        return call.report
+        report = call.report
+        assert report is not None
+        if isinstance(call, LiftedCall) or not isinstance(self._express, ShapedExpress):
+            return report
+        return replace(report, not_lifted=self._express.not_lifted)
 
     def _bind(self, args: Any, kwargs: Any) -> None:
         if self._signature is None:

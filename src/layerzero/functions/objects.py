@@ -14,9 +14,8 @@ from layerzero.client.facade import default_session
 from layerzero.functions.calling import MIN_ROOM, Arguments, Inside
 from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call, Owner
 from layerzero.functions.environment import FunctionEnv
-from layerzero.functions.express import ExpressCall
+from layerzero.functions.express import Begun
 from layerzero.functions.futures import FunctionFuture
-from layerzero.functions.gpu_express import GpuExpressCall
 from layerzero.functions.handle import wrap_of
 from layerzero.functions.held import Hold, Lent, Reserved, Stay
 from layerzero.functions.isolated import NO_COUNTS, Isolated, plain_counts
@@ -257,7 +256,7 @@ class Remote(Stay):
                 self._construct(*again)
         return True
 
-    def begin(self, name: str, args: tuple[Any, ...]) -> ExpressCall | GpuExpressCall | None:
+    def begin(self, name: str, args: tuple[Any, ...]) -> Begun | None:
         """A call of a method that is on its lane; None for one that has to go the longer way."""
         with self._lock:
             hold, express = self._hold, self._express.get(name)
@@ -345,6 +344,8 @@ def _demand_of_objects(options: Options) -> None:
         raise InvalidArgument("lz.isolated: placement is for functions; an object lives in its environment")
     if options.shadow:
         raise InvalidArgument("lz.isolated: shadow is for functions; a class has one environment")
+    if options.lift:
+        raise InvalidArgument("lz.isolated: lift is for functions; what an object keeps is in its worker alone")
 
 
 class Proxy(Inside):

@@ -27,6 +27,8 @@ class Options:
     tolerance: float = 1e-5
     process: str = "pool"
     placement: str = "worker"
+    lift: bool = False
+    trial: Callable[..., Any] | None = None
 
 
 def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
@@ -51,6 +53,11 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
         raise InvalidArgument(f"lz.isolated: tolerance is {made.tolerance!r:.80}; allowed: 0 or more")
     if made.workers is not None:
         pools.demand_workers(made.workers)
+    if type(made.lift) is not bool:
+        raise InvalidArgument(f"lz.isolated: lift is {made.lift!r:.80}; allowed: True, False")
+    if made.trial is not None and not (made.lift and callable(made.trial)):
+        text = f"trial is {made.trial!r:.80}" if made.lift else "trial is of functions with lift=True"
+        raise InvalidArgument(f"lz.isolated: {text}; allowed: a function of the same arguments, with lift=True")
     if type(made.keep) is not bool:
         raise InvalidArgument(f"lz.isolated: keep is {made.keep!r:.80}; allowed: True, False")
     if made.shapes is not None and (made.keep or not callable(made.shapes)):

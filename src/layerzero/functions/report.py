@@ -16,7 +16,8 @@ class FunctionReport:
     where it has none. `is_rebuilt`: an object of it was lost and constructed again. `shadow`: what came of a shadow
     check of it; empty where there was none. `placement`: "in_process" where this process made the call, else "worker";
     `placement_reason`: why, where the function's option left a choice. `capsule`: what names the capsule of its
-    failure; empty where there is none."""
+    failure; empty where there is none. `not_lifted`: of a function with lift=True, why its worker ran it, as a code of
+    docs/lifting.md and what it means, or what is waited for; empty where this process has launched it."""
 
     function: str
     env: str
@@ -32,6 +33,7 @@ class FunctionReport:
     placement: str = "worker"
     placement_reason: str = ""
     capsule: str = ""
+    not_lifted: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -45,4 +47,5 @@ class FunctionReport:
         lines += [f"  shadow check: {self.shadow}"] if self.shadow else []
         lines += [f"  {self.capsule}"] if self.capsule else []
         lines += [f"  {self.placement_reason}"] if self.placement_reason else []
+        lines += [f"  not lifted: {self.not_lifted}"] if self.not_lifted else []
         return "\n".join(lines)

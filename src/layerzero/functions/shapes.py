@@ -17,6 +17,7 @@ from layerzero.functions.calls import Call, Owner
 from layerzero.functions.capsules import Asked
 from layerzero.functions.express import Express
 from layerzero.functions.gpu_express import GpuExpressCall
+from layerzero.functions.lifting import LiftedCall, Lifting
 from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
@@ -120,11 +121,22 @@ class ShapedCall(Call):
 class ShapedExpress(Express):
     """Of such calls with arrays on a GPU; others go the longer way."""
 
-    def __init__(self, owner: Owner, counts: range, shapes: Callable[..., Any], *, has_out: bool) -> None:
+    def __init__(
+        self, owner: Owner, counts: range, shapes: Callable[..., Any], names: Sequence[str] = (), *, has_out: bool
+    ) -> None:
+        """`names`: of the arguments, by their places."""
         super().__init__(owner, counts)
         self._shapes, self.has_out = shapes, has_out
+        if owner._options.lift:
+            self._on_gpu.lifting = Lifting(self, names, owner._options.trial)
 
-    def begin(self, args: tuple[Any, ...], loan: Any = None) -> GpuExpressCall | None:
+    @property
+    def not_lifted(self) -> str:
+        """Why the last call that might have been was not launched by this process; empty where it was."""
+        lifting = self._on_gpu.lifting
+        return "" if lifting is None else lifting.why
+
+    def begin(self, args: tuple[Any, ...], loan: Any = None) -> GpuExpressCall | LiftedCall | None:
         """As Express."""
         if len(args) not in self._counts or not lent_keys.types or (on_gpu := lent_keys.key_of(args)) is None:
             return None

@@ -16,8 +16,7 @@ from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import MAX_LENT, Arguments, ObjectLost
 from layerzero.functions.calls import Call, Owner
-from layerzero.functions.express import Express, ExpressCall, Given
-from layerzero.functions.gpu_express import GpuExpressCall
+from layerzero.functions.express import Begun, Express, Given
 from layerzero.functions.held import Hold, Stay
 from layerzero.functions.options import Options
 from layerzero.functions.use import Use
@@ -44,7 +43,7 @@ class Stream:
         self._stay = Stay(label, owner._env)
         self._stay.take(hold)
         self._lock = threading.Lock()
-        self._ahead: _Next | ExpressCall | GpuExpressCall | None = None
+        self._ahead: _Next | Begun | None = None
         may_pass = self._options.timeout_s == owner._options.timeout_s and like is None
         self._express = ItemExpress(owner, hold, self._options, label) if may_pass else None
 

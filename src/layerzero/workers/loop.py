@@ -254,9 +254,11 @@ class _Loop:
             from layerzero.workers.gpu.lifting.lifter import Lifter
             from layerzero.workers.gpu.serving import GpuServing
 
-            lifter = None
-            if self._modules is not None and self._loaded.on_stream is not None:
-                lifter = Lifter(self._loaded.on_stream, self._modules, self._loaded.versions)
+            lifter, modules = None, self._modules
+            if modules is None and self._loaded.modules is not None:
+                modules = self._loaded.modules()
+            if modules is not None and self._loaded.on_stream is not None:
+                lifter = Lifter(self._loaded.on_stream, modules, self._loaded.versions)
             self._gpu = GpuServing(
                 self._poll,
                 self._page,

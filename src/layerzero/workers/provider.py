@@ -110,6 +110,9 @@ class Loaded:
     kernels: Mapping[str, Bind]
     on_stream: Callable[[int], AbstractContextManager[None]] | None = None
     per_client: PerClient | None = None  # binds in place of `kernels`
+    modules: Callable[[], Any] | None = (
+        None  # a Modules (gpu/lifting/modules.py), of one that watches machine code itself
+    )
 
 
 class Provider(Protocol):

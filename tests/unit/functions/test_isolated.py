@@ -99,3 +99,67 @@ def test_the_environment_must_be_named() -> None:
 def test_a_call_without_a_session_says_so() -> None:
     with pytest.raises(lz.NotConnected, match=r"lz\.connect\(\)"):
         lz.isolated(PLAIN)(plain)(1)
+
+
+def shape_of(x: Any) -> Any:
+    return x.shape, x.dtype
+
+
+def of_arrays(x: Any, y: Any = None) -> Any:
+    return x
+
+
+def into(x: Any, *, out: Any) -> Any:
+    return out
+
+
+def by_name(x: Any, *, y: Any = 1) -> Any:
+    return x
+
+
+def items(x: Any) -> Any:
+    yield x
+
+
+async def later(x: Any) -> Any:
+    return x
+
+
+def test_a_function_may_be_lifted() -> None:
+    for function in (of_arrays, into):
+        found = lz.isolated(PLAIN, shapes=shape_of, lift=True, trial=lambda *_: {})(function)
+        assert found.options(lift=False, trial=None)._options.lift is False
+    assert lz.isolated(PLAIN)(of_arrays)._options.lift is False
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "what"),
+    [
+        (of_arrays, {"shapes": None}, "lift=True: say shapes="),
+        (items, {"shapes": None}, "lift=True: say shapes="),
+        (later, {}, "no generator and no coroutine function"),
+        (by_name, {}, "takes its arguments by place"),
+        (of_arrays, {"keep": True, "shapes": None}, "leave keep out"),
+        (of_arrays, {"workers": 2}, "one environment with one worker"),
+        (of_arrays, {"placement": "auto"}, "leave placement out"),
+        (of_arrays, {"shadow": 0.5}, "leave shadow out"),
+        (of_arrays, {"lift": "yes"}, "lift is 'yes'; allowed: True, False"),
+        (of_arrays, {"trial": 5}, "trial is 5; allowed: a function of the same arguments"),
+        (of_arrays, {"lift": False, "trial": shape_of}, "trial is of functions with lift=True"),
+        (Class, {"shapes": None}, "lift is for functions"),
+    ],
+)
+def test_what_cannot_be_lifted_is_refused_where_it_is_decorated(
+    function: Any, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(lz.InvalidArgument) as raised:
+        lz.isolated(PLAIN, **{"shapes": shape_of, "lift": True, **options})(function)  # type: ignore[arg-type]
+    assert what in raised.value.message.splitlines()[0]
+
+
+def test_a_function_of_several_environments_is_not_lifted() -> None:
+    with pytest.raises(lz.InvalidArgument, match="one environment with one worker"):
+        lz.isolated([PLAIN, lz.env("other")], shapes=shape_of, lift=True)(of_arrays)
+    found = lz.isolated(PLAIN, shapes=shape_of, lift=True)(of_arrays)
+    with pytest.raises(lz.InvalidArgument, match="lift is for functions of one environment"):
+        found.implementation(lz.env("other"))(into)

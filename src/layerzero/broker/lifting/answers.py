@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from layerzero.broker.lifting.known import Known
-from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.results import has_samples
@@ -69,6 +70,14 @@ def refused(reason: LiftReason, detail: str) -> dict[str, Any]:
 def later(why: str) -> dict[str, Any]:
     """What a client is told that is to ask again after some calls."""
     return {"state": "later", "why": why}
+
+
+def numbers_in(params: Mapping[str, Any]) -> list[int]:
+    """Of calls, which a client tells of. Raises InvalidArgument."""
+    numbers = params.get("numbers")
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise InvalidArgument("lift_fault needs `numbers`, a list of whole numbers")
+    return numbers
 
 
 def is_digest(text: str) -> bool:

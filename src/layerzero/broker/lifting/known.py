@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerzero.broker.core.model import Client, Route
 from layerzero.broker.lifting.store import Entry
 from layerzero.broker.selection.signature import CallSpec
+from layerzero.broker.storage.perf_rows import Identity
 from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
+from layerzero.ipc.vocabulary.ops import GPU_ARRAYS
 
 _ALIGNMENTS = {0, *ALIGNMENTS}
+COUNT_OF_FUNCTIONS = len(GPU_ARRAYS) + 1
 
 
 @dataclass(eq=False)
@@ -29,7 +32,7 @@ class Known:
     backend: str
     what: Mapping[str, str]
     alignments: tuple[int, ...]
-    generation: int = 0  # of the worker that was asked
+    generation: int = 0  # of the worker that was asked, or is there
     asked_s: float = 0.0
     entry: Entry | None = None
     is_compared: bool = False  # its worker was asked for it without a proof: one that was proved may be like it
@@ -61,13 +64,21 @@ class Known:
         }
 
 
+def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None) -> dict[str, str]:
+    """All that the machine code depends on besides the call. `gpu`: the name of its kind."""
+    made_of = {} if identity is None else asdict(identity)
+    made_of.pop("device_uuid", None)  # it serves every GPU of this kind
+    return {"kernel": kernel_id, "backend": backend, "gpu": gpu, **made_of}
+
+
 def asked_of(client: Client | None, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
     """What a client asks of: its route, and alignments. Raises InvalidArgument."""
     number, alignments = params.get("route"), params.get("alignments")
     route = None if client is None or type(number) is not int else client.routes.get(number)
     if client is None or route is None:
         raise InvalidArgument("lift needs `route`, the number of a route of this client")
-    count = len(route.signature.spec.inputs) + len(route.signature.spec.outputs)
+    spec = route.signature.spec
+    count = COUNT_OF_FUNCTIONS if "call" in params else len(spec.inputs) + len(spec.outputs)
     if (
         not isinstance(alignments, list)
         or len(alignments) != count

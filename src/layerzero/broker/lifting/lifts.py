@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -20,11 +19,11 @@ from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
-from layerzero.broker.lifting import answers, here
+from layerzero.broker.lifting import answers, functions, here
 from layerzero.broker.lifting.answers import bytes_of, is_digest, later, reason_of, refused, specimen_of
 from layerzero.broker.lifting.grown import grown, numbers_of
 from layerzero.broker.lifting.imported import ImportedCalls
-from layerzero.broker.lifting.known import Known, asked_of
+from layerzero.broker.lifting.known import Known, asked_of, what_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.shown import Shown
 from layerzero.broker.lifting.spared import Spared
@@ -83,7 +82,7 @@ class Lifts:
         self._known: dict[str, Known] = {}
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
-        self._shown = Shown()
+        self._shown, self._functions = Shown(), functions.LiftedFunctions()
         self._ahead: dict[
             Hashable, tuple[object, CallSpec, Known]
         ] = {}  # what `ask_ahead` found, as long as rankings stay
@@ -94,7 +93,8 @@ class Lifts:
 
     def ask(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a route's calls are lifted, for tensors of these alignments, or run by their provider in the client's
-        process, where it can do that (`here`). Starts what is missing. Raises InvalidArgument."""
+        process, where it can do that (`here`); of a function's route, one `call`. Starts what is missing. Raises
+        InvalidArgument."""
         client, route, alignments = asked_of(self._state.clients.get(identity), params)
         spec, signature = route.signature.spec, route.signature
         best = self._best(spec, signature.context, alignments)
@@ -104,9 +104,12 @@ class Lifts:
         refusal = self._refusal(spec, best)
         if best is None or refusal is not None:
             return refusal or later(answers.NO_KERNEL)
-        known = self._find(spec, best, alignments)
+        lifted = self._functions.told_call(spec, params, self._state.workers[best.backend])
+        if refusal := self._functions.refusal(lifted, best.backend, self._asked.values()):
+            return refusal
+        known = self._find(lifted, best, alignments)
         if known.entry is None and known.number not in self._asked:
-            self._start_for(known, route, best, alignments)
+            self._start_for(known, route, best, lifted, alignments)
         answer = self._answer(client, known, spec)
         if known.imported is not None and self._is_alone(spec, signature.context):
             answer["alone"] = True
@@ -238,6 +241,7 @@ class Lifts:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
             number = next(self._numbers) & 0xFFFF_FFFF
             known = Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
+            known.generation = self._state.workers[best.backend].generation
             self._known[key] = known
             known.imported, entry = imported, self.store.find(key)
             if entry is not None and entry.imported == ("" if imported is None else imported.file):
@@ -248,21 +252,19 @@ class Lifts:
 
     def _what(self, spec: CallSpec, kernel_id: str, backend: str) -> dict[str, str]:
         """All that the machine code depends on besides the call."""
-        identity = self._identities.get(backend)
-        made_of = {} if identity is None else asdict(identity)
-        made_of.pop("device_uuid", None)  # it serves every GPU of this kind
         device = self._state.engine.devices[spec.device].device_name
-        return {"kernel": kernel_id, "backend": backend, "gpu": device, **made_of}
+        return what_of(kernel_id, backend, device, self._identities.get(backend))
 
-    def _start_for(self, known: Known, route: Route, best: Verdict, alignments: list[int]) -> None:
+    def _start_for(self, known: Known, route: Route, best: Verdict, spec: CallSpec, alignments: list[int]) -> None:
         """As `_start`, if its worker has answered the route's last calls. What was imported is tried at once."""
         if known.imported is not None:
             self._try(known, known.imported)
             return
         worker = self._state.workers[best.backend]
         if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
-            known.is_compared = self._shown.has(known.family)  # on other shapes it may be the same
-            self._start(known, route.signature.spec, alignments)
+            # On other shapes it may be the same, but for functions, of which a family has many.
+            known.is_compared = self._shown.has(known.family) and not functions.is_function(spec)
+            self._start(known, spec, alignments)
 
     def _start(self, known: Known, spec: CallSpec, alignments: list[int]) -> None:
         """Have its worker lift it."""
@@ -271,9 +273,8 @@ class Lifts:
             return
         known.generation, known.asked_s = worker.generation, time.monotonic()
         self._asked[known.number] = known
-        kernel = self._state.engine.kernel(known.kernel_id)
-        call = spec.prepare(known.kernel_id, is_graph_safe=kernel.is_cuda_graph_safe)
-        seeds, repeats = ([] if known.is_compared else list(SEEDS)), kernel.deterministic
+        is_safe, repeats = functions.traits(spec, self._state.engine.kernel(known.kernel_id))
+        call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), [] if known.is_compared else list(SEEDS)
         message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds, is_repeatable=repeats)
         self._links.tell(known.backend, worker.generation, message)
 
@@ -316,9 +317,7 @@ class Lifts:
     def note_fault(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
         """A client has lost its GPU; these were the last that it launched there. They run in their workers from now on,
         also in later brokers, until `lz cache forgive`."""
-        numbers = params.get("numbers")
-        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-            raise InvalidArgument("lift_fault needs `numbers`, a list of whole numbers")
+        numbers = answers.numbers_in(params)
         if identity not in self._state.clients:
             return {"kernels": []}
         found = [one for one in self._known.values() if one.number in numbers and (one.entry or one.was_here)]
@@ -353,7 +352,7 @@ class Lifts:
             if len(fds) != 1:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
             data = bytes_of(fds[0])
-            is_repeatable = self._state.engine.kernel(known.kernel_id).deterministic
+            _, is_repeatable = functions.traits(known.spec, self._state.engine.kernel(known.kernel_id))
             specimen = specimen_of(known, data, is_repeatable=is_repeatable)
             if self._is_like_another(known, specimen):
                 return
@@ -390,7 +389,7 @@ class Lifts:
         form, trials = specimen.lifted.pack(), specimen.trials
         source = "" if known.imported is None else known.imported.file
         known.entry = Entry(known.kernel_id, known.backend, known.what, form=form, trials=trials, imported=source)
-        self.store.add(known.key, known.entry, specimen)
+        functions.keep(self.store, known, specimen)
         self._shown.add(known.family, specimen.lifted)
         log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
         for other, its in self._shown.ended(known.number):
@@ -425,7 +424,7 @@ class Lifts:
         about = (known.kernel_id, known.backend, known.what)
         known.entry = Entry(*about, reason=reason.value, detail=detail, imported=source)
         if reason not in answers.PASSING:
-            self.store.add(known.key, known.entry, None)
+            functions.keep(self.store, known, None)
         if known.imported is not None:
             self._imports.note_refused(known.imported, known.entry)
         elif reason not in answers.PASSING:
@@ -437,7 +436,8 @@ class Lifts:
 
     def _note_staying(self, known: Known, reason: str) -> None:
         engine = self._state.engine
-        engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)), reason)
+        if not functions.is_function(known.spec):
+            engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)), reason)
 
     # --- leave, and its end ------------------------------------------------------------------------------
 
@@ -447,12 +447,15 @@ class Lifts:
         for number, known in list(self._asked.items()):
             is_gone = self._links.get(known.backend, known.generation) is None
             if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
+                if functions.is_function(known.spec):
+                    self._functions.note_ended(known)
                 del self._asked[number]
                 known.tried = None
                 self._shown.ended(number)  # who waited has waited as long
-        lifted = {known.backend for known in self._known.values() if known.granted or known.granted_here}
-        self._spared.look(lifted - {known.backend for known in self._asked.values()}, now_s)
+        self._spared.look(functions.spared(self._known.values(), {one.backend for one in self._asked.values()}), now_s)
         self._retry(now_s)
+        if functions.is_outdated(self._known.values(), self._state.workers):
+            self.take_back()
         self.switches.look(self._pages.uuids())
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):

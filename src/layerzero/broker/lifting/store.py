@@ -82,11 +82,7 @@ class LiftStore:
         return entry
 
     def add(self, key: str, entry: Entry, specimen: Specimen | None) -> None:
-        nbytes = 0
-        for name, code in ({} if specimen is None else specimen.codes).items():
-            if not self.code_path(name).is_file():
-                self._write(self.code_path(name), code)
-                nbytes += len(code)
+        nbytes = 0 if specimen is None else self._write_code(specimen.codes)
         packed = pack_body(
             {
                 "format": _FORMAT,
@@ -104,6 +100,18 @@ class LiftStore:
         sealed = kept_files.seal(packed)
         self._write(self._calls / key, sealed)
         self._keep_bounds(nbytes + len(sealed))
+
+    def add_code(self, codes: Mapping[str, bytes]) -> None:
+        """Machine code by its digests, of calls that are not kept themselves."""
+        self._keep_bounds(self._write_code(codes))
+
+    def _write_code(self, codes: Mapping[str, bytes]) -> int:
+        nbytes = 0
+        for name, code in codes.items():
+            if not self.code_path(name).is_file():
+                self._write(self.code_path(name), code)
+                nbytes += len(code)
+        return nbytes
 
     def remove(self, key: str) -> None:
         with contextlib.suppress(OSError):

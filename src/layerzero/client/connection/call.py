@@ -122,6 +122,7 @@ class Route:
     asks: tuple[Mapping[str, Any], tuple[TensorSpec | None, ...]] | None = None  # on a GPU: params, specs of the inputs
     not_lifted: str = ""  # on a GPU: why the broker does not let this process launch its kernel
     awaits: str = ""  # and what it waits for before it says so, or does
+    beside: Mapping[str, Any] = field(default_factory=dict)  # of a function, whose route says nothing of its arrays
 
 
 @dataclass(slots=True)

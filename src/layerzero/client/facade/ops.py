@@ -405,6 +405,9 @@ def extents_of(value: Any) -> Any:
         return value
     if isinstance(value, Integral):
         return (int(value),)
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and getattr(dtype, "kind", "f") not in "iu":
+        return value
     try:
         return value if isinstance(value, str) else tuple(int(n) if isinstance(n, Integral) else n for n in value)
     except TypeError:  # it has no elements

@@ -90,9 +90,9 @@ def same_float_dtype(op: str, **specs: TensorSpec | None) -> None:
 
 def extents(op: str, shape: Any) -> Shape:
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence):
-        refuse(
-            op, f"normalized_shape is {shape!r}", "a tuple of integers", "pass (n,) for the last dimension of size n"
-        )
+        dtype = getattr(shape, "dtype", None)
+        found = f"normalized_shape is {repr(shape)[:40] if dtype is None else f'an array of {dtype}'}"
+        refuse(op, found, "a tuple of integers", "pass (n,) for the last dimension of size n, and weights as weight=")
     return shape if type(shape) is tuple else tuple(shape)
 
 

@@ -17,6 +17,8 @@ from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import NEVER, Shadow
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, OutOfMemory
 
+READ_EVERY = 64  # calls
+
 
 @dataclass(slots=True)
 class OnLane:
@@ -52,6 +54,7 @@ class Lanes:
         self._shadow = shadow
         self._lock = threading.RLock()
         self.by_number: dict[int, Lane] = {}
+        self._noted = 0
 
     def of(self, route: Route) -> tuple[Lane, Lease] | None:
         """The lane that a route's calls may take, if any."""
@@ -119,11 +122,15 @@ class Lanes:
     def note(
         self, route: Route, lease: Lease, span_ns: tuple[int, int], kernel_ns: int, copies: Sequence[Copy] = ()
     ) -> None:
-        """Such a call is counted, and this thread's last one."""
+        """Such a call is counted, and this thread's last one. Now and then the broker's answers are read after one:
+        where nobody waits for those, they keep their memory till then."""
         (start_ns, end_ns), note, counters = span_ns, lease.note or route.stays_out, self._link.counters
         row = counters.row(route.plan.op, lease.decision.kernel_id, EXPRESS)
         counters.count(row, end_ns - start_ns, sum([copy.nbytes for copy in copies]))
         self._last.record = (route.plan, copies, start_ns, end_ns, kernel_ns, (), lease.decision, (), note)
+        self._noted += 1
+        if not self._noted % READ_EVERY:
+            self._link.read_nowait()
 
     def end_asked(self, submitted: Submitted, asked: Asked) -> Any:
         """The result of a call on the ring of a GPU, which its caller has waited for."""

@@ -149,7 +149,10 @@ class _Proof:
     def run(self) -> Verdict:
         op, specs = self._lifted.op, named(self._lifted.op, self._lifted.inputs)
         for seed, wanted in self._specimen.trials.items():
-            self._patterns = [b"" if spec is None else pattern(op, name, specs, seed) for name, spec in specs.items()]
+            self._patterns = [
+                b"" if spec is None else pattern(op, name, specs, seed, self._lifted.attrs)
+                for name, spec in specs.items()
+            ]
             for filling in PATTERNS:
                 self._fill_inputs()
                 verdict = self._try(self._sets[:1], seed, wanted, filling, rounds=2)

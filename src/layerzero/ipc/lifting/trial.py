@@ -6,14 +6,17 @@ length is odd in elements, so that no row repeats another.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from layerzero.ipc.cuda.driver import Driver, read_back
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.places import places
-from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
 PATTERN = 32749  # elements, a prime
 UNWRITTEN = b"\x5c"  # what outputs hold before a run; between the elements of a strided one it stays
@@ -35,12 +38,21 @@ def _table(least: int, most: int) -> bytes:
     return bytes((least + value % width) | (value & 0x80) for value in range(256))
 
 
-def pattern(op: str, name: str, specs: Mapping[str, TensorSpec | None], seed: int) -> bytes:
+NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
+
+
+def pattern(
+    op: str, name: str, specs: Mapping[str, TensorSpec | None], seed: int, attrs: Mapping[str, Any] = NO_ATTRS
+) -> bytes:
     """The bytes that fill the tensor `name` of a call of `op`, from its start, again and again."""
     spec = specs[name]
     assert spec is not None
     rng = random.Random(f"{seed}:{name}")
     numel = spec.span_bytes // spec.itemsize
+    within = ranges_of(attrs).get(name)
+    if within is not None:
+        values = [rng.randrange(*within) for _ in range(min(numel, PATTERN))]
+        return b"".join(value.to_bytes(spec.itemsize, sys.byteorder, signed=within[0] < 0) for value in values)
     if name in OPS[op].indices:
         spread = places(name, specs)
         if spread is not None:
@@ -64,6 +76,30 @@ def pattern(op: str, name: str, specs: Mapping[str, TensorSpec | None], seed: in
         for at in range(1, spec.itemsize):
             raw[at :: spec.itemsize] = bytes(count)
     return bytes(raw)
+
+
+def pack_ranges(ranges: Mapping[str, tuple[int, int]]) -> str:
+    """As an attribute of a call: of tensors the least value that they are tried with, and the one behind the last."""
+    return json.dumps([[name, *ends] for name, ends in sorted(ranges.items())]) if ranges else ""
+
+
+def ranges_of(attrs: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """What `pack_ranges` packed, of a call that has it. Raises ValueError."""
+    text, found = attrs.get("ranges", ""), dict[str, tuple[int, int]]()
+    for one in json.loads(text) if text else ():
+        match one:
+            case [str(name), int(start), int(stop)] if start < stop:
+                found[name] = (start, stop)
+            case _:
+                raise ValueError(f"{one!r:.80} is no range of values")
+    return found
+
+
+def fits_dtype(dtype: str, ends: tuple[int, int]) -> bool:
+    """Whether an array of these integers can have all values of a range."""
+    bits = 8 * ITEMSIZE[dtype]
+    least, most = (0, (1 << bits) - 1) if dtype.startswith("u") else (-(1 << bits - 1), (1 << bits - 1) - 1)
+    return least <= ends[0] < ends[1] <= most + 1
 
 
 def _rows(specs: Mapping[str, TensorSpec | None]) -> int:

@@ -17,6 +17,8 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 FUNCTION = "function"
 FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
+FUNCTION_ON_GPU = "function_on_gpu"
+GPU_ARRAYS = tuple(f"a{n}" for n in range(7))
 
 # Activations, element by element, and those of a gate that multiply another tensor.
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "quick_gelu", "hardswish", "mish")
@@ -322,9 +324,23 @@ OPS: dict[str, Op] = {
             attrs=("of",),
             sized_output=True,
         ),
+        # A call of a function whose arrays are on a GPU, as it is lifted (docs/lifting.md); nobody makes such calls, by
+        # no kernel of a descriptor. a0 to a6: those arrays, in the order of the arguments. `call`: what the frame
+        # of the call says, in hexadecimal digits. `ranges`: of arrays of integers the values that they are tried with
+        # (ipc/lifting/trial.py). `result`: dtype and extents of out. `worker`: which process of the environment
+        # computes it.
+        Op(
+            FUNCTION_ON_GPU,
+            GPU_ARRAYS,
+            optional=frozenset(GPU_ARRAYS[1:]),
+            attrs=("call", "ranges", "result", "worker"),
+        ),
     )
 }
-PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with a function, a page and kernels of ours
+_OF_FUNCTIONS = frozenset({FUNCTION, FUNCTION_ON_GPU})  # a function has a page and kernels of ours
+COUNTED_AS = {FUNCTION_ON_GPU: FUNCTION}
+"""By which op calls are counted, where that is another one."""
+PUBLIC_OPS = {name: op for name, op in OPS.items() if name not in _OF_FUNCTIONS}
 
 
 # Ops with several results that may be the caller's own arrays; those of others are always new.

@@ -18,7 +18,7 @@ from layerzero.ipc.vocabulary.elementwise_shapes import ELEMENTWISE
 from layerzero.ipc.vocabulary.expert_shapes import EXPERTS
 from layerzero.ipc.vocabulary.loss_shapes import LOSSES
 from layerzero.ipc.vocabulary.norm_shapes import NORMS
-from layerzero.ipc.vocabulary.ops import ACTIVATIONS, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, FUNCTION_ON_GPU, LINEAR_ACTIVATIONS, OPS, TOKENIZER_ATTRS
 from layerzero.ipc.vocabulary.quantized_shapes import QUANTIZED
 from layerzero.ipc.vocabulary.sampling_shapes import SAMPLING
 from layerzero.ipc.vocabulary.shape_checks import (
@@ -43,7 +43,7 @@ from layerzero.ipc.vocabulary.shape_checks import (
     same_dtype,
     short_text,
 )
-from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, MAX_NBYTES, MAX_NDIM, NARROW_DTYPES, TensorSpec
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE, MAX_NBYTES, MAX_NDIM, NARROW_DTYPES, TensorSpec
 from layerzero.ipc.vocabulary.vision_shapes import VISION
 
 GELU_APPROXIMATIONS = ("none", "tanh")
@@ -256,6 +256,14 @@ def _texts(op: str, inputs: Inputs, attrs: Attrs, dtypes: Sequence[str]) -> None
         short_text(op, attrs, name)
 
 
+def _function_on_gpu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
+    required(inputs, 1)
+    dtype, *extents = str(attrs["result"]).split(" ")
+    if dtype not in ITEMSIZE or not all(extent.isdecimal() and extent.isascii() for extent in extents):
+        refuse(op, f"result is {attrs['result']!r:.80}", "a dtype and extents, such as 'float32 2 3'")
+    return ((dtype, tuple(map(int, extents))),)
+
+
 _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     **ATTENTION,
     "rope": _rope,
@@ -284,4 +292,5 @@ _SHAPES: dict[str, Callable[[str, Inputs, Attrs], tuple[Output, ...]]] = {
     "detokenize": _detokenize,
     "null": lambda op, inputs, attrs: (),
     "function": _function,
+    FUNCTION_ON_GPU: _function_on_gpu,
 }

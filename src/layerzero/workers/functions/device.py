@@ -141,6 +141,7 @@ class Device:
         self._contexts: dict[int, int] = {}  # by ordinal
         self.driver: Driver | None = None
         self._known: set[str] = set()  # functions that have run on a GPU
+        self._is_captured = False  # the present call
         self._is_settled = False  # the stream of the present call waits for all that the function has told others
 
     @contextlib.contextmanager
@@ -165,6 +166,22 @@ class Device:
         assert self._stream is not None
         assert self.libraries is not None
         return _OnGpu(self, ordinal, self._stream, self.libraries)
+
+    @contextlib.contextmanager
+    def alone(self, ordinal: int) -> Iterator[None]:
+        """As `around`, of a call that nobody has made (lifted.py). While its stream is captured no other has a part in
+        it: what a graph waits for must be in it."""
+        assert self._stream is not None
+        assert self.libraries is not None
+        driver = self.driver = self.driver or _driver()
+        self._is_captured = driver.is_capturing(self._stream)
+        try:
+            with self.libraries.on_stream(self._stream, ordinal) if self._is_captured else self._on_gpu(ordinal):
+                self._ordinal = ordinal
+                yield
+        finally:
+            self._is_captured = False
+            self.end()
 
     def enter(self, ordinal: int, stream: int) -> Driver:
         """A call on this GPU begins, in this stream. The driver."""
@@ -287,6 +304,22 @@ class Device:
             raise
         except Exception:  # such as a library that has no memory for a dense copy
             return None
+
+    def place(self, result: Any, label: str) -> None:
+        """Copy a result, the only one, to its memory. Raises InvalidArgument for what does not belong there."""
+        assert self.libraries is not None
+        assert self.results is not None
+        assert self._stream is not None
+        found = self.libraries.found(result, self._ordinal)
+        if found is None or not self.results.takes(found):
+            told = f"{type(result).__name__}" if found is None else str(found.spec)
+            raise InvalidArgument(f"{label} gives {told}; allowed: one array on the GPU, which is what shapes= tells")
+        if not self._is_captured:
+            self.settle()
+            return
+        if found.stream != LEGACY:
+            raise InvalidArgument(f"{label} gives an array of a stream of its own")
+        self.results.put(self.driver or _driver(), self._stream)
 
     def settle(self) -> list[int] | None:
         """Copy the results to their caller's memory: the places of those that were made there. None where there is not

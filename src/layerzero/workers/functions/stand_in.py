@@ -1,5 +1,6 @@
-"""`layerzero` as users' modules find it in a worker: `lz.env`, `lz.isolated` and `as_torch_op` do nothing there,
-`lz.Handle` is a name for annotations, what `lz.module` gives cannot be called, and nothing else is there."""
+"""`layerzero` as users' modules find it in a worker: `lz.env`, `lz.isolated` and `as_torch_op` do nothing there, but
+that `lift=True` has machine code watched; `lz.Handle` is a name for annotations, what `lz.module` gives cannot be
+called, and nothing else is there."""
 
 from __future__ import annotations
 
@@ -53,8 +54,12 @@ class Elsewhere:
         raise RuntimeError(f"{self._name} of lz.module is called in a worker, where functions run; import it there")
 
 
-def isolated(*_: Any, **__: Any) -> Any:
-    """The function as it is: this is where it runs."""
+def isolated(*_: Any, **options: Any) -> Any:
+    """The function as it is: this is where it runs. Where it may be lifted, its kernels are watched."""
+    if options.get("lift") is True:
+        from layerzero.workers.functions import watching
+
+        watching.begin()
     return _same
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from typing import Any
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Payload
+from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec
-from layerzero.workers.functions import stand_in
+from layerzero.workers.functions import stand_in, watching
 from layerzero.workers.functions.device import device
+from layerzero.workers.functions.lifted import LiftableCalls
 from layerzero.workers.functions.serving import Functions
-from layerzero.workers.provider import Loaded
+from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.providers._gpu_arrays import GpuLibraries
 from layerzero.workers.providers.models.kinds import Kinds
 
@@ -40,8 +42,13 @@ def load() -> Loaded:
         versions.setdefault(dist.lower(), version)
     served = Functions(_Arrays(), name, Kinds())
     device.libraries = GpuLibraries()
-    kernels = {f"{name}.call": served.bind_of(PROBE)}
-    return Loaded(versions=versions, kernels=kernels, on_stream=device.on_stream, per_client=served)
+    probed, liftable = served.bind_of(PROBE), LiftableCalls(served)
+
+    def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        return (liftable.bind if call.op == FUNCTION_ON_GPU else probed)(call, inputs, outputs)
+
+    its = {"on_stream": device.on_stream, "per_client": served, "modules": watching.modules}
+    return Loaded(versions=versions, kernels={f"{name}.call": bind}, **its)  # type: ignore[arg-type]
 
 
 _METADATA = ("*.dist-info/METADATA", "*.egg-info/PKG-INFO")

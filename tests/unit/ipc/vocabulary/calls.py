@@ -379,6 +379,11 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("uint8 0", "int64 0"),
     ),
     "null": ({}, {}, ()),
+    "function_on_gpu": (
+        {"a0": "float32 5 7", **dict.fromkeys(OPS["function_on_gpu"].inputs[1:])},
+        {"call": "00ff", "ranges": "", "result": "bfloat16 2 3", "worker": "0.1"},
+        ("bfloat16 2 3",),
+    ),
     "function": ({"frame": "uint8 0", "m0": "uint8 0", **dict.fromkeys(OPS["function"].inputs[2:])}, {}, ("uint8 0",)),
 }
 

@@ -78,6 +78,8 @@ class Growth:
 
     def note(self, asked: Asked) -> None:
         """A call that is new."""
+        if asked.route.beside:  # of a function, whose lengths nobody can tell from those before
+            return
         with self._lock:
             name = _name(asked)
             family = self._families.get(name)

@@ -216,7 +216,7 @@ class Lifts:
                 self.known.clear()
             if self._asked.setdefault(key, asked) is not asked:
                 return  # another thread's
-        if call.like.kind == DESCRIBED:
+        if call.like.kind == DESCRIBED or call.route.beside:
             asked.not_here_until_s = math.inf  # libraries in this process go by streams that are shown
         asked.is_waiting = True
         self._growth.note(asked)
@@ -269,8 +269,8 @@ class Lifts:
         epoch = asked.gpu.order.page.lift_epoch  # what is answered may change before it is here
         try:
             answer = self._question(asked, here=time.monotonic() >= asked.not_here_until_s)
-        except InvalidArgument:  # a broker of an earlier version
-            self._is_unknown = True
+        except InvalidArgument as exc:  # a broker of an earlier version, or a function's own
+            self._is_unknown |= asked.is_unknown(exc)
             return None
         except (Busy, NotConnected, BrokerLost, Cancelled) as exc:
             return asked.pause() if isinstance(exc, Busy) else None
@@ -290,7 +290,7 @@ class Lifts:
 
     def _question(self, asked: Asked, *, here: bool) -> Mapping[str, Any]:
         """`here`: whether its provider may be able to run it in this process."""
-        answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments, here=here)
+        answer = self._session.ask("lift", **asked.question, here=here)
         if here and answer["state"] != "here" and not answer.get("here"):
             asked.route.stays_out = ""  # nobody wants it here
         return answer  # type: ignore[no-any-return]

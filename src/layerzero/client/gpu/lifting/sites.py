@@ -22,11 +22,11 @@ from layerzero.client.gpu.session_view import Placed
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.driver import Driver
-from layerzero.ipc.errors import BackendError, CudaError, ProtocolError
+from layerzero.ipc.errors import BackendError, CudaError, InvalidArgument, ProtocolError
 from layerzero.ipc.lifting.form import Copy, Fill, Lifted
 from layerzero.ipc.lifting.program import SCRATCH_STEP
 from layerzero.ipc.transport import messages
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import COUNTED_AS, OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.wording import counted
 
@@ -164,6 +164,17 @@ class Asked:
         """It was not asked for by a call: the broker does not know its route."""
         return not self.route.number
 
+    @property
+    def question(self) -> dict[str, Any]:
+        """What the broker is asked by."""
+        return {"route": self.route.number, "alignments": self.alignments, **self.route.beside}
+
+    def is_unknown(self, refusal: InvalidArgument) -> bool:
+        """Whether a broker that refuses the question knows nothing of lifting; else this call is at fault."""
+        if self.route.beside:
+            self.route.not_lifted = refusal.message
+        return not self.route.beside
+
     def pause(self) -> float:
         """In how many seconds to ask again: a like call's neighbour is lifted in a few ms, a proof takes seconds."""
         self.route.awaits = TRIED
@@ -201,7 +212,7 @@ class Site:
             raise ProtocolError(f"{lifted.alignments} as alignments were given; the call has {asked.alignments}")
         decision = told_of(asked.route, lifted.kernel_id, leave.backend, 0, LIFTED, (False, False))
         tensors, note = Tensors.of(plan, has_out=asked.has_out), _note(asked, lifted)
-        row = asked.gpu.counters.row(lifted.op, lifted.kernel_id, LIFTED)
+        row = asked.gpu.counters.row(COUNTED_AS.get(lifted.op, lifted.op), lifted.kernel_id, LIFTED)
         return cls(asked, loaded, leave.number, leave.epoch, rooms, decision, note, tensors, row=row)
 
     @property

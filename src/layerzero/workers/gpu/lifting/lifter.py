@@ -236,7 +236,7 @@ class _Lifting:
         specs = named(call.op, call.inputs)
         for name, block in zip(OPS[call.op].inputs, memory.inputs, strict=True):
             if block is not None and block.spec.span_bytes:
-                data = pattern(call.op, name, specs, seed)
+                data = pattern(call.op, name, specs, seed, call.attrs)
                 write(self._driver, block.device.pointer, block.spec.span_bytes, data, self._stream)
 
     def _try(self, memory: TrialMemory, bound: Bound, seed: int) -> tuple[Result, ...]:

@@ -149,9 +149,12 @@ def watch(
     environ: Mapping[str, str] = os.environ,
     paths: Sequence[str] | None = None,
     load: Callable[[str], Any] = ctypes.CDLL,
+    into: Modules | None = None,
 ) -> Modules:
-    """See every module that is loaded from now on. Where that cannot be, `problem` says why."""
-    modules, said = Modules(), []
+    """See every module that is loaded from now on, in `into` where that is given. Where that cannot be, `problem` says
+    why."""
+    modules, said = Modules() if into is None else into, []
+    modules.problem = ""
     for library in find(environ, sys.path if paths is None else paths):
         try:
             problem = modules.subscribe(load(library))

@@ -19,7 +19,7 @@ def decode(keys: int, number: int | None = None, *, heads: int = 8, strided: boo
         held = TensorSpec("float16", held.shape, (heads * 4096 * 64, 4096 * 64, 64, 1))
     attrs = {"is_causal": False, "scale": None, "causal_alignment": "top_left", "layout": "BHSD"}
     plan = SimpleNamespace(op="attention", inputs=(q, held, held, None, None, None), outputs=(q,), attrs=attrs)
-    route = SimpleNamespace(number=keys if number is None else number, plan=plan, overlay="")
+    route = SimpleNamespace(number=keys if number is None else number, plan=plan, overlay="", beside={})
     asked = {"route": route, "alignments": [256, 256, 256, 0, 256], "gpu": SimpleNamespace(uuid="GPU-1")}
     return SimpleNamespace(**{**asked, "has_out": False, "pinned": None, "place": 0, "is_lifted": False, **other})
 

@@ -1,0 +1,115 @@
+"""Calls of functions that are lifted: told beside a route of theirs, since that says nothing of their arrays, and good
+for the process that computes them, whose modules may have been others in an earlier one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from layerzero.broker.core.model import Worker
+from layerzero.broker.lifting import answers
+from layerzero.broker.lifting.known import Known
+from layerzero.broker.lifting.store import LiftStore
+from layerzero.broker.selection.signature import CallSpec
+from layerzero.capabilities.descriptor import KernelCapability
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.lifting.trial import ranges_of
+from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_ON_GPU, OPS
+from layerzero.ipc.vocabulary.shapes import check_call
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAX_TEXT = 4096  # of an attribute
+ENDED = "its worker ended, or took too long, when it was lifted: see lz logs; lz down lets it be tried again"
+
+
+class LiftedFunctions:
+    """For the broker's own thread."""
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(8)  # of this broker, whose count of workers begins anew
+        self._ended: set[tuple[str, str]] = set()  # backend and call that was lifted when its worker ended
+
+    def told_call(self, spec: CallSpec, params: Mapping[str, Any], worker: Worker) -> CallSpec:
+        """The call that a client wants to launch: of a function's route that has `spec` the one that it tells of
+        beside it, else `spec`. Raises InvalidArgument."""
+        name = f"{self._nonce}.{worker.generation}"
+        return _told_call(spec, params["call"], name) if "call" in params else spec
+
+    def note_ended(self, known: Known) -> None:
+        """Its worker has ended, or hangs, which it must not do to the next ones."""
+        self._ended.add((known.backend, known.spec.attrs["call"]))
+
+    def refusal(self, spec: CallSpec, backend: str, asked: Iterable[Known]) -> dict[str, Any] | None:
+        """Why a call stays in its worker. `asked`: what workers and proofs are at."""
+        if not is_function(spec):
+            return None
+        call, worker = spec.attrs["call"], spec.attrs["worker"]
+        for one in asked:  # of an earlier process, whose end was not looked at yet
+            its = one.spec.attrs
+            is_its = is_function(one.spec) and (one.backend, its["call"]) == (backend, call)
+            if is_its and its["worker"] != worker and one.tried is None:
+                self.note_ended(one)
+        return answers.refused(LiftReason.WORKER_FAILED, ENDED) if (backend, call) in self._ended else None
+
+
+def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:
+    if spec.op != FUNCTION:
+        raise InvalidArgument(f"lift: a call beside a route of {spec.op}; allowed: of {FUNCTION}")
+    op = OPS[FUNCTION_ON_GPU]
+    try:
+        inputs = tuple(None if one is None else TensorSpec.from_wire(one) for one in told["inputs"])
+        outputs = tuple(TensorSpec.from_wire(one) for one in told["outputs"])
+        attrs = {name: _text(told[name]) for name in ("call", "ranges")}
+        ranges_of(attrs)
+        bytes.fromhex(attrs["call"])
+    except (KeyError, TypeError, ValueError, LayerZeroError) as exc:
+        raise InvalidArgument(f"lift: no call of a function: {type(exc).__name__}: {exc}"[:500]) from exc
+    if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)) or inputs[0] is None:
+        raise InvalidArgument(f"lift: {op.name} has {len(op.inputs)} inputs, of which the first is there, and a result")
+    attrs["result"] = " ".join(map(str, (outputs[0].dtype, *outputs[0].shape)))
+    attrs["worker"] = worker
+    check_call(op.name, inputs, outputs, attrs)
+    return CallSpec(op.name, inputs, outputs, attrs, spec.pinned, device=spec.device)
+
+
+def is_function(spec: CallSpec) -> bool:
+    """Whether what is lifted is a function's call."""
+    return spec.op == FUNCTION_ON_GPU
+
+
+def traits(spec: CallSpec, kernel: KernelCapability) -> tuple[bool, bool]:
+    """Whether a call may be captured, and whether it repeats its bytes. Of a function its program says so; a trial and
+    the proof show it."""
+    return (True, True) if is_function(spec) else (kernel.is_cuda_graph_safe, kernel.deterministic)
+
+
+def keep(store: LiftStore, known: Known, specimen: Specimen | None) -> None:
+    """What is known of a call from now on. Of a function's, which no later broker can use, the machine code alone."""
+    assert known.entry is not None
+    if not is_function(known.spec):
+        store.add(known.key, known.entry, specimen)
+    elif specimen is not None:
+        store.add_code(specimen.codes)
+
+
+def is_outdated(calls: Iterable[Known], workers: Mapping[str, Worker]) -> bool:
+    """Whether clients launch calls of a function whose worker is another process by now."""
+    return any(
+        known.granted and is_function(known.spec) and workers[known.backend].generation != known.generation
+        for known in calls
+    )
+
+
+def spared(calls: Iterable[Known], asked: Collection[str]) -> set[str]:
+    """Backends whose workers nobody needs while clients launch their calls; what functions keep, nobody else has."""
+    lifted = {one.backend for one in calls if (one.granted or one.granted_here) and not is_function(one.spec)}
+    return lifted - set(asked)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_TEXT:
+        raise ValueError(f"{value!r:.40} is no text of at most {MAX_TEXT} characters")
+    return value

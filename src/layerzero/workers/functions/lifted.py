@@ -1,0 +1,54 @@
+"""Calls of functions as kernels that can be lifted (docs/lifting.md): run for nobody, on memory of the worker's own,
+and while their stream is captured. What they print is in the worker's log alone."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.workers.functions.device import Span, device
+from layerzero.workers.functions.there import AgainThere, Server, again_there
+from layerzero.workers.provider import Block, Bound, Call
+
+
+class LiftableCalls:
+    """For the worker's one thread."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        """As provider.Bind, of `function_on_gpu`. Raises InvalidArgument for what is no such call."""
+        memories = [Span.of(block.device) for block in (*inputs, *outputs) if block is not None]
+        made = again_there(bytes.fromhex(call.attrs["call"]), memories, self._server._known, lambda _: None)
+        if made is None or len(made.outs) != 1 or made.plain.reference is not None:
+            raise InvalidArgument("allowed: functions of arrays, numbers and texts by their place, with one result")
+
+        def bound() -> None:
+            self._server._breakpoints.client = 0  # nobody's
+            try:
+                with device.alone(memories[0].device):
+                    self._run(made, memories)
+            finally:
+                self._server._output.take()
+
+        return bound
+
+    def _run(self, call: AgainThere, memories: Sequence[Any]) -> None:
+        """Raises Exception, whatever the function raises."""
+        server, (code, label, *_) = self._server, call.plain
+        device.expect(call.results(memories))
+        server._breakpoints.label = label
+        given, named = call.arguments(memories)
+        try:
+            result = server._modules.function(code)(*given, **named)
+        except Exception:
+            raise
+        except BaseException as exc:  # it would end the worker
+            raise RuntimeError(f"{label} raised {type(exc).__name__}: {exc}") from exc
+        if isinstance(result, Coroutine):
+            result.close()
+            raise InvalidArgument(f"{label} is a coroutine function")
+        device.demand_unwritten(label)
+        device.place(result, label)

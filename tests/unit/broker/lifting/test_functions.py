@@ -1,0 +1,129 @@
+"""Calls of functions that clients want to launch: what is believed of what they tell, and of whom they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
+
+from layerzero.broker.lifting.functions import LiftedFunctions, is_outdated, keep, spared, traits
+from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.selection.signature import CallSpec
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.lifting.form import digest
+from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS, FUNCTION_ON_GPU, GPU_ARRAYS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+BYTES = TensorSpec.contiguous("uint8", (1,))
+SPEC = TensorSpec.contiguous("float32", (4, 2))
+ROUTE = CallSpec(FUNCTION, (BYTES,) * len(FUNCTION_INPUTS), (BYTES,), {"of": ""}, "env", device="GPU-1")
+TOLD: dict[str, Any] = {
+    "inputs": [SPEC.to_wire(), *[None] * (len(GPU_ARRAYS) - 1)],
+    "outputs": [SPEC.to_wire()],
+    "call": "00ff",
+    "ranges": "",
+}
+WORKER: Any = SimpleNamespace(generation=3)
+
+
+FUNCTIONS = LiftedFunctions()
+
+
+def told(**changes: Any) -> CallSpec:
+    return FUNCTIONS.told_call(ROUTE, {"call": {**TOLD, **changes}}, WORKER)
+
+
+def known(spec: CallSpec, generation: int = 3, **more: Any) -> Any:
+    its = {"granted": {"GPU-1": ROUTE}, "granted_here": {}, "tried": None, "backend": "env", **more}
+    return SimpleNamespace(spec=spec, generation=generation, **its)
+
+
+def test_a_call_is_of_its_arrays_and_of_the_process_that_computes_it() -> None:
+    spec = told()
+    assert (spec.op, spec.device, spec.pinned) == (FUNCTION_ON_GPU, "GPU-1", "env")
+    assert (spec.inputs[0], spec.outputs, spec.attrs["result"]) == (SPEC, (SPEC,), "float32 4 2")
+    assert spec.attrs["worker"].endswith(".3")
+    later = FUNCTIONS.told_call(ROUTE, {"call": TOLD}, SimpleNamespace(generation=4))  # type: ignore[arg-type]
+    anothers = LiftedFunctions().told_call(ROUTE, {"call": TOLD}, WORKER)
+    assert len({str(one.attrs) for one in (spec, later, anothers, told())}) == 3
+    assert FUNCTIONS.told_call(ROUTE, {}, WORKER) is ROUTE
+    assert traits(spec, None) == (True, True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inputs": TOLD["inputs"][:1]},
+        {"inputs": [None] * len(GPU_ARRAYS)},
+        {"inputs": 5},
+        {"outputs": []},
+        {"outputs": [["float99", [4], [1]]]},
+        {"outputs": [["float32", [4, 4], [0, 1]]]},
+        {"call": "0g"},
+        {"call": b"00"},
+        {"call": "00" * 3000},
+        {"ranges": "{"},
+        {"ranges": "[5]"},
+        {"ranges": '[["a0", 3, 3]]'},
+    ],
+)
+def test_what_is_no_call_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        told(**changes)
+
+
+def test_a_call_beside_a_kernels_route_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "lifted")
+    with pytest.raises(InvalidArgument, match="a call beside a route of silu; allowed: of function"):
+        rig.ask(call=TOLD, alignments=[16, *[0] * (len(GPU_ARRAYS) - 1), 16])
+    with pytest.raises(InvalidArgument, match="alignments"):
+        rig.ask(call=TOLD)
+    with pytest.raises(InvalidArgument):
+        rig.ask(call=5, alignments=[16, *[0] * (len(GPU_ARRAYS) - 1), 16])
+
+
+def test_what_its_worker_has_ended_with_is_not_tried_in_the_next_one() -> None:
+    """Whether that was looked at already, or is found as the call is asked for again."""
+    its, functions = told(), LiftedFunctions()
+    nexts = replace(its, attrs={**its.attrs, "worker": "other"})
+    assert functions.refusal(nexts, "env", [known(its, tried=object())]) is None  # its proof goes on
+    assert functions.refusal(its, "env", [known(its)]) is None
+    assert functions.refusal(nexts, "env2", [known(its)]) is None
+    found = functions.refusal(nexts, "env", [known(its)])
+    assert found is not None
+    assert found["reason"] == "WORKER_FAILED"
+    assert functions.refusal(nexts, "env", []) == found
+    assert functions.refusal(replace(its, attrs={**its.attrs, "call": "11"}), "env", []) is None
+    assert functions.refusal(ROUTE, "env", []) is None
+
+
+def test_leave_ends_with_the_process_that_computed_it() -> None:
+    one, kernel = known(told()), known(replace(ROUTE, op="silu"), generation=1)
+    workers: Any = {"env": SimpleNamespace(generation=3)}
+    assert not is_outdated([one, kernel], workers)
+    workers["env"].generation = 4
+    assert is_outdated([kernel, one], workers)
+    assert not is_outdated([known(told(), granted={})], workers)
+
+
+def test_workers_of_functions_are_not_spared() -> None:
+    """What they keep, nobody else has."""
+    kernel = known(replace(ROUTE, op="silu"), backend="alpha")
+    assert spared([known(told()), kernel], set()) == {"alpha"}
+    assert spared([known(told()), kernel], {"alpha"}) == set()
+
+
+def test_of_what_is_known_its_machine_code_alone_is_kept(tmp_path: Path) -> None:
+    """Of a function: no later broker asks for it."""
+    store = LiftStore(tmp_path / "lifted")
+    entry, lifted = Entry("env.call", "env", {}, form=b"form"), Specimen(LIFTED, {digest(CODE): CODE}, TRIALS)
+    keep(store, known(told(), entry=entry, key="key"), lifted)
+    keep(store, known(told(), entry=replace(entry, form=b"", reason="NO_CUPTI"), key="key"), None)
+    assert (list(store.entries()), store.code(digest(CODE))) == ([], CODE)
+    keep(store, known(replace(ROUTE, op="silu"), entry=entry, key="key"), lifted)
+    assert [name for name, _ in store.entries()] == ["key"]
