@@ -10,7 +10,6 @@ Importing this loads nothing else; names are resolved when first used.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -283,7 +282,7 @@ if not TYPE_CHECKING:  # else every name would be one that exists
         if module is None:
             hint = f"; did you mean lz.{_SERVED_BY[name]}?" if name in _SERVED_BY else ""
             text = f"module 'layerzero' has no attribute {name!r}{hint}"
-            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python says what is nearly called so
+            raise AttributeError(text, name=name, obj=import_module(__name__))  # Python says what is nearly called so
         value = globals()[name] = getattr(import_module(module), name)
         if module.startswith("layerzero.client.facade."):
             import_module("layerzero.client.connection.observing").on_traced = _take_traced

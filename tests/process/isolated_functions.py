@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import io
 import logging
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +21,10 @@ PLAIN = lz.env("plain")
 UNBUILT = lz.env("unbuilt", requires=["packaging==24.0"])
 
 LATE, LATER, LATEST, TOGETHER = lz.env("late"), lz.env("later"), lz.env("latest"), lz.env("together")
+
+
+if not hasattr(lz, "connect"):  # in a worker; as scripts do whose terminal has another encoding
+    sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
 
 
 class Colour(enum.Enum):
@@ -69,6 +75,11 @@ def calls_another(values: list[int], how: str) -> list[int]:
 @lz.isolated(PLAIN)
 def read(path: str) -> str:
     return Path(path).read_text()
+
+
+@lz.isolated(PLAIN)
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
 
 
 @lz.isolated(PLAIN)
@@ -189,6 +200,18 @@ def fails_here(path: str) -> None:
     raise KeyError(path)
 
 
+class Unspoken(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def fails_unspoken(path: str) -> None:
+    try:
+        raise LookupError(path)
+    except LookupError:
+        raise Unspoken  # noqa: B904
+
+
 @lz.isolated(PLAIN)
 def elsewhere(*args: Any) -> tuple[str, list[Any]]:
     return "elsewhere", list(args)
@@ -211,6 +234,13 @@ def later() -> None: ...
 class Latest:
     def three(self) -> int:
         return 3
+
+
+@lz.isolated(PLAIN)
+def uses_a_class(name: str) -> list[Any]:
+    if name:
+        getattr(Latest, name)()
+    return [Latest.options(timeout_s=1)().three(), Latest.local().three(), hasattr(Latest(), "options")]
 
 
 @lz.isolated(PLAIN, timeout_s=60)

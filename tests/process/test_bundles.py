@@ -130,6 +130,7 @@ def test_another_lock_is_an_error_that_says_which(written: Path) -> None:
     said = r"have alpha locked as the bundle has it .*0123456789abcdef, here it is"
     with pytest.raises(EnvChanged, match=said) as another:
         lz.load_bundle(other)
+    assert f"(lz bundle show {other} --lock alpha)" in another.value.message
     assert "--any-lock" in another.value.facts["repair"]  # what is built here would be built with its own lock again
     agree(lz.load_bundle(other, any_lock=True)(X), expected(X))
     other = with_env(written, "", "alpha.gone")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.process import forks
 from tests.process import isolated_candidates as fn
@@ -92,6 +93,22 @@ def test_inputs_that_killed_two_workers_are_refused(tmp_path: Path) -> None:
     assert len(notes.read_text().split()) == 2  # nobody ran it
     assert fn.dies_at([], str(notes)) in ("left", "right")
     assert fn.dies_at.options(fallback=lambda *_: "here")(["left", "right"], str(notes)) == "here"
+
+
+def test_what_lies_between_shared_arrays_is_no_part_of_what_kills(tmp_path: Path) -> None:
+    """They are lent as one range; what others write there in the meantime makes it no other call."""
+    for where in fn.ARRAYS:
+        where.build(quiet=True)
+    notes, shared = tmp_path / "notes", lz.share(np.zeros((3, 16)))
+    first, others, last = shared
+    with pytest.raises(lz.Poison):
+        fn.dies_of(first, last, str(notes))
+    others[:] = 1
+    with pytest.raises(lz.Poison):
+        fn.dies_of(first, last, str(notes))
+    assert len(notes.read_text().split()) == 2  # nobody ran it again
+    first[0] = 1
+    assert fn.dies_of(first, last, str(notes)) == 1
 
 
 def test_measured_times_choose() -> None:

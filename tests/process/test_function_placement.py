@@ -68,6 +68,17 @@ def test_where_they_do_not_it_is_a_worker_or_an_error_with_the_command() -> None
     report = fn.never.last_report()
     assert (report.placement, report.served_by) == ("worker", "")
     assert fn.never.options(fallback=fn.ten)() == 10
+    calls: list[str] = []
+
+    def late() -> None:
+        calls.append("once")
+        raise TimeoutError("of the fallback")
+
+    future = fn.never.options(fallback=late).submit()
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="of the fallback"):
+            future.result()
+    assert calls == ["once"]
     with pytest.raises(lz.EnvError, match="pip install"):
         fn.never.warmup()
     with pytest.raises(lz.EnvError, match=r"never is not built"):  # that is where the call goes then
@@ -122,7 +133,9 @@ def test_values_are_the_programs_own_and_there_is_no_deadline() -> None:
     assert fn.double(array).tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize(("kind", "type_"), [("bread", "LookupError"), ("exit", "SystemExit")])
+@pytest.mark.parametrize(
+    ("kind", "type_"), [("bread", "LookupError"), ("exit", "SystemExit"), (fn.UNSPOKEN, fn.UNSPOKEN)]
+)
 def test_what_it_raises_is_as_elsewhere(kind: str, type_: str) -> None:
     with pytest.raises(lz.RemoteError) as raised:
         fn.fail(kind)

@@ -150,6 +150,10 @@ def test_one_that_lost_its_own_process_is_constructed_again_once(tmp_path: Path)
     wait_ended(pid)
     assert one.pid() not in (pid, other.pid())
     assert len(notes.read_text().split()) == 2
+    pid = one.pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_ended(pid)
+    assert one.is_itself(one)  # both in the new one
     one.close()
     other.close()
 

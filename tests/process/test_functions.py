@@ -21,6 +21,7 @@ from tests.process import isolated_functions as fn
 from tests.process.harness import ROOT, Site, wait_until
 
 import layerzero as lz
+from layerzero.ipc.functions import frames
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +98,14 @@ def test_values_come_back_as_they_went() -> None:
         ({"x": [1, (2, {3})]}, "args[0]['x'][1][1]", "set"),
         ([fn.Box("a", (1, 2), [fn.Box("b", lambda: None)])], "args[0][0].inner[0].size", "function"),  # type: ignore[arg-type, list-item]
         ({(1, 2): 3}, "args[0]", "a key is tuple"),
-        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; pass its .real and .imag"),
-        (1j, "args[0]", "complex cannot go to another environment; pass its .real and .imag"),
-        (np.longdouble(1), "args[0]", "cannot go to another environment; pass float() of it, which may round it"),
-        (np.datetime64("2020"), "args[0]", "numpy.datetime64 cannot go to another environment; pass str() of it"),
+        (np.complex64(1), "args[0]", "numpy.complex64 cannot go to another environment; its .real and .imag can"),
+        (1j, "args[0]", "complex cannot go to another environment; its .real and .imag can"),
+        (np.longdouble(1), "args[0]", "cannot go to another environment; float() of it can, which may round it"),
+        (np.datetime64("2020"), "args[0]", "numpy.datetime64 cannot go to another environment; str() of it can"),
         (np.ones(2, complex), "args[0]", "complex128; allowed: "),
-        (Path("/x"), "args[0]", "pathlib.PosixPath cannot go to another environment; pass str() of it"),
-        (bytearray(b"x"), "args[0]", "bytearray cannot go to another environment; pass bytes() of it"),
-        ([{3}], "args[0][0]", "set cannot go to another environment; pass list() of it"),
+        (Path("/x"), "args[0]", "PosixPath cannot go to another environment; os.fspath() of it can"),
+        (bytearray(b"x"), "args[0]", "bytearray cannot go to another environment; bytes() of it can"),
+        ([{3}], "args[0][0]", "set cannot go to another environment; list() of it can"),
         (np.ones(2, complex), "args[0]", "; pass its .real and .imag"),
         (np.array(["a"]), "args[0]", "<U1"),
     ],
@@ -123,14 +124,15 @@ def test_a_circle_is_refused() -> None:
         fn.echo(circle)
 
 
-def test_more_text_than_crosses_is_refused_before_it_is_sent_and_says_what_to_do() -> None:
-    """Nobody would read it: the worker of others is left alone."""
+def test_more_text_than_crosses_is_refused_before_it_is_sent_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would read it: the worker of others is left alone. tests/unit/workers/functions/test_serving.py has
+    results."""
     pid = fn.place()[0]
-    too_much = (256 << 20) + 1
-    with pytest.raises(lz.InvalidArgument, match=r"^arguments: put bytes, .* into arrays.*: 268,435,\d+ bytes"):
-        fn.echo(bytes(too_much))
-    with pytest.raises(lz.InvalidArgument, match=r"text_of has run, and result: put bytes, .* into arrays"):
-        fn.text_of(too_much)
+    monkeypatch.setattr(frames, "MAX_HEAD_BYTES", 4000)
+    with pytest.raises(lz.InvalidArgument, match=r"^arguments: put bytes, .* into arrays.*: 4,\d+ bytes of values"):
+        fn.echo(bytes(4000))
     assert fn.place()[0] == pid
 
 
@@ -168,6 +170,13 @@ def test_a_function_that_another_one_calls_runs_right_there() -> None:
         fn.calls_another([1], "submit")
 
 
+def test_a_class_that_a_function_uses_is_the_class() -> None:
+    """With what its callers have of it, and objects have none of that."""
+    assert fn.uses_a_class("") == [3, 3, False]
+    with pytest.raises(lz.RemoteError, match=r"Latest.warmup is for callers outside of workers; here call Latest\("):
+        fn.uses_a_class("warmup")
+
+
 def test_a_relative_path_that_is_not_there_is_told_where_it_begins(tmp_path: Path) -> None:
     """A worker serves programs of several folders, and is in none of them."""
     with pytest.raises(lz.RemoteError, match="relative paths begin at / in a worker: pass the function an absolute"):
@@ -175,6 +184,12 @@ def test_a_relative_path_that_is_not_there_is_told_where_it_begins(tmp_path: Pat
     with pytest.raises(lz.RemoteError) as absolute:
         fn.read(str(tmp_path / "notes.txt"))
     assert "relative paths begin" not in absolute.value.message
+
+
+def test_a_program_that_is_not_installed_is_no_path() -> None:
+    with pytest.raises(lz.RemoteError, match="no-such-program") as missing:
+        fn.run(["no-such-program"])
+    assert "relative paths begin" not in missing.value.message
 
 
 def test_output_reaches_the_caller_with_a_label(
@@ -295,6 +310,38 @@ def test_a_fallback_that_fails_too_leaves_a_report_of_both(
     assert last.startswith(f"fallback {fallback.__qualname__}: ")
     causes = [raised.value.__context__, getattr(raised.value.__context__, "__context__", None)]
     assert any(isinstance(one, lz.BackendError) for one in causes)
+
+
+def test_the_first_error_is_behind_what_a_fallback_raises(tmp_path: Path) -> None:
+    """Also where the fallback, or who calls, was at another one already; and whatever the exception's own code does."""
+    unsafe = fn.dies_always.options(fallback=fn.fails_unspoken)
+    try:
+        raise OSError("before")
+    except OSError:
+        with pytest.raises(fn.Unspoken) as raised:
+            unsafe(str(tmp_path / "runs"))
+    chain: list[BaseException] = [raised.value]
+    while (one := chain[-1].__context__) is not None:
+        chain.append(one)
+    assert [type(one) for one in chain[:3]] == [fn.Unspoken, LookupError, lz.BackendError]
+    last = unsafe.last_report().failures[-1]
+    assert last == "fallback fails_unspoken: Unspoken: (its text cannot be had: ValueError)"
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, KeyboardInterrupt])
+def test_a_fallback_ends_its_future_whatever_it_raises(kind: type[BaseException], tmp_path: Path) -> None:
+    """Elsewhere these leave the call under way."""
+
+    def fails(_: str) -> None:
+        raise kind("of the fallback")
+
+    future = fn.dies_always.options(fallback=fails).submit(str(tmp_path / "runs"))
+    for _ in range(2):
+        with pytest.raises(kind, match="of the fallback"):
+            future.result()
+    assert repr(future).endswith(": done>")
+    assert future.report is not None
+    assert future.report.failures[-1].endswith(f"{kind.__name__}: of the fallback")
 
 
 def test_a_report_is_of_the_last_call_with_whatever_options(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
 
 import layerzero as lz
+from layerzero.functions import calls
+from layerzero.ipc.functions import frames
 
 __all__ = ["soft"]
 
@@ -43,6 +46,17 @@ def site(soft: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]
 def there(site: Site) -> int:
     """The worker's pid; it has the GPU."""
     return fn.prepare()
+
+
+def test_values_that_are_too_many_lend_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was lent for the call is not kept from others."""
+    lent: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(frames, "MAX_HEAD_BYTES", 4000)
+        patch.setattr(calls, "lend", lambda *_: mock.Mock(close=lambda: lent.append("closed"), outs=[]))
+        with pytest.raises(lz.InvalidArgument, match="put bytes, texts and numbers into arrays"):
+            fn.act(randn(4, 4)[0], "y" * 4000)
+    assert lent == ["closed"]
 
 
 def test_an_array_crosses_as_it_lies_and_its_result_comes_back(there: int) -> None:

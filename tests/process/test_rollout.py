@@ -447,7 +447,7 @@ def test_what_is_typed_and_what_is_shown(client: Site) -> None:
     ("words", "said"),
     [
         (("alpha",), "name the version, too"),
-        (("alpha", "9"), "build it first: lz env build alpha@9"),
+        (("alpha", "9"), "build it first: lz env build alpha@9, or take alpha@2.1; no backend is called 'alpha@9'"),
         (("alpah", "2.1"), "did you mean 'alpha'"),
         (("alpha", "beta@2"), "name a backend and a version of it"),
         (("alpha", "2.1", "--share", "lots"), "no list of shares"),

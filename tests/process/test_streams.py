@@ -173,7 +173,7 @@ def test_a_worker_that_dies_in_the_middle_is_an_error(tmp_path: Path) -> None:
     idle, pid = numbers(5), one.pid()
     os.kill(pid, signal.SIGKILL)
     wait_ended(pid)
-    with pytest.raises(lz.BackendError, match="numbers: begin it anew: the worker that it ran in has ended"):
+    with pytest.raises(lz.BackendError, match="numbers in plain: begin it anew: the worker that it ran in has ended"):
         next(idle)
     all_released()
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.call import Request, why_copied
 from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import is_on_gpu
@@ -19,21 +18,19 @@ from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
+from layerzero.functions.ranges import MAX_LENT, Place, Ranges
 from layerzero.functions.results import array_on, of_those, resolve, whole
 from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Frame, Payload, Reference
 from layerzero.ipc.vocabulary import pools
-from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS
+from layerzero.ipc.vocabulary.ops import FUNCTION
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MIN_ROOM = 4096  # bytes for an answer
-MAX_LENT = len(FUNCTION_INPUTS) - 1
 LIBRARIES = ("numpy", "torch")
 _TAIL = (None,) * MAX_LENT
-Place: TypeAlias = tuple[Any, int, int]
-"""Arena, offset and bytes."""
 _log, _root_logger = logging.getLogger("layerzero.functions"), logging.getLogger()
 
 
@@ -41,39 +38,6 @@ def plan(*inputs: TensorSpec | None, of: str = "") -> Plan:
     """What the broker is told of calls: the same of all that lend memory of as many arenas. `of`: of a function that
     several environments have, what times are kept by."""
     return Plan(FUNCTION, inputs, {"of": of}, (BYTES,), ())
-
-
-class _Lent:
-    """Memory that a call lends beside its frame: of each arena, the range that its arrays lie in."""
-
-    def __init__(self) -> None:
-        self.ranges: list[tuple[Arena, int, int]] = []
-        self.nodes: list[tuple[list[Any], int, int]] = []  # of arrays, to be told where in the range they are
-
-    def add(self, library: str, spec: TensorSpec, arena: Arena, offset: int) -> list[Any] | None:
-        """None where there is no room for one more arena."""
-        end = offset + spec.span_bytes
-        for position, (known, low, high) in enumerate(self.ranges):
-            if known is arena:
-                self.ranges[position] = (arena, min(low, offset), max(high, end))
-                break
-        else:
-            position = len(self.ranges)
-            if position == MAX_LENT:
-                return None
-            self.ranges.append((arena, offset, end))
-        node = frames.array_node(library, spec, position, 0)
-        self.nodes.append((node, position, offset))
-        return node
-
-    def close(self) -> Sequence[Place]:
-        """What to lend. Each range begins at a multiple of the alignment."""
-        if not self.ranges:
-            return ()
-        starts = [low // frames.ALIGNMENT * frames.ALIGNMENT for _, low, _ in self.ranges]
-        for node, position, offset in self.nodes:
-            node[-1] = offset - starts[position]
-        return [(arena, start, high - start) for start, (arena, _, high) in zip(starts, self.ranges, strict=True)]
 
 
 class Loan(Protocol):
@@ -114,7 +78,7 @@ class Arguments:
         self.loans: list[Loan] = []
         self.keep = (args, kwargs, self.loans)
         self.backends, self.library = backends, library
-        self._payload, self._lent = Payload(), _Lent()
+        self._payload, self._lent = Payload(), Ranges()
         self.on_gpu: GpuArguments | None = None
         self.loan: Lent | None = None  # of the present attempt, what it lends on a GPU
         named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
@@ -128,6 +92,11 @@ class Arguments:
     def lent(self) -> tuple[Place | None, ...]:
         """Of each range of memory that a call can lend, what it does."""
         return all_lent(self.ranges, self.loan)
+
+    @property
+    def lent_arrays(self) -> Sequence[Array]:
+        """Those that are lent as they lie."""
+        return self._lent.arrays
 
     def frame(self, *head: Any, stays: int = frames.NOTHING, has_out: bool = False) -> Frame:
         """The frame that begins with these items and ends with the arguments. `stays`: what of the result does.
@@ -188,7 +157,7 @@ class Arguments:
         library, place = self.library or array.kind, None
         if not array.needs_copy:
             place = arenas.pool.find(array.address, array.spec.span_bytes)
-            node = None if place is None else self._lent.add(library, array.spec, *place)
+            node = None if place is None else self._lent.add(library, array, *place)
             if node is not None:
                 self.uncopied_bytes += array.nbytes
                 return node
@@ -253,6 +222,7 @@ class Exchange:
         self._stays, self._params = stays, {"of": of}
         self.answer_bytes = self.placed_bytes = 0  # placed: of arrays that were made where they lie
         self.library = ""  # of arrays here; each its own when empty
+        self.arrays: Sequence[Array] = ()  # that are lent
         self.loan: Lent | None = None  # of a call on a GPU
         self.there: tuple[TensorSpec, ...] | None = None  # its results there, which the next call may have room for
         self.warned: list[tuple[Warned, str]] = []  # with the function and the environment
@@ -301,7 +271,7 @@ class Exchange:
 
         pinned = pools.joined(self._backends)
         made = Request(FUNCTION, (), self._params, plan, None, pinned, timeout_s, (room,), finish)
-        made.copies, made.places, made.serves = noted, (place, *lent), self._serves
+        made.copies, made.places, made.lent, made.serves = noted, (place, *lent), self.arrays, self._serves
         return made
 
     def _serves(self, backend: str) -> None:

@@ -25,13 +25,14 @@ from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.session import Session
 from layerzero.functions import breakpoints
 from layerzero.functions.agreement import difference
-from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost, Place
+from layerzero.functions.calling import MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost
 from layerzero.functions.capsules import Asked, Told, take
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold
 from layerzero.functions.options import Options
 from layerzero.functions.places import Places
+from layerzero.functions.ranges import MAX_LENT, Place
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import (
@@ -44,6 +45,7 @@ from layerzero.ipc.errors import (
     NotConnected,
     NoTransport,
     RemoteError,
+    text_of,
 )
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame, Reference
@@ -116,9 +118,8 @@ class Call:
         self._record: Any = None
         self._session: Session = session or default_session.session()
         breakpoints.listen(self._session)
-        if (
-            session is None and handler.get() is not None
-        ):  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
+        # Of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant.
+        if session is None and handler.get() is not None:
             text = f"{self.label} runs in another environment, which plans cannot record; call it outside of the plan"
             raise InvalidArgument(text)
         self._failures: list[str] = []
@@ -235,7 +236,7 @@ class Call:
         name = places.env_of(given.backends[0]).name
         its = (self._session, given.backends, self.label, name, self._stays, places.of(given.nbytes))
         self._exchange = exchange = Exchange(*its)
-        exchange.library = self._library
+        exchange.library, exchange.arrays = self._library, given.lent_arrays
         return exchange
 
     def _request(self) -> Request:
@@ -247,8 +248,14 @@ class Call:
         loan = given.loan = self._lent_there(given)
         if self._stays != frames.NOTHING:
             given.note_kept("what stays there may refer to it")
+        try:
+            frame = self._frame(given)
+        except BaseException:
+            if loan is not None:
+                loan.close()
+            raise
         return exchange.request(
-            self._frame(given),
+            frame,
             given.lent,
             room=self._room(),
             timeout_s=self._timeout_s(),
@@ -266,6 +273,9 @@ class Call:
 
     def _results_there(self) -> Sequence[TensorSpec]:
         return self.owner._places.results_there.get(self.label, ())
+
+    def _backends(self, given: Arguments) -> Sequence[str]:  # that may serve it after a death
+        return given.backends
 
     def _timeout_s(self) -> float | None:
         return self.options.timeout_s
@@ -345,7 +355,7 @@ class Call:
                 return False
             self._rebuilds += 1
             if given.loans:
-                self.given = Arguments(self.args, self.kwargs, given.backends, given.library)
+                self.given = Arguments(self.args, self.kwargs, self._backends(given), given.library)
         except LayerZeroError:
             self._note("")
             raise
@@ -360,15 +370,21 @@ class Call:
         self._attempts += 1
         name = getattr(fallback, "__qualname__", repr(fallback))
         try:
-            value = self._value_of(fallback)
+            value = self._after(error, fallback)
         except BaseException as exc:  # the program's own Ctrl-C, too: what went before it is to be seen
             kind = exc.code if isinstance(exc, LayerZeroError) else type(exc).__qualname__
-            self._fell = (f"fallback {name}: {kind}: {str(exc).partition(chr(10))[0]}",)
+            self._fell = (f"fallback {name}: {kind}: {text_of(exc).partition(chr(10))[0]}",)
             self._note("")
-            exc.__context__ = exc.__context__ or error
             raise
         self._note(f"fallback {name}", value)
         return value
+
+    def _after(self, error: LayerZeroError, fallback: Callable[..., Any]) -> Any:
+        """What the fallback returns. What it raises has the error as its context."""
+        try:
+            raise error
+        except LayerZeroError:
+            return self._value_of(fallback)
 
     def _value_of(self, fallback: Callable[..., Any]) -> Any:
         value = fallback(*self.args, **self.kwargs)

@@ -25,10 +25,11 @@ from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
-from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, Place, plan
+from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.gpu_express import GpuExpress, GpuExpressCall
 from layerzero.functions.lifting import LiftedCall
+from layerzero.functions.ranges import MAX_LENT, Place
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import resolve
 from layerzero.ipc.errors import LayerZeroError

@@ -46,9 +46,10 @@ class FunctionFuture:
             if not self._is_done:
                 try:
                     self._value = self._call.finish(timeout)
-                except TimeoutError:
-                    raise
-                except Exception as exc:
+                except BaseException as exc:
+                    goes_on = isinstance(exc, TimeoutError) or not isinstance(exc, Exception)
+                    if goes_on and self._call.report is None:  # a fallback's own has ended it
+                        raise
                     self._error = exc
                 self._is_done = True
         if self._error is not None:

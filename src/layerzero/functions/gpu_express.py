@@ -31,9 +31,10 @@ from layerzero.client.gpu.results import layout_of
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
-from layerzero.functions.calling import MAX_LENT, MIN_ROOM, Arguments, plan
+from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.lifting import LiftedCall, Lifting
+from layerzero.functions.ranges import MAX_LENT
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import of_those, resolve
 from layerzero.ipc.cuda.handles import STAGED
@@ -468,9 +469,8 @@ class GpuExpressCall:
         lent.uncopied_bytes, lent.pending = site.nbytes, self._asked
         request = call.request_at(block.place, block.whole, lent)
         request.on_gpu = lent
-        submitted = placed_at(
-            session.link, site.route, request, self._refs, [block.answer], self._start_ns, site.asked_in
-        )
+        its = (self._refs, [block.answer], self._start_ns, site.asked_in)
+        submitted = placed_at(session.link, site.route, request, *its)
         submitted.pending = self._asked
         if is_over:
             value = session.lanes.end_asked(submitted, self._asked)

@@ -21,7 +21,7 @@ from layerzero.functions.calling import Inside
 from layerzero.functions.calls import Call, Owner, Placement
 from layerzero.functions.environment import HERE, FunctionEnv
 from layerzero.functions.options import Options
-from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError
+from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError, kind_of, text_of
 
 if TYPE_CHECKING:
     pass
@@ -126,17 +126,17 @@ class CallHere(Call):
         return value
 
     def _raised(self, exc: BaseException) -> RemoteError:
-        kind = f"{'' if type(exc).__module__ == 'builtins' else type(exc).__module__ + '.'}{type(exc).__qualname__}"
+        kind, message = kind_of(exc), text_of(exc)
         tb = exc.__traceback__
         while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code is not self._function.__func__.__code__:
             tb = tb.tb_next
         tb = tb if tb is None or tb.tb_next is None else tb.tb_next  # what is above the function is ours
         trace = "".join(traceback.format_exception(type(exc), exc, tb))
         env = self.owner._env.name
-        text = f"{self.label} of {env}, in this process, raised {kind}: {exc}\n{trace.rstrip()}"
+        text = f"{self.label} of {env}, in this process, raised {kind}: {message}\n{trace.rstrip()}"
         self._failures.append(f"{THIS_PROCESS}: {RemoteError.code}: {kind}")
         self._note("")
-        return RemoteError(text, type=kind, message=str(exc), traceback=trace, env=env)
+        return RemoteError(text, type=kind, message=message, traceback=trace, env=env)
 
 
 class Threads:

@@ -31,8 +31,9 @@ from layerzero.client.tools.inputs import random_inputs
 from layerzero.client.tools.replay import START_S, Outcome, on_host, own_broker, where, why_of
 from layerzero.envs import functions as environments
 from layerzero.functions.agreement import difference
-from layerzero.functions.calling import MAX_LENT, Exchange, Place, all_lent
+from layerzero.functions.calling import Exchange, all_lent
 from layerzero.functions.code import root_of
+from layerzero.functions.ranges import MAX_LENT, Place
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Code, Frame, Payload, Reference

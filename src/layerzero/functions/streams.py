@@ -14,11 +14,12 @@ from layerzero.client.arrays.recognition import Array
 from layerzero.client.gpu.lent import GpuArguments, GpuLoan
 from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.session.session import Session
-from layerzero.functions.calling import MAX_LENT, Arguments, ObjectLost
+from layerzero.functions.calling import Arguments, ObjectLost
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.express import Begun, Express, Given
 from layerzero.functions.held import Hold, Stay
 from layerzero.functions.options import Options
+from layerzero.functions.ranges import MAX_LENT
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, RemoteError
 from layerzero.ipc.functions import frames
@@ -104,8 +105,9 @@ class Stream:
                 if self._stay.is_closed and isinstance(exc, (ObjectLost, InvalidArgument)):
                     return []  # another thread has closed it meanwhile
                 if isinstance(exc, ObjectLost):  # whatever its function or its class says of objects
-                    said = f"{self._label}: begin it anew: the worker that it ran in has ended, or this process has"
-                    exc.message = f"{said} connected anew or was forked; a stream is not made again by itself"
+                    where = self._owner._places.env_of(self._stay.backend).name
+                    said = f"{self._label} in {where}: begin it anew: the worker that it ran in has ended, or this"
+                    exc.message = f"{said} process has connected anew or was forked; no stream is made again by itself"
                     exc.args = (exc.message,)
                 is_gone = isinstance(exc, (RemoteError, ObjectLost))
                 (self._stay.lose if is_gone else self._stay.drop)()

@@ -70,10 +70,15 @@ class Use(Call):
 
     def _request(self) -> Request:
         assert self._stay is not None
+        assert self.given is not None
         loan = self._loan = self._stay.lend()
-        if self.given is not None and loan.backend not in self.given.backends:  # constructed again in another worker
+        if loan.backend not in self.given.backends:  # constructed again in another worker
             self.given = Arguments(self.args, self.kwargs, (loan.backend,), self.given.library)
         return super()._request()
+
+    def _backends(self, given: Arguments) -> Sequence[str]:
+        assert self._stay is not None
+        return (self._stay.backend,)
 
     def _note(self, served_by: str, value: Any = None) -> None:
         super()._note(served_by, value)

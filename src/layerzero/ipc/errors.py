@@ -8,6 +8,7 @@ from layerzero.ipc.wording import bounded, shortened
 
 # Retry classes: may the same call succeed elsewhere, or at all?
 NEVER, SAME, OTHER_BACKEND = "never", "same", "other_backend"
+MAX_TEXT = 16_000  # characters of what an exception of the user's says
 
 
 class LayerZeroError(Exception):
@@ -252,6 +253,20 @@ class ConfigError(LayerZeroError, ValueError):
     """A setting, manifest, lock or descriptor is wrong; the message names file, key, value and what is allowed."""
 
     code = "CONFIG"
+
+
+def kind_of(exc: BaseException) -> str:
+    """An exception's type with its module, as callers are told of it."""
+    cls = type(exc)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def text_of(exc: BaseException) -> str:
+    """What an exception of the user's says: at most MAX_TEXT characters, and whatever its own code does."""
+    try:
+        return str(exc)[:MAX_TEXT]
+    except Exception as other:
+        return f"(its text cannot be had: {type(other).__name__})"
 
 
 def _subclasses(cls: type[LayerZeroError]) -> list[type[LayerZeroError]]:

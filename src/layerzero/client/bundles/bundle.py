@@ -332,14 +332,14 @@ def wishes_of(session: Session, file: BundleFile, *, any_lock: bool) -> dict[int
         for backend, env in named.items():
             here = told["locks"][backend]["env"]
             if here != env:
-                another = f"lz bundle show {file.path} --lock {backend}, or run it with --any-lock"
+                how = f"lz bundle show {file.path} --lock {backend}" if here else f"lz env build {backend}"
                 raise EnvChanged(
-                    f"have {backend} locked as the bundle has it (lz bundle show --lock {backend}), or pass "
+                    f"have {backend} locked as the bundle has it ({how}), or pass "
                     f"any_lock=True: {file.path} was written with its environment {env}, here it is "
                     f"{here or 'not known'}",
                     env=backend,
                     cause=f"{env} in the bundle, {here or 'none'} here",
-                    repair=another if here else f"lz env build {backend}",
+                    repair=f"{how}, or run it with --any-lock" if here else how,
                 )
         for kernel, owner in told["backends"].items():
             if not owner:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import ACCEPTED, Array, describe
 from layerzero.client.arrays.wrapping import wrap
-from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
@@ -45,6 +44,7 @@ class Request:
     copies: list[Copy] | None = None  # what was copied before; what is copied later is added
     # Of a function: arena, offset and bytes of each input, in place of `args`. Nobody but its maker calls again.
     places: tuple[tuple[Any, int, int] | None, ...] | None = None
+    lent: Sequence[Array] = ()  # of a function: what lies in `places` behind the first, which is its frame
     serves: Callable[[str], None] | None = None  # of a function: is told the backend, before `finish`
     on_gpu: Any = None  # of a function with arrays on a GPU: client/gpu/lent.py's GpuLoan, whose ranges are in `places`
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
@@ -162,16 +162,16 @@ class Submitted:
         """Of the inputs' contents: tells a poisonous call from a harmless one of the same signature. What the call
         writes in place is left out: it is another one at each call."""
         digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
-        op = OPS[self.request.op]
-        for place in self.request.places or ():
-            if place is not None and isinstance(place[0], Arena):  # what is on a GPU is not looked at
-                arena, offset, nbytes = place
-                digest.update(arena.view[offset : offset + nbytes])
-        for name, array in zip(op.inputs, self.arrays, strict=True):
-            if array is not None and name not in op.in_place:
-                scratch = bytearray(array.nbytes)
-                copy_into(array, memoryview(scratch))
-                digest.update(scratch)
+        op, request = OPS[self.request.op], self.request
+        if request.places is not None and request.places[0] is not None:
+            arena, offset, nbytes = request.places[0]
+            digest.update(arena.view[offset : offset + nbytes])
+        named = zip(op.inputs, self.arrays, strict=True)
+        inputs = [array for name, array in named if array is not None and name not in op.in_place]
+        for array in (*request.lent, *inputs):  # what a function is given on a GPU is not looked at
+            scratch = bytearray(array.nbytes)
+            copy_into(array, memoryview(scratch))
+            digest.update(scratch)
         return digest.digest()
 
     def result(self, body: bytes) -> Any:

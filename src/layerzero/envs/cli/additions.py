@@ -88,8 +88,8 @@ def told(row: Mapping[str, Any]) -> str:
 
 def remove(name: str, site: Site) -> None:
     """Take a backend from the record. Raises ConfigError when it is not there."""
-    known = sorted(allowed.read_record(site.backends))
-    if name not in known or not allowed.forget(site.backends, name):
+    if "@" in name or not allowed.forget(site.backends, name):  # a version is none from outside
+        known = sorted(allowed.read_record(site.backends))
         text = f"name what can be forgotten: {name!r:.80} is no version (lz env add) and no environment of functions "
         text += "that is declared; lz env list has those, by their whole names"
         raise ConfigError(

@@ -21,6 +21,7 @@ MAGIC = 0x31464C5A  # "ZLF1"
 _PREFIX = struct.Struct("<II")  # the magic, and the bytes of the head
 HEAD_AT = _PREFIX.size
 ALIGNMENT = 64
+_ZEROS = bytes(ALIGNMENT)  # as much as a gap before what is aligned
 MAX_HEAD_BYTES = 256 << 20
 MAX_KNOWN_BYTES = 512  # a shorter head is not read again where it comes again
 PLACED_AT = 1024  # where results that are made in an answer's memory begin in it; its head lies before
@@ -150,6 +151,7 @@ class Frame:
         self._head = prefix(len(packed)) + packed
         self._payload = payload
         self._start = len(self._head)
+        self._is_placed = is_placed and payload is not None
         if is_placed and payload is not None:
             self.has_room = self._start <= PLACED_AT
             self._start, self.nbytes = 0, payload.nbytes
@@ -166,16 +168,15 @@ class Frame:
         end = len(head)
         target[:end] = head
         if self._payload is not None:
+            first, is_placed = self._start, self._is_placed
             for offset, nbytes, write in self._payload.parts:
-                start = self._start + offset
-                self._clear(target[end:start])
+                start = first + offset
+                if end < start and not is_placed:
+                    target[end:start] = _ZEROS[: start - end]
                 end = start + nbytes
                 write(target[start:end])
-            self._clear(target[end : self.nbytes])
-
-    def _clear(self, gap: memoryview) -> None:
-        if self._start:
-            gap[:] = bytes(len(gap))
+            if end < self.nbytes and not is_placed:
+                target[end : self.nbytes] = _ZEROS[: self.nbytes - end]
 
     def __bytes__(self) -> bytes:
         memory = bytearray(self.nbytes)

@@ -192,28 +192,32 @@ class _Encoder:
 def _number(value: Any) -> Any:
     """The Python number or text that has exactly the value of a scalar of NumPy; None for what has none, such as a
     complex number, a time, or a long double."""
-    if type(value).__module__ != "numpy" or getattr(getattr(value, "dtype", None), "kind", "") not in tuple("biufSU"):
+    if _kind_of_scalar(value) not in tuple("biufSU"):
         return None
     found = value.item()
     return found if type(found) in SCALARS else None
 
 
+def _kind_of_scalar(value: Any) -> str:
+    """Of its dtype; empty for what is no scalar of NumPy, such as finfo, which has a dtype as well."""
+    is_scalar = type(value).__module__ == "numpy" and hasattr(value, "item")
+    return getattr(getattr(value, "dtype", None), "kind", "") if is_scalar else ""
+
+
 def _instead(value: Any) -> str:
-    """What to pass in the place of it, where something comes near."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "")
-    is_scalar = type(value).__module__ == "numpy"
+    """What can go in the place of it, where something comes near."""
+    kind = _kind_of_scalar(value)
     if kind == "c" or type(value) is complex:
-        return "; pass its .real and .imag"
-    if is_scalar and kind == "f":
-        return "; pass float() of it, which may round it"
-    near = next(
-        (name for types, name in _NEAR if isinstance(value, types)), "str" if is_scalar and kind in "mM" else ""
-    )
-    return f"; pass {near}() of it" if near else ""
+        return "; its .real and .imag can"
+    if kind == "f":
+        return "; float() of it can, which may round it"
+    near = next((name for types, name in _NEAR if isinstance(value, types)), "str" if kind in ("m", "M") else "")
+    return f"; {near}() of it can" if near else ""
 
 
 _NEAR: tuple[tuple[tuple[type, ...], str], ...] = (
-    ((os.PathLike, str), "str"),
+    ((os.PathLike,), "os.fspath"),
+    ((str,), "str"),
     ((bytearray, memoryview, bytes), "bytes"),
     ((dict,), "dict"),
     ((tuple,), "tuple"),

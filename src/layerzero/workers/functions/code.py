@@ -156,6 +156,7 @@ class Modules:
         module = importlib.util.module_from_spec(spec)
         before = sys.modules.get(name)
         sys.modules[name] = module
+        shown = sys.stdout, sys.stderr
         try:
             loader.exec_module(module)
         except BaseException:
@@ -164,6 +165,8 @@ class Modules:
             else:
                 sys.modules[name] = before
             raise
+        finally:
+            sys.stdout, sys.stderr = shown  # a script may have its own in its process; here they are everybody's
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import traceback
 from pathlib import Path
 
-MAX_TEXT = 16_000  # of a message or a traceback
+from layerzero.ipc.errors import MAX_TEXT, kind_of, text_of
+
 _OURS = str(Path(__file__).parents[2]) + os.sep
 
 
@@ -19,18 +21,22 @@ def error_of(exc: BaseException, file: str, *, is_import: bool = False) -> list[
     text = "".join(traceback.format_exception(type(exc), exc, tb))
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
-    try:
-        message = str(exc)
-    except Exception as other:
-        message = f"(its text cannot be had: {type(other).__name__})"
+    message = text_of(exc)
     if is_import and isinstance(exc, ImportError):
         message += "; its module is imported in this environment: import there only what that has, or in functions"
-    name = exc.filename if isinstance(exc, FileNotFoundError) else None
-    if isinstance(name, str) and name and not Path(name).is_absolute():
-        message += f"; relative paths begin at {Path.cwd()} in a worker: pass the function an absolute one"
-    module = type(exc).__module__
-    kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
-    return [kind, message[:MAX_TEXT], text]
+    return [kind_of(exc), (message + _of_its_folder(exc))[:MAX_TEXT], text]
+
+
+def _of_its_folder(exc: BaseException) -> str:
+    """Where the relative path begins that is not there."""
+    name, tb = exc.filename if isinstance(exc, FileNotFoundError) else None, exc.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    is_program = tb is not None and tb.tb_frame.f_globals.get("__name__") == "subprocess"
+    if isinstance(name, str) and name and not Path(name).is_absolute() and not is_program:
+        with contextlib.suppress(OSError):  # the folder may be gone
+            return f"; relative paths begin at {Path.cwd()} in a worker: pass the function an absolute one"
+    return ""
 
 
 def _is_above(frame: str, file: str) -> bool:

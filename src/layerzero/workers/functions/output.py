@@ -7,8 +7,10 @@ import logging
 import sys
 import threading
 import warnings
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions.frames import Frame, Payload
 from layerzero.workers.functions.code import MAIN
 
 MAX_CHARS = 64 << 10  # for one answer; the log has all
@@ -24,6 +26,7 @@ class Output:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[list[Any]] = []
+        self._taken: list[list[Any]] = []
         self._chars = 0
         self._warnings = _Warnings(self, sys.stderr)  # the log: whether a warning is shown the caller's filters say
         sys.stdout = _Tee(sys.stdout, OUT, self)
@@ -51,6 +54,7 @@ class Output:
         """What was said since the last time: [OUT or ERR, text], [LOG, logger, level, text] and
         [WARNING, names of its category, text, file, line, module]."""
         if not self._items:
+            self._taken = []
             return []
         with self._lock:
             items, chars = self._items, self._chars
@@ -58,7 +62,30 @@ class Output:
         self._warnings.forget()
         if chars > MAX_CHARS:
             items.append([ERR, f"... {chars - MAX_CHARS} more characters are in the worker's log\n"])
+        self._taken = items
         return items
+
+    def put_back(self) -> None:
+        """What was taken last, for an answer that was not made: the next one has it."""
+        with self._lock:
+            self._items[:0] = self._taken
+
+    def answer(
+        self,
+        before: list[Any],
+        *after: Any,
+        payload: Payload,
+        what: str,
+        results: str = "result",
+        is_placed: bool = False,
+    ) -> Frame:
+        """A frame with what was said between these. Raises InvalidArgument, as Frame, and has taken nothing then."""
+        head = [*before, self.take(), *after]
+        try:
+            return Frame(head, payload, is_placed=is_placed, of=f"{what}, and {results}")
+        except InvalidArgument:
+            self.put_back()
+            raise
 
 
 class _Tee(io.TextIOBase):
@@ -82,8 +109,15 @@ class _Tee(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> Any:
-        """What files have besides, `buffer` for one: of the worker's log alone, as what C code prints."""
+        """What files have besides."""
+        if name.startswith("_"):  # of a copy that has nothing yet, for one
+            raise AttributeError(name)
         return getattr(self._below, name)
+
+    @property
+    def buffer(self) -> BinaryIO:
+        """The worker's log alone, as what C code prints. What is made of it may close it, and the log stays open."""
+        return open(self.fileno(), "wb", buffering=0, closefd=False)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

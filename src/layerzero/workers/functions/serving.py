@@ -11,7 +11,7 @@ from functools import partial
 from types import AsyncGeneratorType, GeneratorType
 from typing import Any, TypeAlias
 
-from layerzero.ipc.errors import CudaError, InvalidArgument, ProtocolError
+from layerzero.ipc.errors import MAX_TEXT, CudaError, InvalidArgument, ProtocolError
 from layerzero.ipc.functions import frames, values
 from layerzero.ipc.functions.frames import Code, Frame, Payload
 from layerzero.ipc.vocabulary import pools
@@ -31,7 +31,7 @@ from layerzero.workers.functions.device import (
     span_of,
     span_or_view,
 )
-from layerzero.workers.functions.errors import MAX_TEXT, error_of
+from layerzero.workers.functions.errors import error_of
 from layerzero.workers.functions.installed import told_of
 from layerzero.workers.functions.kept import Kept, Result, Written
 from layerzero.workers.functions.libraries import Arrays, Models
@@ -357,8 +357,8 @@ class Functions:
                 failure = [exc.message[:MAX_TEXT]]
                 break
         made = renamed([values.LIST, *results])
-        head = [frames.SEVERAL, made, failure or None, self._output.take()]
-        return Frame(head, payload, of=f"{code.label} has run, and results")
+        head = [frames.SEVERAL, made, failure or None]
+        return self._output.answer(head, payload=payload, what=f"{code.label} has run", results="results")
 
     def _function(self, code: Code) -> Callable[..., Any]:
         if not code.is_model:
@@ -408,7 +408,7 @@ class Functions:
             return self._raised(exc, held.code.file)
         payload, what = Payload(), f"{held.code.label} has run"
         tree = [values.LIST, *(self._encoded(item, "item", what, payload) for item in items)]
-        return self._answer(client, Result(items, what), renamed(tree), self._output.take(), payload)
+        return self._answer(client, Result(items, what), renamed(tree), payload)
 
     def _let_go(self, several: list[Held | None]) -> None:
         """A generator that nobody has any more is closed by that: its own code runs, as it does of an object."""
@@ -466,27 +466,26 @@ class Functions:
         if result is None:
             output = self._output.take()
             return Frame([frames.RETURNED, None, output]) if output else _NOTHING
-        output = []
         if placing.is_used:
             placed = placing.payload()
-            tree = renamed(self._encoded(result, "result", what, placed))
-            output = self._output.take()  # where a result cannot cross, its error takes it
-            made = Frame([frames.PLACED, tree, output, placed.places], placed, is_placed=True, of=f"{what}, and result")
+            head = [frames.PLACED, renamed(self._encoded(result, "result", what, placed))]
+            made = self._output.answer(head, placed.places, payload=placed, what=what, is_placed=True)
             if placed.places and made.has_room and made.nbytes <= placing.room:
                 return made
+            self._output.put_back()
         payload = Copied() if placing.is_used else Payload()
         tree = renamed(self._encoded(result, "result", what, payload))
-        return self._answer(client, Result(result, what), tree, [*output, *self._output.take()], payload)
+        return self._answer(client, Result(result, what), tree, payload)
 
-    def _answer(self, client: int, result: Result, tree: Any, output: list[Any], payload: Payload) -> Frame:
+    def _answer(self, client: int, result: Result, tree: Any, payload: Payload) -> Frame:
         """With its results on a GPU in their memory; without that they are kept."""
         if device.results is None or not device.results.found:
-            return Frame([frames.RETURNED, tree, output], payload, of=f"{result.what}, and result")
+            return self._output.answer([frames.RETURNED, tree], payload=payload, what=result.what)
         made_there = device.settle()
         if made_there is not None:
-            return Frame([frames.RETURNED_THERE, tree, output, made_there], payload, of=f"{result.what}, and result")
+            return self._output.answer([frames.RETURNED_THERE, tree], made_there, payload=payload, what=result.what)
         token = self._kept.add(client, Result(apart(result.value), result.what), device.results.nbytes)
-        return Frame([frames.AWAITS, token, device.results.specs, output])
+        return Frame([frames.AWAITS, token, device.results.specs, self._output.take()])
 
     def _encoded(self, value: Any, root: str, what: str, payload: Payload) -> Any:
         try:

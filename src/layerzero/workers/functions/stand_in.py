@@ -72,7 +72,25 @@ def _same(function: T) -> T:
         function.map = lambda *items, chunksize=1: map(function, *items)  # type: ignore[attr-defined]
         for name in _CALLERS:
             setattr(function, name, _Callers(f"{function.__qualname__}.{name}"))
+    elif isinstance(function, type):
+        for name in ("options", "local", *_CALLERS):
+            if not hasattr(function, name):  # its own goes before
+                setattr(function, name, _OfClass(name))
     return function
+
+
+class _OfClass:
+    """What callers have of a class, and of none of its objects."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, one: Any, owner: type) -> Any:
+        if one is not None:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+        if self._name in _CALLERS:
+            return _Callers(f"{owner.__qualname__}.{self._name}")
+        return owner if self._name == "local" else lambda **_: owner
 
 
 class _Callers:

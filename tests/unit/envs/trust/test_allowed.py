@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests import outside
 
+from layerzero.envs.cli import additions
 from layerzero.envs.trust import allowed
 from layerzero.envs.trust.bundle import Bundle, read_folder
 from layerzero.ipc.errors import ConfigError
@@ -31,6 +32,15 @@ def test_allowing_anew_tells_what_was_allowed_before(tmp_path: Path, bundle: Bun
     changed = Bundle("theirs", {**bundle.files, "provider.py": b"NEW = 1\n"}, "a test")
     assert allowed.allow(tmp_path, changed, keep=False) == bundle.sha256
     assert allowed.read_record(tmp_path) == {"theirs": changed.sha256}
+
+
+def test_a_copy_that_the_record_lacks_is_removed(tmp_path: Path) -> None:
+    """Of an `add` that ended between the two; nobody would have it otherwise."""
+    left = tmp_path / "theirs"
+    left.mkdir()
+    with pytest.raises(ConfigError, match=r"^name what can be forgotten: 'theirs'"):
+        additions.remove("theirs", additions.Site(tmp_path, tmp_path / "store", (), {}, ""))
+    assert not left.exists()
 
 
 def test_what_others_were_allowed_stays(tmp_path: Path, bundle: Bundle) -> None:

@@ -38,6 +38,19 @@ def test_the_same_call_is_the_same_bytes_whatever_lay_there() -> None:
     assert bytes(used) == bytes(frame)
 
 
+def test_what_was_made_in_an_answer_stays_as_it_is() -> None:
+    """Its gaps are memory that a result of the function may have taken."""
+    payload = Payload()
+    payload.nbytes = frames.PLACED_AT + 64
+    at = [payload.add(size, functools.partial(_fill, size)) for size in (70, 6)]
+    payload.nbytes += 64
+    frame = Frame([7], payload, is_placed=True)
+    used = bytearray(b"\xff" * frame.nbytes)
+    frame.write(memoryview(used))
+    written = {*range(len(bytes(Frame([7])))), *range(at[0], at[0] + 70), *range(at[1], at[1] + 6)}
+    assert {n for n, byte in enumerate(used) if byte != 0xFF} == written
+
+
 def _fill(size: int, target: memoryview) -> None:
     target[:] = bytes([size]) * size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import sys
 from typing import Any
 
@@ -82,10 +83,17 @@ def test_values_cross_with_their_types(value: Any) -> None:
     assert type(found) is type(value)
 
 
+def entry_of(folder: str) -> os.DirEntry[str]:
+    with os.scandir(folder) as found:
+        return next(found)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({1, 2}, r"^v: set cannot go to another environment; pass list\(\) of it; allowed: None, bool"),
+        ({1, 2}, r"^v: set cannot go to another environment; list\(\) of it can; allowed: None, bool"),
+        (entry_of("/"), r"^v: posix.DirEntry cannot go to another environment; os.fspath\(\) of it can"),
+        (np.finfo(np.float32), r"^v: numpy.finfo cannot go to another environment; allowed: None, bool"),
         ([0, {"a": (1, object())}], r"^v\[1\]\['a'\]\[1\]: object cannot go"),
         (Point(1, [print]), r"^v\.y\[0\]: builtin_function_or_method cannot go"),
         ({(1,): 2}, r"^v: a key is tuple"),

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
 from unittest import mock
 
 import pytest
@@ -12,6 +19,8 @@ from layerzero.ipc.functions.frames import Code, Frame
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.functions import kept, serving
 from layerzero.workers.functions.device import device
+from layerzero.workers.functions.output import Output
+from layerzero.workers.functions.placing import placing
 from layerzero.workers.functions.serving import Functions
 from layerzero.workers.provider import Block, Call
 
@@ -20,10 +29,23 @@ LONG = "x" * 5000
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Functions:
+def stdout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TextIO]:
+    """That of a worker."""
+    root, shown = logging.getLogger(), (sys.stdout, sys.stderr)
+    level, handlers = root.level, list(root.handlers)
+    with warnings.catch_warnings(), (tmp_path / "log").open("w") as log:
+        sys.stdout = log
+        output = Output()
+        found, (sys.stdout, sys.stderr) = sys.stdout, shown
+        monkeypatch.setattr(serving, "Output", lambda: output)
+        yield found
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, stdout: TextIO) -> Functions:
     """Its function returns a text that the first answer has no room for."""
-    output = mock.Mock(take=list)
-    monkeypatch.setattr(serving, "Output", lambda: output)
     monkeypatch.setattr(serving, "Modules", lambda: mock.Mock(function=lambda _: lambda: LONG))
     return Functions(mock.Mock(put=lambda *_: None), "plain")
 
@@ -149,3 +171,57 @@ def test_what_cannot_be_encoded_has_run(served: Functions) -> None:
         frames.REFUSED,
         True,
     )
+
+
+def says_much(_: int = 0) -> str:
+    print("before it cannot cross")
+    return LONG
+
+
+def says_much_beside_an_array() -> str:
+    placing.take(64)
+    return says_much()
+
+
+def says_much_one_by_one() -> Iterator[str]:
+    yield says_much()
+
+
+@pytest.mark.parametrize(
+    ("function", "head"),
+    [
+        (says_much, [frames.CALL, CODE, [values.LIST], [values.DICT], 30]),
+        (says_much_beside_an_array, [frames.CALL, CODE, [values.LIST], [values.DICT], 30]),
+        (says_much, [frames.MANY, CODE, [values.LIST, [values.TUPLE, 1]], [values.DICT], 30]),
+        (says_much_one_by_one, [frames.NEXT, [], 30]),
+    ],
+)
+def test_what_was_said_before_a_result_is_refused_is_shown(
+    served: Functions, stdout: TextIO, monkeypatch: pytest.MonkeyPatch, function: Any, head: list[Any]
+) -> None:
+    """And once: the next answer has none of it."""
+    monkeypatch.setattr(sys, "stdout", stdout)
+    served._modules.function = lambda _: function  # type: ignore[method-assign, assignment]
+    if head[0] == frames.NEXT:
+        hold = [frames.HOLD, [frames.CALL, CODE, [values.LIST], [values.DICT], 30], frames.ALL]
+        head[1] = send(served, 1, hold)[1][1:3]
+    monkeypatch.setattr(frames, "MAX_HEAD_BYTES", 4000)
+    kind, _, message, output = send(served, 1, head, 8192)
+    assert (kind, "put bytes, texts and numbers into arrays" in message) == (frames.REFUSED, True)
+    assert "".join(text for _, text in output) == "before it cannot cross\n"
+    assert send(served, 1, [frames.RELEASE, []]) == [frames.RETURNED, None, []]
+
+
+def test_what_is_made_of_the_output_closes_no_log(
+    served: Functions, stdout: TextIO, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A script wraps the buffer of its terminal; here that is every function's."""
+    monkeypatch.setattr(sys, "stdout", stdout)
+    wrapped = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
+    wrapped.write("wrapped")
+    del wrapped
+    copy.copy(sys.stdout).write("copied, ")
+    print("after")
+    said = send(served, 1, [frames.RELEASE, []])[2]
+    assert "".join(text for _, text in said) == "copied, after\n"
+    assert (tmp_path / "log").read_text().startswith("wrapped")
