@@ -78,9 +78,9 @@ static lz_code check_locks(lz_client *client, const char *path, lzi_bundle_file 
         const char *here = found_in(locks, one->backend, "env");
         if (strcmp(here, one->env))
             code = lzi_fail(error, LZ_ENV_CHANGED,
-                            "Have %s locked as the bundle has it (lz bundle show --lock %s), or set any_lock.\n"
+                            "Have %s locked as the bundle has it (lz bundle show %s --lock %s), or set any_lock.\n"
                             "%s was written with its environment %s, here it is %s",
-                            one->backend, one->backend, path, one->env, *here ? here : "not known");
+                            one->backend, path, one->backend, path, one->env, *here ? here : "not known");
     }
     for (size_t i = 0; !code && i < info->step_count; i++) {
         lzi_step *step = &file->steps[i];

@@ -113,9 +113,8 @@ def test_what_is_no_bundle_says_what_to_do(built: Built, connected: Site, writte
         assert first.startswith(advice)
         assert why in second
     lock, kernel, folder, nothing, right = said[len(wrong) :]
-    assert (
-        lock[0] == "ENV_CHANGED|Have alpha locked as the bundle has it (lz bundle show --lock alpha), or set any_lock."
-    )
+    show = f"lz bundle show {others[0]} --lock alpha"
+    assert lock[0] == f"ENV_CHANGED|Have alpha locked as the bundle has it ({show}), or set any_lock."
     assert "with its environment 0123456789abcdef, here it is " in lock[1]
     assert kernel[0] == "ENV_CHANGED|Write the bundle again, or set any_lock."
     assert kernel[1].endswith("needs alpha.gone, which is not here")
