@@ -1,9 +1,10 @@
 """Calls of functions that are lifted: told beside a route of theirs, since that says nothing of their arrays, and good
-for the process that computes them, whose modules may have been others in an earlier one."""
+for the process that computes them, whose modules may have been others in an earlier one, until they change there."""
 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -31,12 +32,17 @@ class LiftedFunctions:
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)  # of this broker, whose count of workers begins anew
         self._ended: set[tuple[str, str]] = set()  # backend and call that was lifted when its worker ended
+        self._changes = Counter[str]()  # of modules in their process, by backend
 
     def told_call(self, spec: CallSpec, params: Mapping[str, Any], worker: Worker) -> CallSpec:
         """The call that a client wants to launch: of a function's route that has `spec` the one that it tells of
         beside it, else `spec`. Raises InvalidArgument."""
-        name = f"{self._nonce}.{worker.generation}"
+        name = f"{self._nonce}.{self._changes[worker.backend]}.{worker.generation}"
         return _told_call(spec, params["call"], name) if "call" in params else spec
+
+    def note_changed(self, backend: str) -> None:
+        """A file of a function is another one, and with it perhaps what others have imported."""
+        self._changes[backend] += 1
 
     def note_ended(self, known: Known) -> None:
         """Its worker has ended, or hangs, which it must not do to the next ones."""

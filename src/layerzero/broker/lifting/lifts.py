@@ -39,7 +39,7 @@ from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import Lifted as LiftedCall
 from layerzero.ipc.lifting.keys import call_key
-from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
 from layerzero.ipc.lifting.specimen import SEEDS, Specimen
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
@@ -83,9 +83,7 @@ class Lifts:
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
         self._shown, self._functions = Shown(), functions.LiftedFunctions()
-        self._ahead: dict[
-            Hashable, tuple[object, CallSpec, Known]
-        ] = {}  # what `ask_ahead` found, as long as rankings stay
+        self._ahead: dict[Hashable, tuple[object, CallSpec, Known]] = {}  # of `ask_ahead`, as long as rankings stay
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
 
@@ -225,8 +223,7 @@ class Lifts:
             return later(answers.NO_KERNEL)
         if self._state.workers[best.backend].is_joined:
             return refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
-        is_outsider = best.backend in self._outsiders
-        if refusal := refused_by_policy(policy, best, allowed, is_outsider=is_outsider):
+        if refusal := refused_by_policy(policy, best, allowed, is_outsider=best.backend in self._outsiders):
             return refusal
         if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):
             return refused(LiftReason.FAULTED, fault)
@@ -341,6 +338,10 @@ class Lifts:
     def take(self, peer: Peer, message: Lifted, fds: list[int]) -> None:
         """A worker's answer. Raises ProtocolError."""
         try:
+            if not message.number and message.reason == MODULES_CHANGED:
+                self._functions.note_changed(peer.backend)
+                self.take_back()
+                return
             known = self._asked.get(message.number)
             if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
                 return  # it took too long
@@ -363,9 +364,8 @@ class Lifts:
                 self._proofs.start(known.number, known.spec.device, data)
         except ProtocolError as exc:
             self._asked.pop(message.number, None)
-            raise ProtocolError(
-                f"{known.kernel_id if known else 'a call'} was lifted in a way that is none: {exc}"
-            ) from exc
+            what = known.kernel_id if known else "a call"
+            raise ProtocolError(f"{what} was lifted in a way that is none: {exc}") from exc
         finally:
             unwanted.close_all(fds)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+MODULES_CHANGED = "MODULES_CHANGED"  # what a worker says, of no call: functions that it has lifted may be others now
+
 
 class LiftReason(str, Enum):
     """Value equals name, as of capabilities.reasons.Reason."""

@@ -3,7 +3,7 @@ and while their stream is captured. What they print is in the worker's log alone
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
@@ -17,9 +17,15 @@ class LiftableCalls:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._tell_changed: Callable[[], object] = lambda: None
+
+    def on_change(self, tell: Callable[[], object]) -> None:
+        """As Loaded: `tell` is to be called when what was lifted may be of modules that are here no more."""
+        self._tell_changed = tell
 
     def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """As provider.Bind, of `function_on_gpu`. Raises InvalidArgument for what is no such call."""
+        self._server._modules.on_change = self._tell_changed
         memories = [Span.of(block.device) for block in (*inputs, *outputs) if block is not None]
         made = again_there(bytes.fromhex(call.attrs["call"]), memories, self._server._known, lambda _: None)
         if made is None or len(made.outs) != 1 or made.plain.reference is not None:

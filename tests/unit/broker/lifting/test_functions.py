@@ -28,7 +28,7 @@ TOLD: dict[str, Any] = {
     "call": "00ff",
     "ranges": "",
 }
-WORKER: Any = SimpleNamespace(generation=3)
+WORKER: Any = SimpleNamespace(backend="env", generation=3)
 
 
 FUNCTIONS = LiftedFunctions()
@@ -48,11 +48,26 @@ def test_a_call_is_of_its_arrays_and_of_the_process_that_computes_it() -> None:
     assert (spec.op, spec.device, spec.pinned) == (FUNCTION_ON_GPU, "GPU-1", "env")
     assert (spec.inputs[0], spec.outputs, spec.attrs["result"]) == (SPEC, (SPEC,), "float32 4 2")
     assert spec.attrs["worker"].endswith(".3")
-    later = FUNCTIONS.told_call(ROUTE, {"call": TOLD}, SimpleNamespace(generation=4))  # type: ignore[arg-type]
+    later = FUNCTIONS.told_call(ROUTE, {"call": TOLD}, SimpleNamespace(backend="env", generation=4))  # type: ignore[arg-type]
     anothers = LiftedFunctions().told_call(ROUTE, {"call": TOLD}, WORKER)
     assert len({str(one.attrs) for one in (spec, later, anothers, told())}) == 3
     assert FUNCTIONS.told_call(ROUTE, {}, WORKER) is ROUTE
     assert traits(spec, None) == (True, True)  # type: ignore[arg-type]
+
+
+def test_a_call_is_another_once_modules_have_changed_in_its_process(tmp_path: Path) -> None:
+    functions = LiftedFunctions()
+
+    def name(backend: str) -> str:
+        worker: Any = SimpleNamespace(backend=backend, generation=3)
+        return str(functions.told_call(ROUTE, {"call": TOLD}, worker).attrs["worker"])
+
+    before = name("env"), name("other")
+    functions.note_changed("env")
+    assert (name("env") != before[0], name("other")) == (True, before[1])
+    rig = Rig(tmp_path / "lifted")
+    rig.say(0, reason="MODULES_CHANGED")
+    assert (rig.bumps, rig.lifts._functions._changes) == (1, {"alpha": 1})
 
 
 @pytest.mark.parametrize(
