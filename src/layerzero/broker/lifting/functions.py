@@ -101,6 +101,11 @@ def keep(store: LiftStore, known: Known, specimen: Specimen | None) -> None:
         store.add_code(specimen.codes)
 
 
+def have_leave(calls: Iterable[Known]) -> bool:
+    """Whether clients launch calls of a function."""
+    return any(known.granted and is_function(known.spec) for known in calls)
+
+
 def is_outdated(calls: Iterable[Known], workers: Mapping[str, Worker]) -> bool:
     """Whether clients launch calls of a function whose worker is another process by now."""
     return any(

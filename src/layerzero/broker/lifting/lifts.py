@@ -235,11 +235,11 @@ class Lifts:
         known, imported = self._known.get(key), self._imports.find(best.kernel_id, best.backend, spec, alignments)
         if known is None or known.imported != imported:
             if len(self._known) >= MAX_KNOWN:
+                if functions.have_leave(self._known.values()):  # it ends with a process, which is seen of these alone
+                    self.take_back()
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
-            number = next(self._numbers) & 0xFFFF_FFFF
-            known = Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
-            known.generation = self._state.workers[best.backend].generation
-            self._known[key] = known
+            its = (best.kernel_id, best.backend, what, tuple(alignments), self._state.workers[best.backend].generation)
+            self._known[key] = known = Known(next(self._numbers) & 0xFFFF_FFFF, key, spec, *its)
             known.imported, entry = imported, self.store.find(key)
             if entry is not None and entry.imported == ("" if imported is None else imported.file):
                 known.entry = entry

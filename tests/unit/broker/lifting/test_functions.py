@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
+from layerzero.broker.lifting import lifts as lifts_module
 from layerzero.broker.lifting.functions import LiftedFunctions, is_outdated, keep, spared, traits
+from layerzero.broker.lifting.known import Known
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument
@@ -124,6 +126,18 @@ def test_leave_ends_with_the_process_that_computed_it() -> None:
     workers["env"].generation = 4
     assert is_outdated([kernel, one], workers)
     assert not is_outdated([known(told(), granted={})], workers)
+
+
+def test_leave_of_functions_that_are_forgotten_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would see that their worker is another one."""
+    monkeypatch.setattr(lifts_module, "MAX_KNOWN", 1)
+    for spec, bumps in ((told(), 1), (replace(ROUTE, op="silu"), 0)):
+        rig = Rig(tmp_path / spec.op)
+        its = Known(77, "key", spec, "env.call", "alpha", {}, (), generation=1)
+        its.granted["GPU-1"] = spec
+        rig.lifts._known = {"key": its}
+        rig.ask()
+        assert (its in rig.lifts._known.values(), rig.bumps) == (False, bumps)
 
 
 def test_workers_of_functions_are_not_spared() -> None:
