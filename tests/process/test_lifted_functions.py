@@ -210,6 +210,13 @@ def test_calls_of_several_shapes_are_lifted_in_turns(site: Site) -> None:
     wait_until(are_lifted)
 
 
+def test_calls_of_several_alignments_are_each_asked_for(site: Site) -> None:
+    """Arrays that are alike but for where they begin have programs of their own."""
+    base, values = randn(17, 24)
+    close(lift(fn.silu, base[:16]), silu(values[:16]))
+    close(lift(fn.silu, base[1:]), silu(values[1:]))
+
+
 def test_each_is_counted_as_a_call_of_a_function(site: Site) -> None:
     x, _ = randn(16, 24)
     lift(fn.silu, x)

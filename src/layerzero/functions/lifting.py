@@ -112,7 +112,7 @@ class Lifting:
         self._called, self._names, self._trial = called, names, trial
         self._known: dict[Hashable, Liftable | str] = {}  # by what calls are alike by; why some are never lifted
         self._by_name: dict[str, Liftable] = {}
-        self._asked_in: dict[str, int] = {}  # the lift epoch, likewise
+        self._asked_in: dict[Hashable, tuple[Route, int]] = {}  # and of which route in which lift epoch
         self._last: Liftable | str = NOT_ASKED
 
     @property
@@ -151,11 +151,13 @@ class Lifting:
         self._last = found
         if isinstance(found, str) or not _is_plain(session):
             return None
-        if self._asked_in.get(found.name) == site.gpu.order.page.lift_epoch:
+        route, epoch = self._asked_in.get(whole, (None, 0))
+        if route is found.route and epoch == site.gpu.order.page.lift_epoch:
             return None
-        return self._serve(site, found, args)
+        return self._serve(site, found, args, whole)
 
-    def _serve(self, site: Site, found: Liftable, args: tuple[Any, ...]) -> LiftedCall | None:
+    def _serve(self, site: Site, found: Liftable, args: tuple[Any, ...], whole: Hashable) -> LiftedCall | None:
+        epoch = site.gpu.order.page.lift_epoch  # before it is asked: it may end meanwhile
         start_ns, asked_in, request = time.perf_counter_ns(), overlay.process(), found.request(args)
         arrays = tuple([None if one is None else describe(one) for one in request.args])
         like, gpu, stream = arrays[0], site.gpu, site.stream()
@@ -163,10 +165,11 @@ class Lifting:
         with gpu.memory.context:
             if site.is_capturing(stream):
                 return None
-            self._asked_in[found.name] = gpu.order.page.lift_epoch
             made, address = site.make(like.obj)
             placed = Placed(request, found.route, arrays, None, like, gpu, stream, address, start_ns, asked_in)
             is_launched = found.session.lifts.serve(placed)
+            if placed.has_its_policy:  # else it was not asked
+                self._asked_in[whole] = found.route, epoch
         return LiftedCall(self._called, found, made) if is_launched else None
 
     def _liftable(self, site: Site, args: tuple[Any, ...]) -> Liftable | str:
@@ -204,7 +207,6 @@ class Lifting:
         of, asked = site.route, (called.backends[0], overlay.current())
         route = Route(of.number, plan, decisions=of.decisions, near=of, is_armed=True, asked=asked)
         route.beside = {"call": told}
-        self._asked_in.pop(name, None)
         nbytes = sum(spec.span_bytes for spec in (*specs, *results))
         found = self._by_name[name] = Liftable(site.session, route, name, tuple(places), nbytes)
         return found
