@@ -86,9 +86,13 @@ def pack_ranges(ranges: Mapping[str, tuple[int, int]]) -> str:
 def ranges_of(attrs: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """What `pack_ranges` packed, of a call that has it. Raises ValueError."""
     text, found = attrs.get("ranges", ""), dict[str, tuple[int, int]]()
-    for one in json.loads(text) if text else ():
+    try:
+        told = json.loads(text) if text else ()
+    except RecursionError:
+        raise ValueError(f"{text[:80]!r} holds lists too deep") from None
+    for one in told:
         match one:
-            case [str(name), int(start), int(stop)] if start < stop:
+            case [str(name), int(start), int(stop)] if start < stop and bool not in (type(start), type(stop)):
                 found[name] = (start, stop)
             case _:
                 raise ValueError(f"{one!r:.80} is no range of values")

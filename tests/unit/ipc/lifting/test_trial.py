@@ -35,7 +35,10 @@ def test_ranges_cross_as_text() -> None:
     assert (pack_ranges({}), ranges_of({}), ranges_of({"ranges": ""})) == ("", {}, {})
 
 
-@pytest.mark.parametrize("text", ["5", "[5]", "[[0, 0, 5]]", '[["a0", 5, 5]]', '[["a0", 0.0, 5]]', "{", '[["a0"]]'])
+@pytest.mark.parametrize(
+    "text",
+    ["5", "[5]", "[[0, 0, 5]]", '[["a0", 5, 5]]', '[["a0", 0.0, 5]]', "{", '[["a0"]]', "[" * 4000, '[["a0", true, 5]]'],
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         ranges_of({"ranges": text})
