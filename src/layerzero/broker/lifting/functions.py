@@ -17,7 +17,7 @@ from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import ranges_of
+from layerzero.ipc.lifting.trial import fits_dtype, ranges_of
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_ON_GPU, OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -69,7 +69,7 @@ def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:
         inputs = tuple(None if one is None else TensorSpec.from_wire(one) for one in told["inputs"])
         outputs = tuple(TensorSpec.from_wire(one) for one in told["outputs"])
         attrs = {name: _text(told[name]) for name in ("call", "ranges")}
-        ranges_of(attrs)
+        _check_ranges(dict(zip(op.inputs, inputs, strict=False)), attrs)
         bytes.fromhex(attrs["call"])
     except (KeyError, TypeError, ValueError, LayerZeroError) as exc:
         raise InvalidArgument(f"lift: no call of a function: {type(exc).__name__}: {exc}"[:500]) from exc
@@ -118,6 +118,13 @@ def spared(calls: Iterable[Known], asked: Collection[str]) -> set[str]:
     """Backends whose workers nobody needs while clients launch their calls; what functions keep, nobody else has."""
     lifted = {one.backend for one in calls if (one.granted or one.granted_here) and not is_function(one.spec)}
     return lifted - set(asked)
+
+
+def _check_ranges(specs: Mapping[str, TensorSpec | None], attrs: Mapping[str, Any]) -> None:
+    for name, ends in ranges_of(attrs).items():
+        spec = specs.get(name)
+        if spec is None or "int" not in spec.dtype or not fits_dtype(spec.dtype, ends):
+            raise ValueError(f"ranges: {name:.40} is no array of integers that can have all values from its range")
 
 
 def _text(value: Any) -> str:

@@ -30,6 +30,7 @@ TOLD: dict[str, Any] = {
     "call": "00ff",
     "ranges": "",
 }
+INDEXED = [SPEC.to_wire(), TensorSpec.contiguous("int8", (4,)).to_wire(), *[None] * (len(GPU_ARRAYS) - 2)]
 WORKER: Any = SimpleNamespace(backend="env", generation=3)
 
 
@@ -87,11 +88,21 @@ def test_a_call_is_another_once_modules_have_changed_in_its_process(tmp_path: Pa
         {"ranges": "{"},
         {"ranges": "[5]"},
         {"ranges": '[["a0", 3, 3]]'},
+        {"ranges": "[" * 4000},
+        {"ranges": '[["a0", 0, 3]]'},
+        {"ranges": '[["a1", 0, 3]]'},
+        {"ranges": '[["x", 0, 3]]'},
+        {"inputs": INDEXED, "ranges": '[["a1", 0, %s]]' % ("9" * 4000)},
+        {"inputs": INDEXED, "ranges": '[["a1", -129, 3]]'},
     ],
 )
 def test_what_is_no_call_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         told(**changes)
+
+
+def test_ranges_are_of_arrays_of_integers() -> None:
+    assert told(inputs=INDEXED, ranges='[["a1", -128, 128]]').attrs["ranges"] == '[["a1", -128, 128]]'
 
 
 def test_a_call_beside_a_kernels_route_is_refused(tmp_path: Path) -> None:
