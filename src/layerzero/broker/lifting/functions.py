@@ -3,21 +3,24 @@ for the process that computes them, whose modules may have been others in an ear
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from layerzero.broker.core.model import Worker
+from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.lifting import answers
 from layerzero.broker.lifting.known import Known
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
-from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.lifting.trial import fits_dtype, ranges_of
+from layerzero.ipc.transport.messages import Lifted
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_ON_GPU, OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -40,25 +43,30 @@ class LiftedFunctions:
         name = f"{self._nonce}.{self._changes[worker.backend]}.{worker.generation}"
         return _told_call(spec, params["call"], name) if "call" in params else spec
 
-    def note_changed(self, backend: str) -> None:
-        """A file of a function is another one, and with it perhaps what others have imported."""
-        self._changes[backend] += 1
+    def have_changed(self, backend: str, said: Lifted) -> bool:
+        """Whether a worker says that a file of a function is another one, and with it perhaps what others import."""
+        is_so = not said.number and said.reason == MODULES_CHANGED
+        self._changes[backend] += is_so
+        return is_so
 
-    def note_ended(self, known: Known) -> None:
-        """Its worker has ended, or hangs, which it must not do to the next ones."""
-        self._ended.add((known.backend, known.spec.attrs["call"]))
+    def note_ended(self, known: Known, asked: Iterable[Known], worker: Worker, *, is_gone: bool) -> None:
+        """Its process has ended, or else hangs. Where it was at this call, and nobody has ended it, the call must not
+        do that to the next ones. `asked` as of `refusal`; `worker` as it is now."""
+        had = [one for one in asked if (one.backend, one.generation) == (known.backend, known.generation)]
+        is_at = known.asked_s <= min((one.asked_s for one in had if not one.is_answered), default=-math.inf)
+        has_died = worker.state is WorkerState.DISABLED or any(died_s >= known.asked_s for died_s in worker.deaths_s)
+        if is_function(known.spec) and not known.is_answered and is_at and (has_died or not is_gone):
+            self._ended.add((known.backend, known.spec.attrs["call"]))
 
-    def refusal(self, spec: CallSpec, backend: str, asked: Iterable[Known]) -> dict[str, Any] | None:
+    def refusal(self, spec: CallSpec, worker: Worker, asked: Collection[Known]) -> dict[str, Any] | None:
         """Why a call stays in its worker. `asked`: what workers and proofs are at."""
         if not is_function(spec):
             return None
-        call, worker = spec.attrs["call"], spec.attrs["worker"]
         for one in asked:  # of an earlier process, whose end was not looked at yet
-            its = one.spec.attrs
-            is_its = is_function(one.spec) and (one.backend, its["call"]) == (backend, call)
-            if is_its and its["worker"] != worker and one.tried is None:
-                self.note_ended(one)
-        return answers.refused(LiftReason.WORKER_FAILED, ENDED) if (backend, call) in self._ended else None
+            if one.backend == worker.backend and one.generation != worker.generation:
+                self.note_ended(one, asked, worker, is_gone=True)
+        has_ended = (worker.backend, spec.attrs["call"]) in self._ended
+        return answers.refused(LiftReason.WORKER_FAILED, ENDED) if has_ended else None
 
 
 def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:

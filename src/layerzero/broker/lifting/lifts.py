@@ -39,7 +39,7 @@ from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import Lifted as LiftedCall
 from layerzero.ipc.lifting.keys import call_key
-from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
+from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import SEEDS, Specimen
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
@@ -102,8 +102,9 @@ class Lifts:
         refusal = self._refusal(spec, best)
         if best is None or refusal is not None:
             return refusal or later(answers.NO_KERNEL)
-        lifted = self._functions.told_call(spec, params, self._state.workers[best.backend])
-        if refusal := self._functions.refusal(lifted, best.backend, self._asked.values()):
+        worker = self._state.workers[best.backend]
+        lifted = self._functions.told_call(spec, params, worker)
+        if refusal := self._functions.refusal(lifted, worker, self._asked.values()):
             return refusal
         known = self._find(lifted, best, alignments)
         if known.entry is None and known.number not in self._asked:
@@ -268,7 +269,7 @@ class Lifts:
         worker = self._state.workers[known.backend]
         if worker.is_joined or worker.state is not WorkerState.READY:
             return
-        known.generation, known.asked_s = worker.generation, time.monotonic()
+        known.generation, known.asked_s, known.is_answered = worker.generation, time.monotonic(), False
         self._asked[known.number] = known
         is_safe, repeats = functions.traits(spec, self._state.engine.kernel(known.kernel_id))
         call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), [] if known.is_compared else list(SEEDS)
@@ -338,8 +339,7 @@ class Lifts:
     def take(self, peer: Peer, message: Lifted, fds: list[int]) -> None:
         """A worker's answer. Raises ProtocolError."""
         try:
-            if not message.number and message.reason == MODULES_CHANGED:
-                self._functions.note_changed(peer.backend)
+            if self._functions.have_changed(peer.backend, message):
                 self.take_back()
                 return
             known = self._asked.get(message.number)
@@ -347,6 +347,7 @@ class Lifts:
                 return  # it took too long
             if self._proofs.has(known.number):
                 return  # it has answered already
+            known.is_answered = True
             if message.reason:
                 self._refuse(known, reason_of(message.reason), message.detail[:2000])
                 return
@@ -443,15 +444,14 @@ class Lifts:
 
     def look(self) -> None:
         """Once a second or so: workers that are gone answer no more, and rankings may be others by now."""
-        now_s = time.monotonic()
-        for number, known in list(self._asked.items()):
+        now_s, asked = time.monotonic(), list(self._asked.values())
+        for known in asked:
             is_gone = self._links.get(known.backend, known.generation) is None
-            if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
-                if functions.is_function(known.spec):
-                    self._functions.note_ended(known)
-                del self._asked[number]
+            if not self._proofs.has(known.number) and (is_gone or now_s > known.asked_s + WORKER_S):
+                self._functions.note_ended(known, asked, self._state.workers[known.backend], is_gone=is_gone)
+                del self._asked[known.number]
                 known.tried = None
-                self._shown.ended(number)  # who waited has waited as long
+                self._shown.ended(known.number)  # who waited has waited as long
         self._spared.look(functions.spared(self._known.values(), {one.backend for one in self._asked.values()}), now_s)
         self._retry(now_s)
         if functions.is_outdated(self._known.values(), self._state.workers):

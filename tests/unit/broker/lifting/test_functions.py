@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
+from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.lifting import lifts as lifts_module
 from layerzero.broker.lifting.functions import LiftedFunctions, is_outdated, keep, spared, traits
 from layerzero.broker.lifting.known import Known
@@ -18,6 +19,7 @@ from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import digest
 from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.transport.messages import Lifted
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS, FUNCTION_ON_GPU, GPU_ARRAYS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -42,7 +44,14 @@ def told(**changes: Any) -> CallSpec:
 
 
 def known(spec: CallSpec, generation: int = 3, **more: Any) -> Any:
-    its = {"granted": {"GPU-1": ROUTE}, "granted_here": {}, "tried": None, "backend": "env", **more}
+    its = {
+        "granted": {"GPU-1": ROUTE},
+        "granted_here": {},
+        "is_answered": False,
+        "asked_s": 7.0,
+        "backend": "env",
+        **more,
+    }
     return SimpleNamespace(spec=spec, generation=generation, **its)
 
 
@@ -66,7 +75,8 @@ def test_a_call_is_another_once_modules_have_changed_in_its_process(tmp_path: Pa
         return str(functions.told_call(ROUTE, {"call": TOLD}, worker).attrs["worker"])
 
     before = name("env"), name("other")
-    functions.note_changed("env")
+    assert functions.have_changed("env", Lifted(number=0, reason="MODULES_CHANGED"))
+    assert not functions.have_changed("env", Lifted(number=1, reason="NO_CUPTI"))
     assert (name("env") != before[0], name("other")) == (True, before[1])
     rig = Rig(tmp_path / "lifted")
     rig.say(0, reason="MODULES_CHANGED")
@@ -115,19 +125,43 @@ def test_a_call_beside_a_kernels_route_is_refused(tmp_path: Path) -> None:
         rig.ask(call=5, alignments=[16, *[0] * (len(GPU_ARRAYS) - 1), 16])
 
 
+NEXT: Any = SimpleNamespace(backend="env", generation=4, state=WorkerState.READY, deaths_s=[8.0])
+
+
 def test_what_its_worker_has_ended_with_is_not_tried_in_the_next_one() -> None:
     """Whether that was looked at already, or is found as the call is asked for again."""
     its, functions = told(), LiftedFunctions()
     nexts = replace(its, attrs={**its.attrs, "worker": "other"})
-    assert functions.refusal(nexts, "env", [known(its, tried=object())]) is None  # its proof goes on
-    assert functions.refusal(its, "env", [known(its)]) is None
-    assert functions.refusal(nexts, "env2", [known(its)]) is None
-    found = functions.refusal(nexts, "env", [known(its)])
+    assert functions.refusal(nexts, NEXT, [known(its, is_answered=True)]) is None  # its proof goes on
+    assert functions.refusal(its, WORKER, [known(its)]) is None
+    assert functions.refusal(nexts, NEXT, [known(its, backend="env2")]) is None
+    found = functions.refusal(nexts, NEXT, [known(its)])
     assert found is not None
     assert found["reason"] == "WORKER_FAILED"
-    assert functions.refusal(nexts, "env", []) == found
-    assert functions.refusal(replace(its, attrs={**its.attrs, "call": "11"}), "env", []) is None
-    assert functions.refusal(ROUTE, "env", []) is None
+    assert functions.refusal(nexts, NEXT, []) == found
+    assert functions.refusal(replace(its, attrs={**its.attrs, "call": "11"}), NEXT, []) is None
+    assert functions.refusal(ROUTE, NEXT, []) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "is_gone", "is_blamed"),
+    [
+        ({}, {}, True, True),
+        ({"deaths_s": [], "state": WorkerState.DISABLED}, {}, True, True),
+        ({"deaths_s": []}, {}, True, False),  # somebody has restarted it
+        ({"deaths_s": [6.0]}, {}, True, False),  # that was before
+        ({}, {"is_answered": True}, True, False),
+        ({}, {"asked_s": 7.5}, True, False),  # it was at another one
+        ({"deaths_s": []}, {}, False, True),  # it hangs
+        ({"deaths_s": []}, {"asked_s": 7.5}, False, False),
+    ],
+)
+def test_what_it_has_not_ended_with_may_be_tried_again(changes: Any, more: Any, is_gone: bool, is_blamed: bool) -> None:
+    functions, spec = LiftedFunctions(), told()
+    one, other = known(spec, **more), known(told(call="11"), asked_s=7.25)
+    worker: Any = SimpleNamespace(**{**vars(NEXT), **changes})
+    functions.note_ended(one, [other, one], worker, is_gone=is_gone)
+    assert (functions.refusal(spec, worker, []) is not None) == is_blamed
 
 
 def test_leave_ends_with_the_process_that_computed_it() -> None:
