@@ -170,6 +170,7 @@ def test_indices_are_tried_with_values_that_lead_somewhere(site: Site) -> None:
         (fn.weighted, "PROOF_DIFFERS", "out is not what the library gave"),
         (fn.on_host, "NODE_UNSUPPORTED", "a function on the host"),
         (fn.otherwise, "NOT_CAPTURABLE", "allowed: one array on the GPU, which is what shapes= tells"),
+        (fn.slow, "TOO_SLOW", "allowed: 1, as others' calls wait meanwhile"),
         (fn.exits, "NOT_CAPTURABLE", "SystemExit"),
     ],
 )

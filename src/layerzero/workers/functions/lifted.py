@@ -3,13 +3,18 @@ and while their stream is captured. What they print is in the worker's log alone
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.workers.functions.device import Span, device
 from layerzero.workers.functions.there import AgainThere, Server, again_there
+from layerzero.workers.gpu.lifting.refusal import CannotLift
 from layerzero.workers.provider import Block, Bound, Call
+
+MAX_TRIAL_S = 1.0  # of all runs of a call on one set of memory: others' calls wait meanwhile, and may have deadlines
 
 
 class LiftableCalls:
@@ -31,13 +36,21 @@ class LiftableCalls:
         if made is None or len(made.outs) != 1 or made.plain.reference is not None:
             raise InvalidArgument("allowed: functions of arrays, numbers and texts by their place, with one result")
 
+        took_s = 0.0
+
         def bound() -> None:
+            nonlocal took_s
+            if took_s > MAX_TRIAL_S:
+                text = f"its first runs take {took_s:.1f} s; allowed: {MAX_TRIAL_S:g}, as others' calls wait meanwhile"
+                raise CannotLift(LiftReason.TOO_SLOW, text)
+            start_s = time.monotonic()
             self._server._breakpoints.client = 0  # nobody's
             try:
                 with device.alone(memories[0].device):
                     self._run(made, memories)
             finally:
                 self._server._output.take()
+                took_s += time.monotonic() - start_s
 
         return bound
 
