@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -280,6 +281,15 @@ def test_without_cupti_it_stays(site: Site) -> None:
     fn.prepare(False)
     assert refused(fn.silu, x).startswith("NO_CUPTI: /no/libcupti.so")
     close(fn.silu(x), silu(values))
+
+
+def test_what_keeps_it_is_of_this_threads_call(site: Site) -> None:
+    x, _ = randn(16, 24)
+    assert refused(fn.counted, x).startswith("NOT_DETERMINISTIC")
+    other = threading.Thread(target=fn.counted, args=(randn(5)[0],))
+    other.start()
+    other.join()
+    assert fn.counted.last_report().not_lifted.startswith("NOT_DETERMINISTIC")
 
 
 def test_what_keeps_it_is_of_this_session(site: Site) -> None:

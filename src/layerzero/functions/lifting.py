@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -113,12 +114,12 @@ class Lifting:
         self._known: dict[Hashable, Liftable | str] = {}  # by what calls are alike by; why some are never lifted
         self._by_name: dict[str, Liftable] = {}
         self._asked_in: dict[Hashable, tuple[Route, int]] = {}  # and of which route in which lift epoch
-        self._last: Liftable | str = NOT_ASKED
+        self._last = threading.local()  # `found`: of a thread's last call that was looked at
 
     @property
     def why(self) -> str:
-        """What keeps the last call in its worker that was looked at."""
-        last = self._last
+        """What keeps this thread's last call in its worker that was looked at."""
+        last: Liftable | str = getattr(self._last, "found", NOT_ASKED)
         if isinstance(last, str):
             return last
         return last.route.not_lifted or f"NOT_YET: {last.route.awaits or 'the broker was asked for it'}"
@@ -131,7 +132,7 @@ class Lifting:
         start_ns, session = time.perf_counter_ns(), default_session.session()
         found = self._known.get((key, self._called.results(args)))
         if not isinstance(found, Liftable) or found.session is not session or not _is_plain(session):
-            self._last = found if isinstance(found, str) else NOT_ASKED
+            self._last.found = found if isinstance(found, str) else NOT_ASKED
             return None
         result = session.lifts.run_again(found.request(args), start_ns)
         return None if result is MISS else LiftedCall(self._called, found, result)
@@ -148,7 +149,7 @@ class Lifting:
                 self._by_name.clear()
                 self._asked_in.clear()
             found = self._known[whole] = self._liftable(site, args)
-        self._last = found
+        self._last.found = found
         if isinstance(found, str) or not _is_plain(session):
             return None
         route, epoch = self._asked_in.get(whole, (None, 0))
