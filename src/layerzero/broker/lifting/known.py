@@ -14,7 +14,8 @@ from layerzero.broker.storage.perf_rows import Identity
 from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
-from layerzero.ipc.vocabulary.ops import GPU_ARRAYS
+from layerzero.ipc.lifting.specimen import SEEDS, SEEDS_OF_FUNCTIONS
+from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU, GPU_ARRAYS
 
 _ALIGNMENTS = {0, *ALIGNMENTS}
 COUNT_OF_FUNCTIONS = len(GPU_ARRAYS) + 1
@@ -50,6 +51,12 @@ class Known:
     def family(self) -> Hashable:
         """Equal for calls of one kernel, in one environment, on memory that is aligned alike."""
         return self.kernel_id, self.alignments, tuple(sorted(self.what.items()))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """What its worker is to try it with."""
+        its = SEEDS_OF_FUNCTIONS if self.spec.op == FUNCTION_ON_GPU else SEEDS
+        return () if self.is_compared else its
 
     def facts(self, *, is_pending: bool) -> dict[str, Any]:
         """For `lz status`."""

@@ -40,7 +40,7 @@ from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import Lifted as LiftedCall
 from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
-from layerzero.ipc.lifting.specimen import SEEDS, Specimen
+from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
@@ -272,7 +272,7 @@ class Lifts:
         known.generation, known.asked_s, known.is_answered = worker.generation, time.monotonic(), False
         self._asked[known.number] = known
         is_safe, repeats = functions.traits(spec, self._state.engine.kernel(known.kernel_id))
-        call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), [] if known.is_compared else list(SEEDS)
+        call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), list(known.seeds)
         message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds, is_repeatable=repeats)
         self._links.tell(known.backend, worker.generation, message)
 
