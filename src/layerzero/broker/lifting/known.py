@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from layerzero.broker.core.model import Client, Route
@@ -14,6 +16,7 @@ from layerzero.broker.storage.perf_rows import Identity
 from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
+from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.specimen import SEEDS, SEEDS_OF_FUNCTIONS
 from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU, GPU_ARRAYS
 
@@ -52,6 +55,13 @@ class Known:
         """Equal for calls of one kernel, in one environment, on memory that is aligned alike."""
         return self.kernel_id, self.alignments, tuple(sorted(self.what.items()))
 
+    @cached_property
+    def lasting_key(self) -> str:
+        """As `key`, but the same whichever process computes a function."""
+        attrs = {name: value for name, value in self.spec.attrs.items() if name != "worker"}
+        is_function = self.spec.op == FUNCTION_ON_GPU
+        return call_key(replace(self.spec, attrs=attrs), self.alignments, self.what) if is_function else self.key
+
     @property
     def seeds(self) -> tuple[int, ...]:
         """What its worker is to try it with."""
@@ -72,10 +82,13 @@ class Known:
         }
 
 
-def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None) -> dict[str, str]:
-    """All that the machine code depends on besides the call. `gpu`: the name of its kind."""
+def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None, spec: CallSpec) -> dict[str, str]:
+    """All that the machine code depends on besides the call. `gpu`: the name of its kind. All functions of an
+    environment are one kernel: there a call of `spec`, too, without its arrays."""
     made_of = {} if identity is None else asdict(identity)
     made_of.pop("device_uuid", None)  # it serves every GPU of this kind
+    if spec.op == FUNCTION_ON_GPU:
+        made_of["call"] = hashlib.sha256(spec.attrs["call"].encode()).hexdigest()
     return {"kernel": kernel_id, "backend": backend, "gpu": gpu, **made_of}
 
 

@@ -161,8 +161,8 @@ class Lifts:
         return {"calls": found}
 
     def _answer(self, client: Client, known: Known, spec: CallSpec, *, with_form: bool = False) -> dict[str, Any]:
-        if self.store.is_suspect(known.key):
-            return refused(LiftReason.FAULTED, SUSPICION)
+        if fault := SUSPICION if self.store.is_suspect(known.lasting_key) else self.store.fault_of(known.what):
+            return refused(LiftReason.FAULTED, fault)
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
@@ -251,7 +251,7 @@ class Lifts:
     def _what(self, spec: CallSpec, kernel_id: str, backend: str) -> dict[str, str]:
         """All that the machine code depends on besides the call."""
         device = self._state.engine.devices[spec.device].device_name
-        return what_of(kernel_id, backend, device, self._identities.get(backend))
+        return what_of(kernel_id, backend, device, self._identities.get(backend), spec)
 
     def _start_for(self, known: Known, route: Route, best: Verdict, spec: CallSpec, alignments: list[int]) -> None:
         """As `_start`, if its worker has answered the route's last calls. What was imported is tried at once."""
@@ -331,7 +331,7 @@ class Lifts:
         launched = self._pages.last_lifted(client)
         for known in self._known.values() if launched else ():
             if known.number in launched and not self.store.fault_of(known.what):
-                self.store.note_suspect(known.key, known.what)
+                self.store.note_suspect(known.lasting_key, known.what)
                 log("lifted.suspect", kernel=known.kernel_id, number=known.number, client=client)
 
     # --- what workers and proofs say ---------------------------------------------------------------------

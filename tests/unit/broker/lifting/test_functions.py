@@ -8,16 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.broker.driver import CLIENT
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.lifting import lifts as lifts_module
 from layerzero.broker.lifting.functions import LiftedFunctions, is_outdated, keep, spared, traits
-from layerzero.broker.lifting.known import Known
+from layerzero.broker.lifting.known import Known, what_of
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import digest
+from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.transport.messages import Lifted
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS, FUNCTION_ON_GPU, GPU_ARRAYS
@@ -183,6 +185,27 @@ def test_leave_of_functions_that_are_forgotten_is_taken_back(tmp_path: Path, mon
         rig.lifts._known = {"key": its}
         rig.ask()
         assert (its in rig.lifts._known.values(), rig.bumps) == (False, bumps)
+
+
+def test_a_fault_is_of_a_call_and_outlives_its_worker(tmp_path: Path) -> None:
+    """Other functions of the environment, which are the same kernel, have no part in it."""
+    rig = Rig(tmp_path / "lifted")
+
+    def one(spec: CallSpec) -> Known:
+        what = what_of("env.call", "alpha", "some GPU", None, spec)
+        return Known(1, call_key(spec, (), what), spec, "env.call", "alpha", what, ())
+
+    def state(spec: CallSpec) -> Any:
+        return rig.lifts._answer(rig.state.clients[CLIENT], one(spec), ROUTE)["state"]
+
+    its, other = told(), told(call="11")
+    nexts = replace(its, attrs={**its.attrs, "worker": "other"})
+    rig.store.note_suspect(one(its).lasting_key, one(its).what)
+    assert [state(spec) for spec in (its, nexts, other)] == ["refused", "refused", "later"]
+    rig.store.forgive()
+    assert state(nexts) == "later"
+    rig.store.note_fault(one(its).what, "lost its GPU")
+    assert [state(spec) for spec in (its, nexts, other)] == ["refused", "refused", "later"]
 
 
 def test_workers_of_functions_are_not_spared() -> None:
