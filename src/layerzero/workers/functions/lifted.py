@@ -46,10 +46,9 @@ class LiftableCalls:
             start_s = time.monotonic()
             self._server._breakpoints.client = 0  # nobody's
             try:
-                with device.alone(memories[0].device):
+                with self._server._output.nobodys(), device.alone(memories[0].device):
                     self._run(made, memories)
             finally:
-                self._server._output.take()
                 took_s += time.monotonic() - start_s
 
         return bound
