@@ -106,7 +106,7 @@ def test_a_function_is_launched_by_this_process(way: None, site: Site) -> None:
         assert (report.served_by, report.attempts, report.copies, report.not_lifted) == (fn.THERE.backend, 1, (), ""), (
             name
         )
-        assert report.selection.worker_pid == 0
+        assert (report.selection.worker_pid, report.selection.op) == (0, "function")
         assert "lifted: " in str(report.selection), name
     assert {row[1:] for row in rows()} == {("lifted", "")}
     for number in range(4):

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from layerzero.client.arrays.recognition import describe
@@ -31,7 +32,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.lifting.trial import fits_dtype, pack_ranges
 from layerzero.ipc.transport.plain import pack_tree
-from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU, GPU_ARRAYS
+from layerzero.ipc.vocabulary.ops import COUNTED_AS, FUNCTION_ON_GPU, GPU_ARRAYS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_KNOWN = 256
@@ -273,8 +274,9 @@ class LiftedCall:
     @property
     def report(self) -> FunctionReport:
         """As Call.report."""
-        selection = self._session.report_of(self._record)
-        assert selection is not None
+        found = self._session.report_of(self._record)
+        assert found is not None
+        selection = replace(found, op=COUNTED_AS[FUNCTION_ON_GPU])
         env, backend = self._called.owner._places.env.name, self._called.backends[0]
         elapsed_us = selection.elapsed_us or 0.0
         return FunctionReport(self.label, env, backend, 1, (), (), self._nbytes, elapsed_us, selection)
