@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.workers.functions.device import Span, device
-from layerzero.workers.functions.there import AgainThere, Server, again_there
+from layerzero.workers.functions.there import AgainThere, Server, demand_again_there
 from layerzero.workers.gpu.lifting.refusal import CannotLift
 from layerzero.workers.provider import Block, Bound, Call
 
@@ -32,7 +32,11 @@ class LiftableCalls:
         """As provider.Bind, of `function_on_gpu`. Raises InvalidArgument for what is no such call."""
         self._server._modules.on_change = self._tell_changed
         memories = [Span.of(block.device) for block in (*inputs, *outputs) if block is not None]
-        made = again_there(bytes.fromhex(call.attrs["call"]), memories, self._server._known, lambda _: None)
+        head = bytes.fromhex(call.attrs["call"])
+        try:
+            made = demand_again_there(head, memories, self._server._known, lambda _: None)
+        except (ProtocolError, IndexError) as exc:
+            raise InvalidArgument(f"its call cannot be read: {exc}") from exc
         if made is None or len(made.outs) != 1 or made.plain.reference is not None:
             raise InvalidArgument("allowed: functions of arrays, numbers and texts by their place, with one result")
 

@@ -40,7 +40,7 @@ def test_what_was_lifted_ends_once_a_functions_file_has_changed(
     assert (run("lz_one", uses), run("lz_two", "def f(): return 5\n")) == (1, 5)
     assert run("lz_two", "def f(): return 56\n") == 56
     assert changes == []  # nothing was lifted
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument, match="its call cannot be read: "):
         calls.bind(Call("function_on_gpu", "env.call", (), (), {"call": "00"}), (), ())
     assert run("lz_one", uses) == 1
     (tmp_path / "lz_helper.py").write_text("VALUE = 234\n")
