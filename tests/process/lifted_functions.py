@@ -7,6 +7,7 @@ import ctypes
 import os
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,12 @@ def speaks(x: Any, word: str) -> Any:
 def versioned(x: Any, path: str) -> Any:
     """As its module was when it was imported: by a file that is read once."""
     return silu(x, _state.setdefault(path, Path(path).read_text()))
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
+def slow(x: Any) -> Any:
+    time.sleep(0.3)
+    return silu(x)
 
 
 @lz.isolated(THERE, shapes=like)

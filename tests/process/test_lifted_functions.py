@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_a_function_is_launched_by_this_process(way: None, site: Site) -> None:
         assert (report.served_by, report.attempts, report.copies, report.not_lifted) == (fn.THERE.backend, 1, (), ""), (
             name
         )
-        assert report.selection.worker_pid == 0
+        assert (report.selection.worker_pid, report.selection.op) == (0, "function")
         assert "lifted: " in str(report.selection), name
     assert {row[1:] for row in rows()} == {("lifted", "")}
     for number in range(4):
@@ -170,6 +171,7 @@ def test_indices_are_tried_with_values_that_lead_somewhere(site: Site) -> None:
         (fn.weighted, "PROOF_DIFFERS", "out is not what the library gave"),
         (fn.on_host, "NODE_UNSUPPORTED", "a function on the host"),
         (fn.otherwise, "NOT_CAPTURABLE", "allowed: one array on the GPU, which is what shapes= tells"),
+        (fn.slow, "TOO_SLOW", "allowed: 1, as others' calls wait meanwhile"),
         (fn.exits, "NOT_CAPTURABLE", "SystemExit"),
     ],
 )
@@ -208,6 +210,13 @@ def test_calls_of_several_shapes_are_lifted_in_turns(site: Site) -> None:
         return len(seen) == len(arrays)
 
     wait_until(are_lifted)
+
+
+def test_calls_of_several_alignments_are_each_asked_for(site: Site) -> None:
+    """Arrays that are alike but for where they begin have programs of their own."""
+    base, values = randn(17, 24)
+    close(lift(fn.silu, base[:16]), silu(values[:16]))
+    close(lift(fn.silu, base[1:]), silu(values[1:]))
 
 
 def test_each_is_counted_as_a_call_of_a_function(site: Site) -> None:
@@ -272,6 +281,15 @@ def test_without_cupti_it_stays(site: Site) -> None:
     fn.prepare(False)
     assert refused(fn.silu, x).startswith("NO_CUPTI: /no/libcupti.so")
     close(fn.silu(x), silu(values))
+
+
+def test_what_keeps_it_is_of_this_threads_call(site: Site) -> None:
+    x, _ = randn(16, 24)
+    assert refused(fn.counted, x).startswith("NOT_DETERMINISTIC")
+    other = threading.Thread(target=fn.counted, args=(randn(5)[0],))
+    other.start()
+    other.join()
+    assert fn.counted.last_report().not_lifted.startswith("NOT_DETERMINISTIC")
 
 
 def test_what_keeps_it_is_of_this_session(site: Site) -> None:

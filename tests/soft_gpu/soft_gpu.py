@@ -66,10 +66,13 @@ class Stream:
         self._work.put(None)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            if not self._driver.is_lost:
-                work()
-            self.done += 1
+        import numpy as np
+
+        with np.errstate(all="ignore"):  # a GPU warns of no number
+            while (work := self._work.get()) is not None:
+                if not self._driver.is_lost:
+                    work()
+                self.done += 1
 
 
 class _Capture:

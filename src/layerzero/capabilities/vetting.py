@@ -6,7 +6,7 @@ from __future__ import annotations
 from layerzero.capabilities.descriptor import Capability, DescriptorError, parse
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.names import unknown_name
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import CALLED_OPS
 
 MAX_KERNELS = 256
 
@@ -17,8 +17,8 @@ def check(text: str, origin: str, backend: str) -> Capability:
     if found.backend != backend:
         raise _wrong(origin, f"backend is {found.backend!r}, its manifest says {backend!r}")
     for op in found.ops:
-        if op not in OPS:
-            raise _wrong(origin, f"ops: {unknown_name('op', op, OPS)}")
+        if op not in CALLED_OPS:
+            raise _wrong(origin, f"ops: {unknown_name('op', op, CALLED_OPS)}")
     return found
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from layerzero.client.arrays.recognition import describe
@@ -30,7 +32,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.lifting.trial import fits_dtype, pack_ranges
 from layerzero.ipc.transport.plain import pack_tree
-from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU, GPU_ARRAYS
+from layerzero.ipc.vocabulary.ops import COUNTED_AS, FUNCTION_ON_GPU, GPU_ARRAYS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_KNOWN = 256
@@ -112,13 +114,13 @@ class Lifting:
         self._called, self._names, self._trial = called, names, trial
         self._known: dict[Hashable, Liftable | str] = {}  # by what calls are alike by; why some are never lifted
         self._by_name: dict[str, Liftable] = {}
-        self._asked_in: dict[str, int] = {}  # the lift epoch, likewise
-        self._last: Liftable | str = NOT_ASKED
+        self._asked_in: dict[Hashable, tuple[Route, int]] = {}  # and of which route in which lift epoch
+        self._last = threading.local()  # `found`: of a thread's last call that was looked at
 
     @property
     def why(self) -> str:
-        """What keeps the last call in its worker that was looked at."""
-        last = self._last
+        """What keeps this thread's last call in its worker that was looked at."""
+        last: Liftable | str = getattr(self._last, "found", NOT_ASKED)
         if isinstance(last, str):
             return last
         return last.route.not_lifted or f"NOT_YET: {last.route.awaits or 'the broker was asked for it'}"
@@ -131,7 +133,7 @@ class Lifting:
         start_ns, session = time.perf_counter_ns(), default_session.session()
         found = self._known.get((key, self._called.results(args)))
         if not isinstance(found, Liftable) or found.session is not session or not _is_plain(session):
-            self._last = found if isinstance(found, str) else NOT_ASKED
+            self._last.found = found if isinstance(found, str) else NOT_ASKED
             return None
         result = session.lifts.run_again(found.request(args), start_ns)
         return None if result is MISS else LiftedCall(self._called, found, result)
@@ -148,14 +150,16 @@ class Lifting:
                 self._by_name.clear()
                 self._asked_in.clear()
             found = self._known[whole] = self._liftable(site, args)
-        self._last = found
+        self._last.found = found
         if isinstance(found, str) or not _is_plain(session):
             return None
-        if self._asked_in.get(found.name) == site.gpu.order.page.lift_epoch:
+        route, epoch = self._asked_in.get(whole, (None, 0))
+        if route is found.route and epoch == site.gpu.order.page.lift_epoch:
             return None
-        return self._serve(site, found, args)
+        return self._serve(site, found, args, whole)
 
-    def _serve(self, site: Site, found: Liftable, args: tuple[Any, ...]) -> LiftedCall | None:
+    def _serve(self, site: Site, found: Liftable, args: tuple[Any, ...], whole: Hashable) -> LiftedCall | None:
+        epoch = site.gpu.order.page.lift_epoch  # before it is asked: it may end meanwhile
         start_ns, asked_in, request = time.perf_counter_ns(), overlay.process(), found.request(args)
         arrays = tuple([None if one is None else describe(one) for one in request.args])
         like, gpu, stream = arrays[0], site.gpu, site.stream()
@@ -163,10 +167,11 @@ class Lifting:
         with gpu.memory.context:
             if site.is_capturing(stream):
                 return None
-            self._asked_in[found.name] = gpu.order.page.lift_epoch
             made, address = site.make(like.obj)
             placed = Placed(request, found.route, arrays, None, like, gpu, stream, address, start_ns, asked_in)
             is_launched = found.session.lifts.serve(placed)
+            if placed.has_its_policy:  # else it was not asked
+                self._asked_in[whole] = found.route, epoch
         return LiftedCall(self._called, found, made) if is_launched else None
 
     def _liftable(self, site: Site, args: tuple[Any, ...]) -> Liftable | str:
@@ -204,7 +209,6 @@ class Lifting:
         of, asked = site.route, (called.backends[0], overlay.current())
         route = Route(of.number, plan, decisions=of.decisions, near=of, is_armed=True, asked=asked)
         route.beside = {"call": told}
-        self._asked_in.pop(name, None)
         nbytes = sum(spec.span_bytes for spec in (*specs, *results))
         found = self._by_name[name] = Liftable(site.session, route, name, tuple(places), nbytes)
         return found
@@ -270,8 +274,9 @@ class LiftedCall:
     @property
     def report(self) -> FunctionReport:
         """As Call.report."""
-        selection = self._session.report_of(self._record)
-        assert selection is not None
+        found = self._session.report_of(self._record)
+        assert found is not None
+        selection = replace(found, op=COUNTED_AS[FUNCTION_ON_GPU])
         env, backend = self._called.owner._places.env.name, self._called.backends[0]
         elapsed_us = selection.elapsed_us or 0.0
         return FunctionReport(self.label, env, backend, 1, (), (), self._nbytes, elapsed_us, selection)

@@ -132,7 +132,7 @@ class ShapedExpress(Express):
 
     @property
     def not_lifted(self) -> str:
-        """Why the last call that might have been was not launched by this process; empty where it was."""
+        """Why this thread's last call that might have been was not launched by this process; empty where it was."""
         lifting = self._on_gpu.lifting
         return "" if lifting is None else lifting.why
 

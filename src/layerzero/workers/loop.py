@@ -19,6 +19,7 @@ import zmq
 
 from layerzero.ipc import spinning
 from layerzero.ipc.errors import ProtocolError, from_wire
+from layerzero.ipc.lifting.reasons import MODULES_CHANGED
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory, recent_calls
 from layerzero.ipc.transport import control, messages, sockets, wire
@@ -151,6 +152,8 @@ class _Loop:
         self._lanes = Lanes(self._poll, open_page, spinning.limit_ns(os.environ))
         self._gpu: GpuServing | None = None  # until the first GPU is offered
         self._lifts: deque[messages.Lift] = deque()  # not answered yet
+        if loaded.on_change is not None:
+            loaded.on_change(lambda: self._tell(messages.Lifted(number=0, reason=MODULES_CHANGED)))
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -226,7 +229,9 @@ class _Loop:
 
     def _answer(self, message: messages.Lift) -> None:
         """Lift a kernel. A broker that does not read is not waited for long."""
-        said, fds = self._gpu_serving().answer(message, self._kernels)
+        self._tell(*self._gpu_serving().answer(message, self._kernels))
+
+    def _tell(self, said: messages.Lifted, fds: tuple[int, ...] = ()) -> None:
         try:
             control.send(self._control, said, fds)
         except TimeoutError:

@@ -23,6 +23,7 @@ def test_good_descriptor_passes() -> None:
     ("changes", "says"),
     [
         ({"ops": {"silo": [KERNEL]}}, "x.json: ops: no op is called 'silo'; did you mean 'silu'?"),
+        ({"ops": {"function_on_gpu": [KERNEL]}}, "x.json: ops: no op is called 'function_on_gpu'"),
         ({"backend": "torch"}, "backend is 'torch', its manifest says 'theirs'"),
         ({"ops": {"silu": [{**KERNEL, "kernel_id": "torch.silu"}]}}, "'torch.silu' must begin with 'theirs.'"),
         ({"ops": {}}, "lists 0 kernels; allowed: 1 to 256"),

@@ -11,7 +11,7 @@ from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.results import has_samples
-from layerzero.ipc.lifting.specimen import MAX_BYTES, SEEDS, Specimen
+from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.shm import memory
 
 NO_KERNEL, NO_PAGE = "no kernel serves it at present", "the GPU was not offered to its client yet"
@@ -38,8 +38,8 @@ def specimen_of(known: Known, data: bytes, *, is_repeatable: bool) -> Specimen:
         raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
     if call_key(lifted, lifted.alignments, known.what) != known.key:
         raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
-    if set(specimen.trials) != set(() if known.is_compared else SEEDS):
-        raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
+    if set(specimen.trials) != set(known.seeds):
+        raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {known.seeds}")
     if is_repeatable and has_samples(specimen.trials):
         raise ProtocolError(f"{known.kernel_id} repeats its bytes, by its descriptor, and has numbers to compare")
     return specimen

@@ -1,22 +1,26 @@
 """Calls of functions that are lifted: told beside a route of theirs, since that says nothing of their arrays, and good
-for the process that computes them, whose modules may have been others in an earlier one."""
+for the process that computes them, whose modules may have been others in an earlier one, until they change there."""
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from layerzero.broker.core.model import Worker
+from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.lifting import answers
 from layerzero.broker.lifting.known import Known
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
-from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import ranges_of
+from layerzero.ipc.lifting.trial import fits_dtype, ranges_of
+from layerzero.ipc.transport.messages import Lifted
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_ON_GPU, OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -31,28 +35,38 @@ class LiftedFunctions:
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)  # of this broker, whose count of workers begins anew
         self._ended: set[tuple[str, str]] = set()  # backend and call that was lifted when its worker ended
+        self._changes = Counter[str]()  # of modules in their process, by backend
 
     def told_call(self, spec: CallSpec, params: Mapping[str, Any], worker: Worker) -> CallSpec:
         """The call that a client wants to launch: of a function's route that has `spec` the one that it tells of
         beside it, else `spec`. Raises InvalidArgument."""
-        name = f"{self._nonce}.{worker.generation}"
+        name = f"{self._nonce}.{self._changes[worker.backend]}.{worker.generation}"
         return _told_call(spec, params["call"], name) if "call" in params else spec
 
-    def note_ended(self, known: Known) -> None:
-        """Its worker has ended, or hangs, which it must not do to the next ones."""
-        self._ended.add((known.backend, known.spec.attrs["call"]))
+    def have_changed(self, backend: str, said: Lifted) -> bool:
+        """Whether a worker says that a file of a function is another one, and with it perhaps what others import."""
+        is_so = not said.number and said.reason == MODULES_CHANGED
+        self._changes[backend] += is_so
+        return is_so
 
-    def refusal(self, spec: CallSpec, backend: str, asked: Iterable[Known]) -> dict[str, Any] | None:
+    def note_ended(self, known: Known, asked: Iterable[Known], worker: Worker, *, is_gone: bool) -> None:
+        """Its process has ended, or else hangs. Where it was at this call, and nobody has ended it, the call must not
+        do that to the next ones. `asked` as of `refusal`; `worker` as it is now."""
+        had = [one for one in asked if (one.backend, one.generation) == (known.backend, known.generation)]
+        is_at = known.asked_s <= min((one.asked_s for one in had if not one.is_answered), default=-math.inf)
+        has_died = worker.state is WorkerState.DISABLED or any(died_s >= known.asked_s for died_s in worker.deaths_s)
+        if is_function(known.spec) and not known.is_answered and is_at and (has_died or not is_gone):
+            self._ended.add((known.backend, known.spec.attrs["call"]))
+
+    def refusal(self, spec: CallSpec, worker: Worker, asked: Collection[Known]) -> dict[str, Any] | None:
         """Why a call stays in its worker. `asked`: what workers and proofs are at."""
         if not is_function(spec):
             return None
-        call, worker = spec.attrs["call"], spec.attrs["worker"]
         for one in asked:  # of an earlier process, whose end was not looked at yet
-            its = one.spec.attrs
-            is_its = is_function(one.spec) and (one.backend, its["call"]) == (backend, call)
-            if is_its and its["worker"] != worker and one.tried is None:
-                self.note_ended(one)
-        return answers.refused(LiftReason.WORKER_FAILED, ENDED) if (backend, call) in self._ended else None
+            if one.backend == worker.backend and one.generation != worker.generation:
+                self.note_ended(one, asked, worker, is_gone=True)
+        has_ended = (worker.backend, spec.attrs["call"]) in self._ended
+        return answers.refused(LiftReason.WORKER_FAILED, ENDED) if has_ended else None
 
 
 def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:
@@ -63,7 +77,7 @@ def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:
         inputs = tuple(None if one is None else TensorSpec.from_wire(one) for one in told["inputs"])
         outputs = tuple(TensorSpec.from_wire(one) for one in told["outputs"])
         attrs = {name: _text(told[name]) for name in ("call", "ranges")}
-        ranges_of(attrs)
+        _check_ranges(dict(zip(op.inputs, inputs, strict=False)), attrs)
         bytes.fromhex(attrs["call"])
     except (KeyError, TypeError, ValueError, LayerZeroError) as exc:
         raise InvalidArgument(f"lift: no call of a function: {type(exc).__name__}: {exc}"[:500]) from exc
@@ -95,6 +109,11 @@ def keep(store: LiftStore, known: Known, specimen: Specimen | None) -> None:
         store.add_code(specimen.codes)
 
 
+def have_leave(calls: Iterable[Known]) -> bool:
+    """Whether clients launch calls of a function."""
+    return any(known.granted and is_function(known.spec) for known in calls)
+
+
 def is_outdated(calls: Iterable[Known], workers: Mapping[str, Worker]) -> bool:
     """Whether clients launch calls of a function whose worker is another process by now."""
     return any(
@@ -107,6 +126,13 @@ def spared(calls: Iterable[Known], asked: Collection[str]) -> set[str]:
     """Backends whose workers nobody needs while clients launch their calls; what functions keep, nobody else has."""
     lifted = {one.backend for one in calls if (one.granted or one.granted_here) and not is_function(one.spec)}
     return lifted - set(asked)
+
+
+def _check_ranges(specs: Mapping[str, TensorSpec | None], attrs: Mapping[str, Any]) -> None:
+    for name, ends in ranges_of(attrs).items():
+        spec = specs.get(name)
+        if spec is None or "int" not in spec.dtype or not fits_dtype(spec.dtype, ends):
+            raise ValueError(f"ranges: {name:.40} is no array of integers that can have all values from its range")
 
 
 def _text(value: Any) -> str:

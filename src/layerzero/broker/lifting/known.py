@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from layerzero.broker.core.model import Client, Route
@@ -14,7 +16,9 @@ from layerzero.broker.storage.perf_rows import Identity
 from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
-from layerzero.ipc.vocabulary.ops import GPU_ARRAYS
+from layerzero.ipc.lifting.keys import call_key
+from layerzero.ipc.lifting.specimen import SEEDS, SEEDS_OF_FUNCTIONS
+from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU, GPU_ARRAYS
 
 _ALIGNMENTS = {0, *ALIGNMENTS}
 COUNT_OF_FUNCTIONS = len(GPU_ARRAYS) + 1
@@ -34,6 +38,7 @@ class Known:
     alignments: tuple[int, ...]
     generation: int = 0  # of the worker that was asked, or is there
     asked_s: float = 0.0
+    is_answered: bool = False  # by that worker
     entry: Entry | None = None
     is_compared: bool = False  # its worker was asked for it without a proof: one that was proved may be like it
     tried: Lifted | None = None  # it is being proved, after it was like none
@@ -50,6 +55,19 @@ class Known:
         """Equal for calls of one kernel, in one environment, on memory that is aligned alike."""
         return self.kernel_id, self.alignments, tuple(sorted(self.what.items()))
 
+    @cached_property
+    def lasting_key(self) -> str:
+        """As `key`, but the same whichever process computes a function."""
+        attrs = {name: value for name, value in self.spec.attrs.items() if name != "worker"}
+        is_function = self.spec.op == FUNCTION_ON_GPU
+        return call_key(replace(self.spec, attrs=attrs), self.alignments, self.what) if is_function else self.key
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """What its worker is to try it with."""
+        its = SEEDS_OF_FUNCTIONS if self.spec.op == FUNCTION_ON_GPU else SEEDS
+        return () if self.is_compared else its
+
     def facts(self, *, is_pending: bool) -> dict[str, Any]:
         """For `lz status`."""
         state = "asked" if self.entry is None else "lifted" if self.entry.form else "refused"
@@ -64,10 +82,13 @@ class Known:
         }
 
 
-def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None) -> dict[str, str]:
-    """All that the machine code depends on besides the call. `gpu`: the name of its kind."""
+def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None, spec: CallSpec) -> dict[str, str]:
+    """All that the machine code depends on besides the call. `gpu`: the name of its kind. All functions of an
+    environment are one kernel: there a call of `spec`, too, without its arrays."""
     made_of = {} if identity is None else asdict(identity)
     made_of.pop("device_uuid", None)  # it serves every GPU of this kind
+    if spec.op == FUNCTION_ON_GPU:
+        made_of["call"] = hashlib.sha256(spec.attrs["call"].encode()).hexdigest()
     return {"kernel": kernel_id, "backend": backend, "gpu": gpu, **made_of}
 
 

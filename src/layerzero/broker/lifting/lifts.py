@@ -40,7 +40,7 @@ from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import Lifted as LiftedCall
 from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
-from layerzero.ipc.lifting.specimen import SEEDS, Specimen
+from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
@@ -83,9 +83,7 @@ class Lifts:
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
         self._shown, self._functions = Shown(), functions.LiftedFunctions()
-        self._ahead: dict[
-            Hashable, tuple[object, CallSpec, Known]
-        ] = {}  # what `ask_ahead` found, as long as rankings stay
+        self._ahead: dict[Hashable, tuple[object, CallSpec, Known]] = {}  # of `ask_ahead`, as long as rankings stay
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
 
@@ -104,8 +102,9 @@ class Lifts:
         refusal = self._refusal(spec, best)
         if best is None or refusal is not None:
             return refusal or later(answers.NO_KERNEL)
-        lifted = self._functions.told_call(spec, params, self._state.workers[best.backend])
-        if refusal := self._functions.refusal(lifted, best.backend, self._asked.values()):
+        worker = self._state.workers[best.backend]
+        lifted = self._functions.told_call(spec, params, worker)
+        if refusal := self._functions.refusal(lifted, worker, self._asked.values()):
             return refusal
         known = self._find(lifted, best, alignments)
         if known.entry is None and known.number not in self._asked:
@@ -162,8 +161,8 @@ class Lifts:
         return {"calls": found}
 
     def _answer(self, client: Client, known: Known, spec: CallSpec, *, with_form: bool = False) -> dict[str, Any]:
-        if self.store.is_suspect(known.key):
-            return refused(LiftReason.FAULTED, SUSPICION)
+        if fault := SUSPICION if self.store.is_suspect(known.lasting_key) else self.store.fault_of(known.what):
+            return refused(LiftReason.FAULTED, fault)
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
@@ -225,8 +224,7 @@ class Lifts:
             return later(answers.NO_KERNEL)
         if self._state.workers[best.backend].is_joined:
             return refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
-        is_outsider = best.backend in self._outsiders
-        if refusal := refused_by_policy(policy, best, allowed, is_outsider=is_outsider):
+        if refusal := refused_by_policy(policy, best, allowed, is_outsider=best.backend in self._outsiders):
             return refusal
         if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):
             return refused(LiftReason.FAULTED, fault)
@@ -238,11 +236,11 @@ class Lifts:
         known, imported = self._known.get(key), self._imports.find(best.kernel_id, best.backend, spec, alignments)
         if known is None or known.imported != imported:
             if len(self._known) >= MAX_KNOWN:
+                if functions.have_leave(self._known.values()):  # it ends with a process, which is seen of these alone
+                    self.take_back()
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
-            number = next(self._numbers) & 0xFFFF_FFFF
-            known = Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
-            known.generation = self._state.workers[best.backend].generation
-            self._known[key] = known
+            its = (best.kernel_id, best.backend, what, tuple(alignments), self._state.workers[best.backend].generation)
+            self._known[key] = known = Known(next(self._numbers) & 0xFFFF_FFFF, key, spec, *its)
             known.imported, entry = imported, self.store.find(key)
             if entry is not None and entry.imported == ("" if imported is None else imported.file):
                 known.entry = entry
@@ -253,7 +251,7 @@ class Lifts:
     def _what(self, spec: CallSpec, kernel_id: str, backend: str) -> dict[str, str]:
         """All that the machine code depends on besides the call."""
         device = self._state.engine.devices[spec.device].device_name
-        return what_of(kernel_id, backend, device, self._identities.get(backend))
+        return what_of(kernel_id, backend, device, self._identities.get(backend), spec)
 
     def _start_for(self, known: Known, route: Route, best: Verdict, spec: CallSpec, alignments: list[int]) -> None:
         """As `_start`, if its worker has answered the route's last calls. What was imported is tried at once."""
@@ -271,10 +269,10 @@ class Lifts:
         worker = self._state.workers[known.backend]
         if worker.is_joined or worker.state is not WorkerState.READY:
             return
-        known.generation, known.asked_s = worker.generation, time.monotonic()
+        known.generation, known.asked_s, known.is_answered = worker.generation, time.monotonic(), False
         self._asked[known.number] = known
         is_safe, repeats = functions.traits(spec, self._state.engine.kernel(known.kernel_id))
-        call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), [] if known.is_compared else list(SEEDS)
+        call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), list(known.seeds)
         message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds, is_repeatable=repeats)
         self._links.tell(known.backend, worker.generation, message)
 
@@ -333,7 +331,7 @@ class Lifts:
         launched = self._pages.last_lifted(client)
         for known in self._known.values() if launched else ():
             if known.number in launched and not self.store.fault_of(known.what):
-                self.store.note_suspect(known.key, known.what)
+                self.store.note_suspect(known.lasting_key, known.what)
                 log("lifted.suspect", kernel=known.kernel_id, number=known.number, client=client)
 
     # --- what workers and proofs say ---------------------------------------------------------------------
@@ -341,11 +339,15 @@ class Lifts:
     def take(self, peer: Peer, message: Lifted, fds: list[int]) -> None:
         """A worker's answer. Raises ProtocolError."""
         try:
+            if self._functions.have_changed(peer.backend, message):
+                self.take_back()
+                return
             known = self._asked.get(message.number)
             if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
                 return  # it took too long
             if self._proofs.has(known.number):
                 return  # it has answered already
+            known.is_answered = True
             if message.reason:
                 self._refuse(known, reason_of(message.reason), message.detail[:2000])
                 return
@@ -363,9 +365,8 @@ class Lifts:
                 self._proofs.start(known.number, known.spec.device, data)
         except ProtocolError as exc:
             self._asked.pop(message.number, None)
-            raise ProtocolError(
-                f"{known.kernel_id if known else 'a call'} was lifted in a way that is none: {exc}"
-            ) from exc
+            what = known.kernel_id if known else "a call"
+            raise ProtocolError(f"{what} was lifted in a way that is none: {exc}") from exc
         finally:
             unwanted.close_all(fds)
 
@@ -443,15 +444,14 @@ class Lifts:
 
     def look(self) -> None:
         """Once a second or so: workers that are gone answer no more, and rankings may be others by now."""
-        now_s = time.monotonic()
-        for number, known in list(self._asked.items()):
+        now_s, asked = time.monotonic(), list(self._asked.values())
+        for known in asked:
             is_gone = self._links.get(known.backend, known.generation) is None
-            if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
-                if functions.is_function(known.spec):
-                    self._functions.note_ended(known)
-                del self._asked[number]
+            if not self._proofs.has(known.number) and (is_gone or now_s > known.asked_s + WORKER_S):
+                self._functions.note_ended(known, asked, self._state.workers[known.backend], is_gone=is_gone)
+                del self._asked[known.number]
                 known.tried = None
-                self._shown.ended(number)  # who waited has waited as long
+                self._shown.ended(known.number)  # who waited has waited as long
         self._spared.look(functions.spared(self._known.values(), {one.backend for one in self._asked.values()}), now_s)
         self._retry(now_s)
         if functions.is_outdated(self._known.values(), self._state.workers):

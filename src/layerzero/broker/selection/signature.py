@@ -20,7 +20,7 @@ from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport.messages import Prepare, Route, decode, encode
 from layerzero.ipc.vocabulary import pools
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
-from layerzero.ipc.vocabulary.ops import FUNCTION, OPS
+from layerzero.ipc.vocabulary.ops import CALLED_OPS, FUNCTION
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.wording import shared_causes
@@ -58,9 +58,9 @@ class CallSpec:
         if longest > MAX_NAME or len(pinned) > most:
             text = f"{len(pinned)} backends, with names of up to {longest} characters"
             raise ProtocolError(f"{text}; allowed: {most}, of {MAX_NAME}")
-        op = OPS.get(message.op)
+        op = CALLED_OPS.get(message.op)
         if op is None:
-            raise InvalidArgument(unknown_name("op", message.op, OPS))
+            raise InvalidArgument(unknown_name("op", message.op, CALLED_OPS))
         if len(message.inputs) != len(op.inputs) or len(message.outputs) != len(op.outputs):
             raise ProtocolError(f"{op.name} has {len(op.inputs)} inputs and {len(op.outputs)} outputs")
         missing = [

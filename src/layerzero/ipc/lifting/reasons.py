@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+MODULES_CHANGED = "MODULES_CHANGED"  # what a worker says, of no call: functions that it has lifted may be others now
+
 
 class LiftReason(str, Enum):
     """Value equals name, as of capabilities.reasons.Reason."""
@@ -18,6 +20,7 @@ class LiftReason(str, Enum):
     ADDRESS_UNKNOWN = "ADDRESS_UNKNOWN"  # a parameter points to what is no input, output or scratch
     NOT_DETERMINISTIC = "NOT_DETERMINISTIC"  # two runs on the same inputs differ
     TOO_LARGE = "TOO_LARGE"  # there is no room to try it
+    TOO_SLOW = "TOO_SLOW"  # a function, tried beside others' calls, which wait meanwhile
     # the proof
     PROOF_FAULTED = "PROOF_FAULTED"  # the GPU or the driver stopped it
     PROOF_DIFFERS = "PROOF_DIFFERS"  # other bytes than the worker's

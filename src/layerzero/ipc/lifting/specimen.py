@@ -9,10 +9,12 @@ from typing import Any
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted, digest
 from layerzero.ipc.lifting.results import Result, Trials, fits
+from layerzero.ipc.lifting.trial import EXTREME
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MAX_BYTES = 1 << 30
 SEEDS = (1, 2)  # of the inputs that a kernel is tried on
+SEEDS_OF_FUNCTIONS = (*SEEDS, EXTREME)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ length is odd in elements, so that no row repeats another.
 from __future__ import annotations
 
 import json
+import math
 import random
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +20,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.places import places
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
+EXTREME = 3  # a seed whose floats are zeros, large ones, infinities and NaN, too
 PATTERN = 32749  # elements, a prime
 UNWRITTEN = b"\x5c"  # what outputs hold before a run; between the elements of a strided one it stays
 _STEP_BYTES = 64 << 20  # read back at a time
@@ -30,6 +33,8 @@ _HIGH = {
     "float8_e4m3fn": (0x20, 0x3F),
     "float8_e5m2": (0x30, 0x3F),
 }
+_FORMATS = {"float16": "<e", "bfloat16": "<f", "float32": "<f", "float64": "<d"}
+_EXTREMES = (0.0, -0.0, 11.0, -11.0, 300.0, -300.0, 3e4, -3e4, math.inf, -math.inf, math.nan)
 
 
 def _table(least: int, most: int) -> bytes:
@@ -75,6 +80,10 @@ def pattern(
     elif "int" in spec.dtype and spec.itemsize > 1:  # small ones
         for at in range(1, spec.itemsize):
             raw[at :: spec.itemsize] = bytes(count)
+    if seed == EXTREME and spec.dtype in _FORMATS:  # half of them
+        choice = [struct.pack(_FORMATS[spec.dtype], value)[-spec.itemsize :] for value in _EXTREMES]
+        for at in range(0, len(raw), 2 * spec.itemsize):
+            raw[at : at + spec.itemsize] = rng.choice(choice)
     return bytes(raw)
 
 
@@ -86,9 +95,13 @@ def pack_ranges(ranges: Mapping[str, tuple[int, int]]) -> str:
 def ranges_of(attrs: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """What `pack_ranges` packed, of a call that has it. Raises ValueError."""
     text, found = attrs.get("ranges", ""), dict[str, tuple[int, int]]()
-    for one in json.loads(text) if text else ():
+    try:
+        told = json.loads(text) if text else ()
+    except RecursionError:
+        raise ValueError(f"{text[:80]!r} holds lists too deep") from None
+    for one in told:
         match one:
-            case [str(name), int(start), int(stop)] if start < stop:
+            case [str(name), int(start), int(stop)] if start < stop and bool not in (type(start), type(stop)):
                 found[name] = (start, stop)
             case _:
                 raise ValueError(f"{one!r:.80} is no range of values")

@@ -260,11 +260,12 @@ class Lift(Message):
 
 @named_record
 class Lifted(Message):
-    """worker -> broker, with a memfd of a packed Specimen (ipc/lifting/specimen.py), or with why there is none."""
+    """worker -> broker, with a memfd of a packed Specimen (ipc/lifting/specimen.py), or with why there is none. Of
+    number 0, unasked: leave for what it has lifted ends."""
 
     kind: ClassVar[str] = "lifted"
     number: int
-    reason: str = ""  # a LiftReason
+    reason: str = ""  # a LiftReason; of number 0 MODULES_CHANGED
     detail: str = ""
 
 

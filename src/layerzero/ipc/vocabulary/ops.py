@@ -340,6 +340,8 @@ OPS: dict[str, Op] = {
 _OF_FUNCTIONS = frozenset({FUNCTION, FUNCTION_ON_GPU})  # a function has a page and kernels of ours
 COUNTED_AS = {FUNCTION_ON_GPU: FUNCTION}
 """By which op calls are counted, where that is another one."""
+CALLED_OPS = {name: op for name, op in OPS.items() if name not in COUNTED_AS}
+"""Those that clients name and descriptors have kernels for."""
 PUBLIC_OPS = {name: op for name, op in OPS.items() if name not in _OF_FUNCTIONS}
 
 

@@ -259,7 +259,7 @@ def _texts(op: str, inputs: Inputs, attrs: Attrs, dtypes: Sequence[str]) -> None
 def _function_on_gpu(op: str, inputs: Inputs, attrs: Attrs) -> tuple[Output, ...]:
     required(inputs, 1)
     dtype, *extents = str(attrs["result"]).split(" ")
-    if dtype not in ITEMSIZE or not all(extent.isdecimal() and extent.isascii() for extent in extents):
+    if dtype not in ITEMSIZE or not all(one.isdecimal() and one.isascii() and len(one) < 20 for one in extents):
         refuse(op, f"result is {attrs['result']!r:.80}", "a dtype and extents, such as 'float32 2 3'")
     return ((dtype, tuple(map(int, extents))),)
 

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
@@ -74,6 +75,7 @@ class Modules:
         self._path = list(sys.path)
         self._roots: dict[str, _Root] = {}
         self._root = ""
+        self.on_change: Callable[[], object] = lambda: None  # a file has changed: functions may be others from now on
         self._last: tuple[Code | None, Any] = (None, None)
         if _find not in sys.path_hooks:
             sys.path_hooks.insert(0, _find)
@@ -136,6 +138,7 @@ class Modules:
         if known is not None:  # the file has changed: so may have its helpers
             self._drop_modules()
             root.loaded.clear()
+            self.on_change()
         taken = sys.modules.get(name)
         where = getattr(taken, "__file__", None)
         if taken is not None and not (where and _same(where, code.file)):

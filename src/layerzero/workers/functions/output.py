@@ -7,6 +7,8 @@ import logging
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, TextIO
 
 from layerzero.ipc.errors import InvalidArgument
@@ -64,6 +66,18 @@ class Output:
             items.append([ERR, f"... {chars - MAX_CHARS} more characters are in the worker's log\n"])
         self._taken = items
         return items
+
+    @contextmanager
+    def nobodys(self) -> Iterator[None]:
+        """What is said inside is in the log alone."""
+        count, chars = len(self._items), self._chars
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._items[count:]
+                self._chars = chars
+            self._warnings.forget()
 
     def put_back(self) -> None:
         """What was taken last, for an answer that was not made: the next one has it."""

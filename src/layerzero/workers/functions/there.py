@@ -164,27 +164,34 @@ def again_there(
 ) -> AgainThere | None:
     """Of a call whose frame is `head`; None for one that is to be read each time. As again_of."""
     try:
-        _, tree = frames.head_of(head)
-        match tree:
-            case [frames.GPU, list(call), list(outs), bool(is_given)]:
-                plain = demand_plain(call, known, held)
-            case _:
-                return None
-        if plain is None:
-            return None
-        given, parts, memories = [], [], [None, *lent]
-        for place, one in enumerate(plain.items):
-            if type(one) is not list:
-                given.append(one)
-            elif type(one[0]) is int and one[0] == values.ARRAY and str(one[1]).startswith(frames.OF_GPU):
-                parts.append((place, _part(one[1:], memories)))
-                given.append(None)
-            else:
-                return None
-        outs_of(outs, memories)  # which raises
-        made = tuple(_part(node, memories) for node in outs)
+        return demand_again_there(head, lent, known, held)
     except (ProtocolError, InvalidArgument, IndexError):
         return None
+
+
+def demand_again_there(
+    head: bytes, lent: Sequence[Any], known: Callable[[Any], Code], held: Callable[[Any], Code | None]
+) -> AgainThere | None:
+    """As again_there. Raises ProtocolError, InvalidArgument, IndexError for what cannot be read."""
+    _, tree = frames.head_of(head)
+    match tree:
+        case [frames.GPU, list(call), list(outs), bool(is_given)]:
+            plain = demand_plain(call, known, held)
+        case _:
+            return None
+    if plain is None:
+        return None
+    given, parts, memories = [], [], [None, *lent]
+    for place, one in enumerate(plain.items):
+        if type(one) is not list:
+            given.append(one)
+        elif type(one[0]) is int and one[0] == values.ARRAY and str(one[1]).startswith(frames.OF_GPU):
+            parts.append((place, _part(one[1:], memories)))
+            given.append(None)
+        else:
+            return None
+    outs_of(outs, memories)  # which raises
+    made = tuple(_part(node, memories) for node in outs)
     return AgainThere(plain, given, tuple(parts), made, is_given)
 
 

@@ -48,6 +48,7 @@ def load() -> Loaded:
         return (liftable.bind if call.op == FUNCTION_ON_GPU else probed)(call, inputs, outputs)
 
     its = {"on_stream": device.on_stream, "per_client": served, "modules": watching.modules}
+    its["on_change"] = liftable.on_change
     return Loaded(versions=versions, kernels={f"{name}.call": bind}, **its)  # type: ignore[arg-type]
 
 

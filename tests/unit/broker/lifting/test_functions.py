@@ -8,14 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.broker.driver import CLIENT
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
+from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.lifting import lifts as lifts_module
 from layerzero.broker.lifting.functions import LiftedFunctions, is_outdated, keep, spared, traits
+from layerzero.broker.lifting.known import Known, what_of
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import digest
+from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.transport.messages import Lifted
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS, FUNCTION_ON_GPU, GPU_ARRAYS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -28,7 +34,8 @@ TOLD: dict[str, Any] = {
     "call": "00ff",
     "ranges": "",
 }
-WORKER: Any = SimpleNamespace(generation=3)
+INDEXED = [SPEC.to_wire(), TensorSpec.contiguous("int8", (4,)).to_wire(), *[None] * (len(GPU_ARRAYS) - 2)]
+WORKER: Any = SimpleNamespace(backend="env", generation=3)
 
 
 FUNCTIONS = LiftedFunctions()
@@ -39,7 +46,14 @@ def told(**changes: Any) -> CallSpec:
 
 
 def known(spec: CallSpec, generation: int = 3, **more: Any) -> Any:
-    its = {"granted": {"GPU-1": ROUTE}, "granted_here": {}, "tried": None, "backend": "env", **more}
+    its = {
+        "granted": {"GPU-1": ROUTE},
+        "granted_here": {},
+        "is_answered": False,
+        "asked_s": 7.0,
+        "backend": "env",
+        **more,
+    }
     return SimpleNamespace(spec=spec, generation=generation, **its)
 
 
@@ -48,11 +62,27 @@ def test_a_call_is_of_its_arrays_and_of_the_process_that_computes_it() -> None:
     assert (spec.op, spec.device, spec.pinned) == (FUNCTION_ON_GPU, "GPU-1", "env")
     assert (spec.inputs[0], spec.outputs, spec.attrs["result"]) == (SPEC, (SPEC,), "float32 4 2")
     assert spec.attrs["worker"].endswith(".3")
-    later = FUNCTIONS.told_call(ROUTE, {"call": TOLD}, SimpleNamespace(generation=4))  # type: ignore[arg-type]
+    later = FUNCTIONS.told_call(ROUTE, {"call": TOLD}, SimpleNamespace(backend="env", generation=4))  # type: ignore[arg-type]
     anothers = LiftedFunctions().told_call(ROUTE, {"call": TOLD}, WORKER)
     assert len({str(one.attrs) for one in (spec, later, anothers, told())}) == 3
     assert FUNCTIONS.told_call(ROUTE, {}, WORKER) is ROUTE
     assert traits(spec, None) == (True, True)  # type: ignore[arg-type]
+
+
+def test_a_call_is_another_once_modules_have_changed_in_its_process(tmp_path: Path) -> None:
+    functions = LiftedFunctions()
+
+    def name(backend: str) -> str:
+        worker: Any = SimpleNamespace(backend=backend, generation=3)
+        return str(functions.told_call(ROUTE, {"call": TOLD}, worker).attrs["worker"])
+
+    before = name("env"), name("other")
+    assert functions.have_changed("env", Lifted(number=0, reason="MODULES_CHANGED"))
+    assert not functions.have_changed("env", Lifted(number=1, reason="NO_CUPTI"))
+    assert (name("env") != before[0], name("other")) == (True, before[1])
+    rig = Rig(tmp_path / "lifted")
+    rig.say(0, reason="MODULES_CHANGED")
+    assert (rig.bumps, rig.lifts._functions._changes) == (1, {"alpha": 1})
 
 
 @pytest.mark.parametrize(
@@ -70,11 +100,21 @@ def test_a_call_is_of_its_arrays_and_of_the_process_that_computes_it() -> None:
         {"ranges": "{"},
         {"ranges": "[5]"},
         {"ranges": '[["a0", 3, 3]]'},
+        {"ranges": "[" * 4000},
+        {"ranges": '[["a0", 0, 3]]'},
+        {"ranges": '[["a1", 0, 3]]'},
+        {"ranges": '[["x", 0, 3]]'},
+        {"inputs": INDEXED, "ranges": '[["a1", 0, %s]]' % ("9" * 4000)},
+        {"inputs": INDEXED, "ranges": '[["a1", -129, 3]]'},
     ],
 )
 def test_what_is_no_call_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         told(**changes)
+
+
+def test_ranges_are_of_arrays_of_integers() -> None:
+    assert told(inputs=INDEXED, ranges='[["a1", -128, 128]]').attrs["ranges"] == '[["a1", -128, 128]]'
 
 
 def test_a_call_beside_a_kernels_route_is_refused(tmp_path: Path) -> None:
@@ -87,19 +127,43 @@ def test_a_call_beside_a_kernels_route_is_refused(tmp_path: Path) -> None:
         rig.ask(call=5, alignments=[16, *[0] * (len(GPU_ARRAYS) - 1), 16])
 
 
+NEXT: Any = SimpleNamespace(backend="env", generation=4, state=WorkerState.READY, deaths_s=[8.0])
+
+
 def test_what_its_worker_has_ended_with_is_not_tried_in_the_next_one() -> None:
     """Whether that was looked at already, or is found as the call is asked for again."""
     its, functions = told(), LiftedFunctions()
     nexts = replace(its, attrs={**its.attrs, "worker": "other"})
-    assert functions.refusal(nexts, "env", [known(its, tried=object())]) is None  # its proof goes on
-    assert functions.refusal(its, "env", [known(its)]) is None
-    assert functions.refusal(nexts, "env2", [known(its)]) is None
-    found = functions.refusal(nexts, "env", [known(its)])
+    assert functions.refusal(nexts, NEXT, [known(its, is_answered=True)]) is None  # its proof goes on
+    assert functions.refusal(its, WORKER, [known(its)]) is None
+    assert functions.refusal(nexts, NEXT, [known(its, backend="env2")]) is None
+    found = functions.refusal(nexts, NEXT, [known(its)])
     assert found is not None
     assert found["reason"] == "WORKER_FAILED"
-    assert functions.refusal(nexts, "env", []) == found
-    assert functions.refusal(replace(its, attrs={**its.attrs, "call": "11"}), "env", []) is None
-    assert functions.refusal(ROUTE, "env", []) is None
+    assert functions.refusal(nexts, NEXT, []) == found
+    assert functions.refusal(replace(its, attrs={**its.attrs, "call": "11"}), NEXT, []) is None
+    assert functions.refusal(ROUTE, NEXT, []) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "is_gone", "is_blamed"),
+    [
+        ({}, {}, True, True),
+        ({"deaths_s": [], "state": WorkerState.DISABLED}, {}, True, True),
+        ({"deaths_s": []}, {}, True, False),  # somebody has restarted it
+        ({"deaths_s": [6.0]}, {}, True, False),  # that was before
+        ({}, {"is_answered": True}, True, False),
+        ({}, {"asked_s": 7.5}, True, False),  # it was at another one
+        ({"deaths_s": []}, {}, False, True),  # it hangs
+        ({"deaths_s": []}, {"asked_s": 7.5}, False, False),
+    ],
+)
+def test_what_it_has_not_ended_with_may_be_tried_again(changes: Any, more: Any, is_gone: bool, is_blamed: bool) -> None:
+    functions, spec = LiftedFunctions(), told()
+    one, other = known(spec, **more), known(told(call="11"), asked_s=7.25)
+    worker: Any = SimpleNamespace(**{**vars(NEXT), **changes})
+    functions.note_ended(one, [other, one], worker, is_gone=is_gone)
+    assert (functions.refusal(spec, worker, []) is not None) == is_blamed
 
 
 def test_leave_ends_with_the_process_that_computed_it() -> None:
@@ -109,6 +173,39 @@ def test_leave_ends_with_the_process_that_computed_it() -> None:
     workers["env"].generation = 4
     assert is_outdated([kernel, one], workers)
     assert not is_outdated([known(told(), granted={})], workers)
+
+
+def test_leave_of_functions_that_are_forgotten_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would see that their worker is another one."""
+    monkeypatch.setattr(lifts_module, "MAX_KNOWN", 1)
+    for spec, bumps in ((told(), 1), (replace(ROUTE, op="silu"), 0)):
+        rig = Rig(tmp_path / spec.op)
+        its = Known(77, "key", spec, "env.call", "alpha", {}, (), generation=1)
+        its.granted["GPU-1"] = spec
+        rig.lifts._known = {"key": its}
+        rig.ask()
+        assert (its in rig.lifts._known.values(), rig.bumps) == (False, bumps)
+
+
+def test_a_fault_is_of_a_call_and_outlives_its_worker(tmp_path: Path) -> None:
+    """Other functions of the environment, which are the same kernel, have no part in it."""
+    rig = Rig(tmp_path / "lifted")
+
+    def one(spec: CallSpec) -> Known:
+        what = what_of("env.call", "alpha", "some GPU", None, spec)
+        return Known(1, call_key(spec, (), what), spec, "env.call", "alpha", what, ())
+
+    def state(spec: CallSpec) -> Any:
+        return rig.lifts._answer(rig.state.clients[CLIENT], one(spec), ROUTE)["state"]
+
+    its, other = told(), told(call="11")
+    nexts = replace(its, attrs={**its.attrs, "worker": "other"})
+    rig.store.note_suspect(one(its).lasting_key, one(its).what)
+    assert [state(spec) for spec in (its, nexts, other)] == ["refused", "refused", "later"]
+    rig.store.forgive()
+    assert state(nexts) == "later"
+    rig.store.note_fault(one(its).what, "lost its GPU")
+    assert [state(spec) for spec in (its, nexts, other)] == ["refused", "refused", "later"]
 
 
 def test_workers_of_functions_are_not_spared() -> None:

@@ -20,12 +20,12 @@ from layerzero.client.planning import attention_plans, plans
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import CALLED_OPS, OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 # The others write into their arguments, have results whose size the data decides, or no tensors.
-HAVE_NEIGHBOURS = OPS.keys() - {"append_kv", "copy_kv_blocks", "detokenize", "function", "null", "tokenize"}
+HAVE_NEIGHBOURS = CALLED_OPS.keys() - {"append_kv", "copy_kv_blocks", "detokenize", "function", "null", "tokenize"}
 
 
 def spec_of(plan: Plan) -> CallSpec:
@@ -60,7 +60,7 @@ def neighbours_of(spec: CallSpec, near: Neighbourhood, rng: Random) -> list[Call
     return made
 
 
-@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("op", sorted(CALLED_OPS))
 def test_neighbours_are_ranked_alike(op: str) -> None:
     """This is what lets a client do without the broker."""
     engine, compared = Engine(OURS, DeviceSpec()), 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import pytest
 
-from layerzero.ipc.lifting.trial import PATTERN, fits_dtype, pack_ranges, pattern, ranges_of
+from layerzero.ipc.lifting.trial import EXTREME, PATTERN, fits_dtype, pack_ranges, pattern, ranges_of
 from layerzero.ipc.vocabulary.ops import FUNCTION_ON_GPU
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -30,12 +31,28 @@ def test_values_are_within_their_range_and_two_processes_make_the_same() -> None
     assert made["a0"] != pattern(FUNCTION_ON_GPU, "a0", SPECS, 2, attrs)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_one_seed_has_numbers_that_branches_are_for(dtype: str) -> None:
+    specs = {"a0": TensorSpec.contiguous(dtype, (1000,))}
+    data = pattern(FUNCTION_ON_GPU, "a0", specs, EXTREME)
+    if dtype == "bfloat16":
+        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    values = struct.unpack({"float16": "<1000e", "float64": "<1000d"}.get(dtype, "<1000f"), data)
+    assert {0.0, math.inf, -math.inf, 11.0, -300.0} <= set(values)
+    assert any(map(math.isnan, values))
+    assert sum(0.125 <= abs(value) <= 2 for value in values) == 500
+    assert max(abs(value) for value in values if math.isfinite(value)) > 29e3
+
+
 def test_ranges_cross_as_text() -> None:
     assert ranges_of({"ranges": pack_ranges({"a1": (0, 5), "a0": (-1, 1)})}) == {"a0": (-1, 1), "a1": (0, 5)}
     assert (pack_ranges({}), ranges_of({}), ranges_of({"ranges": ""})) == ("", {}, {})
 
 
-@pytest.mark.parametrize("text", ["5", "[5]", "[[0, 0, 5]]", '[["a0", 5, 5]]', '[["a0", 0.0, 5]]', "{", '[["a0"]]'])
+@pytest.mark.parametrize(
+    "text",
+    ["5", "[5]", "[[0, 0, 5]]", '[["a0", 5, 5]]', '[["a0", 0.0, 5]]', "{", '[["a0"]]', "[" * 4000, '[["a0", true, 5]]'],
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         ranges_of({"ranges": text})

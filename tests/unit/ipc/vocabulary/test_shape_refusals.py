@@ -144,6 +144,12 @@ def test_what_just_does_not_break_a_rule_is_served(op: str, change: Change, firs
 
 # Op, what is changed of its good call, what the error says is there, and what it says is allowed.
 REFUSED: list[tuple[str, Change, str, str]] = [
+    (
+        "function_on_gpu",
+        {"result": "float32 " + "9" * 5000},
+        "result is 'float32 " + "9" * 71,
+        "a dtype and extents, such as 'float32 2 3'",
+    ),
     ("attention", {"k": "float16 2 3 11 7"}, "q is float32, k is float16, v is float32", "one dtype for all"),
     (
         "attention",

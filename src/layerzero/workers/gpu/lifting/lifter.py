@@ -70,8 +70,8 @@ class _Output(NamedTuple):
 
 
 def _pass_on(error: Exception) -> None:
-    """Raise what says that the GPU is lost."""
-    if isinstance(error, CudaError) and error.is_sticky:
+    """Raise what says that the GPU is lost, or why it cannot be lifted."""
+    if isinstance(error, CannotLift) or (isinstance(error, CudaError) and error.is_sticky):
         raise error
 
 
