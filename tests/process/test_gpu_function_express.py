@@ -35,10 +35,15 @@ __all__ = ["soft"]
 
 
 @pytest.fixture(scope="module")
-def site(soft: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def site(soft: None, store: Path) -> Iterator[Site]:
     """A broker with the GPU, whose workers may open others' memory as a driver does."""
     forks.start_server()
-    one = new_site(tmp_path_factory.mktemp("store"))
+    one = new_site(store)
     with one.environment():
         fn.THERE.build(quiet=True)
         one.start().connect()

@@ -10,6 +10,7 @@ import pty
 import select
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,9 +282,10 @@ def test_explain_suggests_the_op_that_is_meant(new_site: Sites) -> None:
             lz.explain(given, X)  # type: ignore[arg-type]
 
 
-def test_objects_say_what_they_are(new_site: Sites) -> None:
+def test_objects_say_what_they_are(new_site: Sites, tmp_path: Path) -> None:
     """A notebook shows them, and nobody reads addresses."""
     site = new_site()
+    site.use_store(tmp_path / "store")  # other tests declare environments of functions
     session = site.connect()
     assert repr(session) == (
         f"<lz.Session with broker pid {site.broker_pid} in {site.folder}, backends: alpha, beta, gamma, null>"
