@@ -260,8 +260,7 @@ class Lift(Message):
 
 @named_record
 class Lifted(Message):
-    """worker -> broker, with a memfd of a packed Specimen (ipc/lifting/specimen.py), or with why there is none. Of
-    number 0, unasked: leave for what it has lifted ends."""
+    """worker -> broker, with a memfd of a packed Specimen, or why there is none; number 0: leave for its calls ends."""
 
     kind: ClassVar[str] = "lifted"
     number: int
