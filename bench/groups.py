@@ -151,7 +151,7 @@ def main() -> None:
             "Medians of rounds that alternate, of the slower rank; the ratio is the median of each round's.",
             "Layers: 256 tokens, 512 wide, 8 heads, float32, in plans that have settled; one worker for each backend "
             "computes for both ranks here, so that two of them gain nothing by it: what is seen is what the splitting "
-            "costs. Over two GPUs, each with workers of its own, it has not been run.",
+            "costs. Over two GPUs: gpu_groups.md.",
         ),
         is_quick=arguments.quick,
     )
