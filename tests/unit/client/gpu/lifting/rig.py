@@ -209,8 +209,11 @@ class Rig:
 
 
 def randn(*shape: int, seed: int = 0) -> tuple[Any, np.ndarray]:
+    """On the GPU already, for whatever stream reads it."""
     values = np.random.default_rng(sum(shape) + seed).standard_normal(shape, dtype=np.float32)
-    return soft_cupy.asarray(values), values
+    made = soft_cupy.asarray(values)
+    made.get()
+    return made, values
 
 
 def silu(x: np.ndarray) -> np.ndarray:
