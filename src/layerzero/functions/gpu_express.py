@@ -32,8 +32,8 @@ from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import Call, Owner
-from layerzero.functions.lifting import LiftedCall, Lifting
+from layerzero.functions.calls import Call
+from layerzero.functions.lifting import Called, LiftedCall, Lifting
 from layerzero.functions.ranges import MAX_LENT
 from layerzero.functions.report import FunctionReport
 from layerzero.functions.results import of_those, resolve
@@ -71,27 +71,16 @@ class Plain(NamedTuple):
     placed_bytes: int
 
 
-class Called(Protocol):
-    """What is called, as of Express."""
+class WithCalls(Called, Protocol):
+    """What is called, as of Express: it makes the calls that go the longer way, too."""
 
-    owner: Owner
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def backends(self) -> tuple[str, ...]: ...
-    @property
-    def has_out(self) -> bool: ...
-    def results(self, args: tuple[Any, ...]) -> tuple[TensorSpec, ...] | None: ...
-    def head(self) -> bytes: ...
-    def tail(self, level: int) -> bytes: ...
     def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call: ...
 
 
 class GpuExpress:
     """Of one function, or of one method of an object. Threads may share it."""
 
-    def __init__(self, called: Called) -> None:
+    def __init__(self, called: WithCalls) -> None:
         self.called = called
         self._sites: dict[Hashable, _Site] = {}
         self._results: dict[Hashable, tuple[TensorSpec, ...]] = {}  # of calls whose results were others than the last
