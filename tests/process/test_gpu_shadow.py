@@ -130,6 +130,20 @@ def test_a_reference_that_fails_is_counted_and_raised_by_nobody(
     lz.synchronize(PATIENCE_S)
 
 
+def test_session_can_be_closed_while_calls_are_compared(new_site: Callable[..., Site]) -> None:
+    """Their thread once found the page of words closed that it waited for a word of, and died of it."""
+    site, (x, _) = new_site("one", "two"), randn(8, 16)
+    for n in range(20):
+        session = site.connect()
+        session.shadow.references = ("two",)
+        session.shadow.rate = 1.0
+        for _ in range(3):
+            lz.silu(x)
+        wait_until(lambda session=session, n=n: session.shadow.counts["compared"] >= n % 3)
+        lz.disconnect()
+        wait_until(lambda session=session: not session.shadow._unseen)
+
+
 def test_background_tuning_measures_every_kernel_on_the_gpu(new_site: Callable[..., Site]) -> None:
     """Also a backend's second one, which no call goes to."""
     site = new_site("one", "two", slow_silu=True)

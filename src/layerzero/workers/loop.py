@@ -19,7 +19,6 @@ import zmq
 
 from layerzero.ipc import spinning
 from layerzero.ipc.errors import ProtocolError, from_wire
-from layerzero.ipc.lifting.reasons import MODULES_CHANGED
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory, recent_calls
 from layerzero.ipc.transport import control, messages, sockets, wire
@@ -153,7 +152,7 @@ class _Loop:
         self._gpu: GpuServing | None = None  # until the first GPU is offered
         self._lifts: deque[messages.Lift] = deque()  # not answered yet
         if loaded.on_change is not None:
-            loaded.on_change(lambda: self._tell(messages.Lifted(number=0, reason=MODULES_CHANGED)))
+            loaded.on_change(lambda reason: self._tell(messages.Lifted(number=0, reason=reason)))
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""

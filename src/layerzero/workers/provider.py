@@ -113,7 +113,7 @@ class Loaded:
     modules: Callable[[], Any] | None = (
         None  # a Modules (gpu/lifting/modules.py), of one that watches machine code itself
     )
-    on_change: Callable[[Callable[[], object]], None] | None = None  # takes what tells the broker that lifted calls end
+    on_change: Callable[[Callable[[str], object]], None] | None = None  # takes what tells the broker why lifts end
 
 
 class Provider(Protocol):

@@ -9,6 +9,7 @@ and no stream hangs. ipc/shm/timeline_words.py says where the words lie.
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_words import (
@@ -58,7 +59,7 @@ class TimelinePage:
     def __init__(self, fd: int) -> None:
         """Does not keep `fd`. Raises ProtocolError for a descriptor that is no such page."""
         memory.check_memfd(fd, PAGE_BYTES)
-        self._map = memory.map_fd(fd, PAGE_BYTES, writable=True, populate=True)
+        self._map: mmap.mmap | bytearray = memory.map_fd(fd, PAGE_BYTES, writable=True, populate=True)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         # One store each, never byte by byte: a GPU reads them at any time.
         self._words = memoryview(self._map).cast("I")
@@ -184,9 +185,11 @@ class TimelinePage:
                 self._words[(timeline * TIMELINE_BYTES + LIFTED_LAST) // 4 + n] = 0
 
     def close(self) -> None:
-        self._words.release()
-        self._errors.release()
-        self._map.close()
+        """Give the memory back. Another thread that looks all the same, as one that waits for a call while the session
+        is closed, finds what was there."""
+        last = bytearray(self._map)
+        self._words, self._errors = memoryview(last).cast("I"), memoryview(last).cast("Q")
+        self._map = last  # the old one goes with the last of its readers
 
 
 def _named(number: int) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
-from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
 from layerzero.workers.functions.device import Span, device
 from layerzero.workers.functions.there import AgainThere, Server, demand_again_there
 from layerzero.workers.gpu.lifting.refusal import CannotLift
@@ -24,9 +24,9 @@ class LiftableCalls:
         self._server = server
         self._tell_changed: Callable[[], object] = lambda: None
 
-    def on_change(self, tell: Callable[[], object]) -> None:
+    def on_change(self, tell: Callable[[str], object]) -> None:
         """As Loaded: `tell` is to be called when what was lifted may be of modules that are here no more."""
-        self._tell_changed = tell
+        self._tell_changed = lambda: tell(MODULES_CHANGED)
 
     def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """As provider.Bind, of `function_on_gpu`. Raises InvalidArgument for what is no such call."""

@@ -124,6 +124,18 @@ def test_page_can_not_be_pulled_away(fd: int) -> None:
         os.close(other)
 
 
+def test_words_can_be_read_after_the_page_was_closed(fd: int) -> None:
+    """By a thread that waits for a call while another closes the session; what it writes reaches nobody."""
+    page, other = TimelinePage(fd), TimelinePage(fd)
+    page.fail(TimelinePoint(3, 7), 5)
+    page.close()
+    assert (page.is_done(TimelinePoint(3, 7)), page.error(TimelinePoint(3, 7))) == (True, 5)
+    page.store_done(TimelinePoint(3, 9))
+    assert not other.is_done(TimelinePoint(3, 8))
+    page.close()
+    other.close()
+
+
 def test_words_of_different_writers_share_no_cache_line(page: TimelinePage) -> None:
     """A GPU and a CPU would take it from each other at every call."""
     start = page.address
