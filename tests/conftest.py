@@ -179,6 +179,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Beside the list of what failed, which is all that some see of a run: how a broker ended that was not told to."""
+    for report in [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]:
+        for title, text in report.sections:
+            lines = text.splitlines()
+            if title.startswith("end of ") and lines and "Traceback" in text:
+                last = next(n for n, line in reversed([*enumerate(lines)]) if line.startswith("Traceback"))
+                terminalreporter.write_sep("-", f"{report.nodeid}: {title}")
+                terminalreporter.write_line("\n".join(lines[last : last + 40]))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _left_to_rest() -> None:
     """What earlier modules have left, caches and all, is not looked at by each gc.collect() of this one's tests."""

@@ -24,15 +24,7 @@ import zmq
 from layerzero.client.connection import arena, retained
 from layerzero.client.connection.counters import Counters
 from layerzero.client.connection.showing import ANSWERS, Shown, answers
-from layerzero.ipc.errors import (
-    BrokerLost,
-    Busy,
-    Cancelled,
-    LayerZeroError,
-    NotConnected,
-    ProtocolError,
-    from_wire,
-)
+from layerzero.ipc.errors import BrokerLost, Busy, Cancelled, LayerZeroError, NotConnected, ProtocolError, from_wire
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.counter_messages import AddCounters
 from layerzero.ipc.transport.hello import reach
@@ -108,6 +100,7 @@ class Link:
         self._lent: dict[int, Any] = {}  # memory that a worker out of reach may write to, by call
         self.numbers = itertools.count(1)
         self._heard = 0  # frames so far
+        self._refused = ""  # what it refused last, of what it was shown
         self._is_closed = False
         add = weakref.WeakMethod(self._add_counters)  # no cycle: a link that nobody has goes at once
 
@@ -360,12 +353,19 @@ class Link:
 
     def _last_word(self) -> LayerZeroError:
         try:
-            refused, _ = control.receive(self._control, messages.Refused)
-            return from_wire(refused.error)
+            while True:
+                said, came = control.receive(self._control, *ANSWERS)
+                _close_all(came)
+                if isinstance(said, messages.Refused):
+                    return from_wire(said.error)
         except (control.Closed, ProtocolError, OSError):  # it just went
-            return BrokerLost(
-                f"the broker (pid {self.welcome.broker_pid}) is gone; lz.connect() starts or finds another"
-            )
+            return self._gone()
+
+    def _gone(self) -> BrokerLost:
+        told = f" (it last refused: {self._refused})" if self._refused else ""  # another thread may have read why
+        return BrokerLost(
+            f"the broker (pid {self.welcome.broker_pid}) is gone{told}; lz.connect() starts or finds another"
+        )
 
     def add_arena(self, number: int, fd: int, nbytes: int) -> None:
         """Show the broker an arena; returns when it knows it."""
@@ -418,7 +418,9 @@ class Link:
                 while True:
                     answer, came = control.receive(self._control, *ANSWERS)
                     if isinstance(answer, messages.Refused):
-                        raise from_wire(answer.error)
+                        error = from_wire(answer.error)
+                        self._refused = error.message
+                        raise error
                     if answers(answer, shown):
                         return answer, came
                     _close_all(came)  # a late answer to one that was given up
@@ -427,7 +429,7 @@ class Link:
             except control.Closed:
                 if self.lost is not None:  # `close` of another thread: it is we who have hung up
                     raise _again(self.lost) from None
-                raise BrokerLost(f"the broker (pid {self.welcome.broker_pid}) is gone") from None
+                raise self._gone() from None
             except TimeoutError:
                 text = f"the broker (pid {self.welcome.broker_pid}) has not answered for {CONTROL_TIMEOUT_S:g} s"
                 raise BrokerLost(text) from None

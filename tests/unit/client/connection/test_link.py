@@ -24,7 +24,7 @@ class Broker:
         ours, self.sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link = Link.__new__(Link)
         self.link._control, self.link._control_lock = ours, threading.Lock()
-        self.link.lost, self.link.welcome = None, SimpleNamespace(broker_pid=7)  # type: ignore[assignment]
+        self.link._refused, self.link.lost, self.link.welcome = "", None, SimpleNamespace(broker_pid=7)  # type: ignore[assignment]
         ours.settimeout(10)
         self.thread = threading.Thread()
 
@@ -113,3 +113,31 @@ def test_a_broker_that_is_gone_is_named(broker: Broker) -> None:
     broker.serve(lambda sock, _: sock.shutdown(socket.SHUT_RDWR))
     with pytest.raises(BrokerLost, match="pid 7"):
         broker.link.get_lifted("ab")
+
+
+def test_why_the_broker_hung_up_is_told_to_all_threads(broker: Broker) -> None:
+    """The one that reads it is not the one that finds the broker gone, and another answer may lie before it."""
+
+    def refuse(sock: socket.socket, digest: str) -> None:
+        give(sock, "another")
+        control.send(sock, messages.Refused(error=InvalidArgument(f"{digest} is not here").to_wire()))
+        sock.shutdown(socket.SHUT_RDWR)
+
+    before = handed_over()
+    broker.serve(refuse)
+    control.send(broker.link._control, messages.GetLifted(digest="ab"))
+    broker.thread.join(10)
+    assert str(broker.link._last_word()) == "ab is not here"
+    assert handed_over() == before
+
+
+def test_what_was_refused_last_is_named_once_the_broker_is_gone(broker: Broker) -> None:
+    def refuse(sock: socket.socket, digest: str) -> None:
+        control.send(sock, messages.Refused(error=InvalidArgument(f"{digest} is not here").to_wire()))
+        sock.shutdown(socket.SHUT_RDWR)
+
+    broker.serve(refuse)
+    with pytest.raises(InvalidArgument):
+        broker.link.get_lifted("ab")
+    with pytest.raises(BrokerLost, match=r"pid 7\) is gone \(it last refused: ab is not here\); lz.connect\(\)"):
+        broker.link.get_lifted("cd")
