@@ -184,10 +184,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]:
         for title, text in report.sections:
             lines = text.splitlines()
-            if title.startswith("end of ") and lines and "Traceback" in text:
-                last = next(n for n, line in reversed([*enumerate(lines)]) if line.startswith("Traceback"))
+            starts = [n for n, line in enumerate(lines) if line.startswith(("Traceback", "Fatal Python error"))]
+            if title.startswith("end of ") and starts:
                 terminalreporter.write_sep("-", f"{report.nodeid}: {title}")
-                terminalreporter.write_line("\n".join(lines[last : last + 40]))
+                terminalreporter.write_line("\n".join(lines[starts[-1] :][:40]))
 
 
 @pytest.fixture(scope="module", autouse=True)

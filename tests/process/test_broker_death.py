@@ -57,6 +57,20 @@ def test_clients_go_on_after_each_of_many_brokers(new_site: Callable[..., Site])
     assert sum((open_files() - files).values()) <= 4  # of arenas' and lanes' own; none for each broker
 
 
+def test_what_a_broker_was_doing_as_it_crashed_is_in_its_log(new_site: Callable[..., Site]) -> None:
+    site = new_site().start()
+    site.connect()
+    pid = site.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSEGV)
+    wait_ended(pid)
+    with pytest.raises(lz.BrokerLost, match=f"pid {pid}"):
+        lz.silu(np.zeros(2, np.float32))
+    log = site.endpoints.log.read_text()
+    assert "Segmentation fault" in log
+    assert "broker/server.py" in log
+
+
 @pytest.fixture
 def watchdog(new_site: Callable[..., Site]) -> Iterator[tuple[Site, subprocess.Popen[str]]]:
     """A site whose broker has a watchdog; `next_event` reads what it says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ def main() -> int:
     with loading():
         from layerzero.broker import run  # after the fork: nothing is imported twice
 
+    faulthandler.enable()  # what a crash leaves is in the log
     owns_log = args.daemon or args.for_uid is not None
     code = run.run(
         runtime_dir=args.runtime_dir,
