@@ -80,10 +80,11 @@ lz_code lzi_control_receive(int control, lzi_pool *pool, int flags, lzi_value *v
     struct iovec part = {data, LZI_MAX_CONTROL_BYTES};
     struct msghdr packet = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = along.bytes};
     ssize_t nbytes;
+    int resets = 0; /* one says that the broker has not read all of ours; what it had sent before is still there */
     do {
         packet.msg_controllen = sizeof along.bytes;
         nbytes = recvmsg(control, &packet, flags | MSG_CMSG_CLOEXEC);
-    } while (nbytes < 0 && errno == EINTR);
+    } while (nbytes < 0 && (errno == EINTR || (errno == ECONNRESET && !resets++)));
     lz_code code = LZ_OK;
     const char *wrong = NULL;
     if (nbytes >= 0)

@@ -234,6 +234,16 @@ def test_what_the_broker_says_last_is_the_reason(built: Built, script: Script) -
     assert said == ["VERSION_MISMATCH", "Close this client and connect again.", "too old"]
 
 
+def test_what_the_broker_says_last_is_heard_where_it_leaves_something_unread(built: Built, script: Script) -> None:
+    """The kernel says first that the connection was reset."""
+    with program(built, script, "refused") as said:
+        peer = script.accept()
+        assert control.is_readable(peer.fileno(), PATIENCE_S)
+        control.send(peer, messages.Refused(error={"code": "VERSION_MISMATCH", "message": "too old", "facts": {}}))
+        peer.close()
+    assert said == ["VERSION_MISMATCH"]
+
+
 def test_a_client_goes_where_the_broker_sends_it(built: Built, script: Script, tmp_path: Path) -> None:
     """To the broker that its user has; from one to the next it is not sent."""
     there = control.listen(script.folder / "there.sock")

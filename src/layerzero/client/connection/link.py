@@ -357,15 +357,16 @@ class Link:
                 said, came = control.receive(self._control, *ANSWERS)
                 _close_all(came)
                 if isinstance(said, messages.Refused):
-                    return from_wire(said.error)
+                    return self._heard_refusal(said)
         except (control.Closed, ProtocolError, OSError):  # it just went
-            return self._gone()
+            told = f" (it last refused: {self._refused})" if self._refused else ""  # another thread may have read why
+            who = f"the broker (pid {self.welcome.broker_pid})"
+            return BrokerLost(f"{who} is gone{told}; lz.connect() starts or finds another")
 
-    def _gone(self) -> BrokerLost:
-        told = f" (it last refused: {self._refused})" if self._refused else ""  # another thread may have read why
-        return BrokerLost(
-            f"the broker (pid {self.welcome.broker_pid}) is gone{told}; lz.connect() starts or finds another"
-        )
+    def _heard_refusal(self, said: messages.Refused) -> LayerZeroError:
+        error = from_wire(said.error)
+        self._refused = error.message
+        return error
 
     def add_arena(self, number: int, fd: int, nbytes: int) -> None:
         """Show the broker an arena; returns when it knows it."""
@@ -418,9 +419,7 @@ class Link:
                 while True:
                     answer, came = control.receive(self._control, *ANSWERS)
                     if isinstance(answer, messages.Refused):
-                        error = from_wire(answer.error)
-                        self._refused = error.message
-                        raise error
+                        raise self._heard_refusal(answer)
                     if answers(answer, shown):
                         return answer, came
                     _close_all(came)  # a late answer to one that was given up
@@ -429,7 +428,7 @@ class Link:
             except control.Closed:
                 if self.lost is not None:  # `close` of another thread: it is we who have hung up
                     raise _again(self.lost) from None
-                raise self._gone() from None
+                raise self._last_word() from None
             except TimeoutError:
                 text = f"the broker (pid {self.welcome.broker_pid}) has not answered for {CONTROL_TIMEOUT_S:g} s"
                 raise BrokerLost(text) from None

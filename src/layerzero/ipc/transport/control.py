@@ -107,8 +107,11 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
     """
     try:
         data, fds, flags = _receive(sock)
-    except ConnectionResetError as exc:
-        raise Closed from exc
+    except ConnectionResetError:  # the peer had not read all of ours; what it had sent before is still there
+        try:
+            data, fds, flags = _receive(sock)
+        except ConnectionResetError as exc:
+            raise Closed from exc
     if not data:
         unwanted.close_all(fds)
         raise Closed

@@ -123,6 +123,18 @@ def test_socket_is_owner_only_and_replaces_a_stale_one(tmp_path: Path) -> None:
 # --- the runtime folder --------------------------------------------------------------------------------------
 
 
+def test_last_word_of_a_peer_that_left_ours_unread_is_heard() -> None:
+    """The kernel says first that the connection was reset."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        control.send(ours, RetireArena(arena=1))
+        control.send(its, ArenaAdded(arena=2))
+        its.close()
+        assert control.receive(ours, ArenaAdded)[0] == ArenaAdded(arena=2)
+        with pytest.raises(control.Closed):
+            control.receive(ours, ArenaAdded)
+
+
 def test_runtime_folder_is_made_owner_only(tmp_path: Path) -> None:
     """Its sockets are as open as the folder."""
     endpoints = open_endpoints(tmp_path / "a" / "b")
