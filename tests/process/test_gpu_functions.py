@@ -24,6 +24,7 @@ from layerzero.functions import calls
 from layerzero.ipc.functions import frames
 
 __all__ = ["soft"]
+NO_STREAM = r": call with an array on that GPU .*, or return it with \.cpu\(\)"
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,87 @@ def test_an_item_does_not_wait_for_the_next_one(there: int, tmp_path: Path) -> N
         np.testing.assert_allclose(next(items).get(), values + 2, rtol=1e-6)
 
 
+def test_items_of_generator_methods_are_on_the_gpu_where_they_were_called_with_such_arrays(there: int) -> None:
+    """As those of generator functions; also by the class, and of asynchronous ones."""
+    x, values = randn(4)
+    total = fn.Total(x * 0.0)
+    stream = total.steps.options(timeout_s=20)(x, 12)
+    for number in range(12):
+        with soft_cupy.stream() if number % 4 == 1 else contextlib.nullcontext():
+            item = next(stream)
+            x.fill(7.0)  # it has a copy
+            found = item if number % 3 else item["sum"]
+            np.testing.assert_allclose(found.get(), (values * np.float32(number + 1))[: found.size], rtol=1e-5)
+            assert number % 3 or item["of"] == number
+            found.fill(-1.0)
+    assert list(stream) == []
+    one = soft_cupy.asarray(np.ones(4, np.float32))
+    by_class = [item if number % 3 else item["sum"] for number, item in enumerate(fn.Total.steps(total, one, 3))]
+    for number, found in enumerate(by_class):
+        np.testing.assert_allclose(found.get(), (values * 12 + number + 1)[: found.size], rtol=1e-5)
+    for number, found in enumerate(total.later(one, count=4)):
+        np.testing.assert_allclose(found.get(), values * 12 + 3 + number, rtol=1e-5)
+    total.close()
+
+
+def test_items_on_the_gpu_of_a_call_without_such_arrays_are_refused(there: int) -> None:
+    """Nobody knows whose library and stream they are for. What was before is delivered, and the text says what to
+    do."""
+    with fn.Total(randn(4)[0]) as total:
+        for stream, first, item in ((total.all(), 1, "item"), (fn.made(2), 0, r"item\[0\]")):
+            assert next(stream) == first
+            with pytest.raises(lz.InvalidArgument, match=NO_STREAM + rf".* has run, and {item}: an array on a GPU"):
+                next(stream)
+            assert list(stream) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_stream_ends_with_what_its_function_comes_to_after_the_items_before(there: int, count: int) -> None:
+    x, values = randn(4)
+    for end, kind, text in (
+        ("raise", lz.RemoteError, "LookupError: no more"),
+        ("strange", lz.InvalidArgument, r"until has run, and item\[1\]: object cannot go"),
+        ("", StopIteration, None),
+        ("die", lz.BackendError, "until in there"),
+    ):
+        stream = fn.until(x, count, end)
+        for number in range(count):
+            np.testing.assert_allclose(next(stream).get(), values * number, rtol=1e-6)
+        finish()  # else a later call tells of what its worker has died with, too
+        with pytest.raises(kind, match=text):
+            next(stream)
+        assert list(stream) == []
+    wait_until(lambda: fn.prepare() != there)
+    assert len(list(fn.until(x, 3, ""))) == 3
+
+
+def test_streams_that_are_left_early_leave_no_memory_behind(there: int) -> None:
+    """On neither side: closed, collected, refused, and raised in."""
+    x, _ = randn(4)
+    total = fn.Total(x)
+
+    def leave(count: int) -> None:
+        for number in range(count):
+            with fn.steps(x, 5) as stream:
+                assert next(stream)["x"].size == 4
+            assert next(total.steps(x, 5))["sum"].size == 2  # collected
+            with total.steps(x, 5):
+                pass
+            for end in ("raise", "strange"):
+                items = fn.until(x, number % 3, end)
+                with pytest.raises(lz.LayerZeroError):
+                    list(items)
+                items.close()
+
+    leave(3)
+    before = fn.live_blocks()
+    there_before = fn.blocks()
+    leave(10)
+    wait_until(lambda: fn.blocks() <= there_before)
+    assert fn.live_blocks() <= before
+    total.close()
+
+
 def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:
     """With a shape function nothing is copied; what is returned besides is."""
     x, values = randn(5, 3)
@@ -222,8 +304,9 @@ def test_what_cannot_go_is_refused_by_name(there: int) -> None:
     x, _ = randn(4)
     with pytest.raises(lz.RemoteError, match="no such thing"):
         fn.fail(x)
-    with pytest.raises(lz.InvalidArgument, match=r"an array on a GPU, from a call without any: return it with \.cpu"):
+    with pytest.raises(lz.InvalidArgument, match=NO_STREAM) as told:
         fn.made_there()
+    told.match("made_there has run, and result: an array on a GPU, and the call names no stream for it")
     with pytest.raises(lz.InvalidArgument, match="leave chunksize out"):
         list(fn.scaled.map([x, x], chunksize=2))
     driver.begin_capture(soft_cupy.current().ptr)
