@@ -286,6 +286,71 @@ def test_streams_that_are_left_early_leave_no_memory_behind(there: int) -> None:
     total.close()
 
 
+def test_a_map_in_chunks_goes_call_by_call_where_arrays_are_on_the_gpu(there: int) -> None:
+    """The hint changes no result: they are those of single calls, in their order, of each kind of arguments."""
+    sizes = (1, 2, 7, 100)
+    pairs = [randn(number % 5 + 1) for number in range(20)]
+    for size in sizes:
+        found = list(fn.scaled.map([x for x, _ in pairs], range(20), chunksize=size))
+        for number, (result, (_, values)) in enumerate(zip(found, pairs, strict=True)):
+            np.testing.assert_allclose(result.get(), values * number, rtol=1e-6)
+        assert bool(fn.scaled.last_report().not_chunked) == (size > 1)
+        ones = [soft_cupy.asarray(np.ones(2, np.float32)) for _ in range(40)]
+        sums = [one.get()[0] for one in fn.summed.map(ones, [f"map {size}"] * 40, chunksize=size)]
+        assert sums == list(range(1, 41))
+    assert "not chunked: an array on a GPU" in str(fn.scaled.last_report())
+    fn.scaled(pairs[0][0])
+    assert not fn.scaled.last_report().not_chunked
+
+
+def test_a_map_has_chunks_with_arrays_on_the_gpu_beside_others(there: int) -> None:
+    """Deep in a value, and in one call alone; chunks without cross as one."""
+    x, values = randn(3)
+    given = [1, 2, 3, {"x": [x]}, 5, 6, 7, x]
+    results = fn.same.map(given, chunksize=2)
+    seen = []
+    for one in given:
+        found = next(results)
+        seen.append((fn.same.last_report().function.endswith("calls as one)"), bool(fn.same.last_report().not_chunked)))
+        if isinstance(one, int):
+            assert found == one
+        else:
+            np.testing.assert_array_equal((found["x"][0] if isinstance(found, dict) else found).get(), values)
+    assert seen == [(True, False)] * 2 + [(False, True)] * 2 + [(True, False)] * 2 + [(False, True)] * 2
+    assert list(results) == []
+
+
+def test_what_a_call_of_such_a_map_comes_to_is_at_its_place(there: int) -> None:
+    """After the results before it; no more than 32 calls are ahead."""
+    x, values = randn(4)
+    taken = []
+
+    def each() -> Iterator[object]:
+        for number in range(500):
+            taken.append(number)
+            yield x
+
+    results = fn.act.map(each(), ["raise" if number == 70 else "" for number in range(500)], range(500), chunksize=50)
+    for number in range(70):
+        np.testing.assert_allclose(next(results).get(), values * number, rtol=1e-5)
+    with pytest.raises(lz.RemoteError, match="LookupError: 70"):
+        next(results)
+    assert fn.act.last_report().not_chunked
+    assert list(results) == []
+    assert len(taken) <= 71 + 32
+    what = ["", "strange", "", "die", ""]
+    strange = fn.act.map([x] * 5, what, [1.0, {1}, 1.0, 1.0, 1.0], chunksize=5)
+    with pytest.raises(lz.InvalidArgument, match="set cannot go"):
+        list(strange)
+    fn.act(x)  # whose result the next ones have memory for: what waits there is lost with the worker
+    dying = fn.act.map([x] * 5, ["", "", "", "", "end"], range(1, 6), chunksize=5)
+    for number in range(1, 5):
+        np.testing.assert_allclose(next(dying).get(), values * number, rtol=1e-5)
+    with pytest.raises(lz.BackendError, match="it may have run in part"):
+        next(dying)
+    wait_until(lambda: fn.prepare() != there)
+
+
 def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:
     """With a shape function nothing is copied; what is returned besides is."""
     x, values = randn(5, 3)
@@ -307,8 +372,6 @@ def test_what_cannot_go_is_refused_by_name(there: int) -> None:
     with pytest.raises(lz.InvalidArgument, match=NO_STREAM) as told:
         fn.made_there()
     told.match("made_there has run, and result: an array on a GPU, and the call names no stream for it")
-    with pytest.raises(lz.InvalidArgument, match="leave chunksize out"):
-        list(fn.scaled.map([x, x], chunksize=2))
     driver.begin_capture(soft_cupy.current().ptr)
     try:
         with pytest.raises(lz.CudaGraphUnsafe, match="call the function outside of the CUDA graph's capture"):
