@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -120,6 +121,9 @@ def act(x: Any, what: str = "", value: Any = 2.0) -> Any:
             return x.get()
         case "die":
             os._exit(3)
+        case "end":
+            x.get()  # what calls before it have enqueued is done
+            os._exit(3)
         case "die once":
             if not Path(value).exists():
                 Path(value).touch()
@@ -176,6 +180,21 @@ class Total:
     def on_gpu(self, x: Any) -> Any:
         return self.sum + x * 0.0
 
+    def steps(self, x: Any, count: int) -> Any:
+        """Items on the GPU, of the state that it has, of two sizes and beside others."""
+        for number in range(count):
+            self.sum = self.sum + x
+            yield self.sum if number % 3 else {"of": number, "sum": self.sum[:2]}
+
+    async def later(self, x: Any, count: int) -> Any:
+        for number in range(count):
+            yield self.sum + x * float(number)
+
+    def all(self) -> Any:
+        """Items on the GPU of a method without arrays."""
+        yield 1
+        yield self.sum
+
 
 @lz.isolated(THERE)
 def rows(x: Any) -> Any:
@@ -189,6 +208,42 @@ def steps(x: Any, count: int) -> Any:
     for number in range(count):
         x = x + 1.0
         yield x if number % 3 else {"of": number, "x": x[: 2 if number > count // 2 else 4]}
+
+
+@lz.isolated(THERE)
+def until(x: Any, count: int, end: str) -> Any:
+    """So many items on the GPU, and then this."""
+    for number in range(count):
+        yield x * float(number)
+    match end:
+        case "raise":
+            raise LookupError("no more")
+        case "strange":
+            yield [x, object()]
+        case "die":
+            os._exit(3)
+
+
+@lz.isolated(THERE)
+def made(count: int) -> Any:
+    """Items on the GPU of a call without arrays there."""
+    yield 0
+    for _ in range(count):
+        yield [_soft().empty((4,))]
+
+
+@lz.isolated(THERE)
+def blocks() -> int:
+    """Allocations on the GPU that somebody has here."""
+    return live_blocks()
+
+
+def live_blocks() -> int:
+    """Likewise, of this process."""
+    from tests.soft_gpu import soft_cupy
+
+    gc.collect()
+    return sum(type(one) is soft_cupy._Block for one in gc.get_objects())
 
 
 @lz.isolated(THERE)

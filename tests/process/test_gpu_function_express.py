@@ -117,6 +117,25 @@ def test_repeated_calls_pass_the_broker_and_see_each_array_as_it_is(there: int) 
     assert any("memory crosses by ipc" in note for note in report.selection.notes)
 
 
+def test_calls_of_a_map_in_chunks_pass_the_broker_one_by_one(there: int) -> None:
+    x, values = randn(6, 8)
+    settled(x)
+
+    def is_past() -> bool:
+        """Once the worker knows the memory of results that are under way."""
+        paths = set()
+        for result in fn.act.map([x] * 40, chunksize=8):
+            check(result, values * 2)
+            report = fn.act.last_report()
+            assert report.not_chunked
+            paths.add(path_of(report))
+        return "express" in paths
+
+    wait_until(is_past)
+    fn.act(x)
+    assert not fn.act.last_report().not_chunked
+
+
 def test_what_is_alike_is_told_from_what_is_not(there: int) -> None:
     """Values by their types and signs, arrays by their layouts; views lie where they lie."""
     x, values = randn(6, 8)

@@ -24,6 +24,7 @@ from layerzero.functions import calls
 from layerzero.ipc.functions import frames
 
 __all__ = ["soft"]
+NO_STREAM = r": call with an array on that GPU .*, or return it with \.cpu\(\)"
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,152 @@ def test_an_item_does_not_wait_for_the_next_one(there: int, tmp_path: Path) -> N
         np.testing.assert_allclose(next(items).get(), values + 2, rtol=1e-6)
 
 
+def test_items_of_generator_methods_are_on_the_gpu_where_they_were_called_with_such_arrays(there: int) -> None:
+    """As those of generator functions; also by the class, and of asynchronous ones."""
+    x, values = randn(4)
+    total = fn.Total(x * 0.0)
+    stream = total.steps.options(timeout_s=20)(x, 12)
+    for number in range(12):
+        with soft_cupy.stream() if number % 4 == 1 else contextlib.nullcontext():
+            item = next(stream)
+            x.fill(7.0)  # it has a copy
+            found = item if number % 3 else item["sum"]
+            np.testing.assert_allclose(found.get(), (values * np.float32(number + 1))[: found.size], rtol=1e-5)
+            assert number % 3 or item["of"] == number
+            found.fill(-1.0)
+    assert list(stream) == []
+    one = soft_cupy.asarray(np.ones(4, np.float32))
+    by_class = [item if number % 3 else item["sum"] for number, item in enumerate(fn.Total.steps(total, one, 3))]
+    for number, found in enumerate(by_class):
+        np.testing.assert_allclose(found.get(), (values * 12 + number + 1)[: found.size], rtol=1e-5)
+    for number, found in enumerate(total.later(one, count=4)):
+        np.testing.assert_allclose(found.get(), values * 12 + 3 + number, rtol=1e-5)
+    total.close()
+
+
+def test_items_on_the_gpu_of_a_call_without_such_arrays_are_refused(there: int) -> None:
+    """Nobody knows whose library and stream they are for. What was before is delivered, and the text says what to
+    do."""
+    with fn.Total(randn(4)[0]) as total:
+        for stream, first, item in ((total.all(), 1, "item"), (fn.made(2), 0, r"item\[0\]")):
+            assert next(stream) == first
+            with pytest.raises(lz.InvalidArgument, match=NO_STREAM + rf".* has run, and {item}: an array on a GPU"):
+                next(stream)
+            assert list(stream) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_stream_ends_with_what_its_function_comes_to_after_the_items_before(there: int, count: int) -> None:
+    x, values = randn(4)
+    for end, kind, text in (
+        ("raise", lz.RemoteError, "LookupError: no more"),
+        ("strange", lz.InvalidArgument, r"until has run, and item\[1\]: object cannot go"),
+        ("", StopIteration, None),
+        ("die", lz.BackendError, "until in there"),
+    ):
+        stream = fn.until(x, count, end)
+        for number in range(count):
+            np.testing.assert_allclose(next(stream).get(), values * number, rtol=1e-6)
+        finish()  # else a later call tells of what its worker has died with, too
+        with pytest.raises(kind, match=text):
+            next(stream)
+        assert list(stream) == []
+    wait_until(lambda: fn.prepare() != there)
+    assert len(list(fn.until(x, 3, ""))) == 3
+
+
+def test_streams_that_are_left_early_leave_no_memory_behind(there: int) -> None:
+    """On neither side: closed, collected, refused, and raised in."""
+    x, _ = randn(4)
+    total = fn.Total(x)
+
+    def leave(count: int) -> None:
+        for number in range(count):
+            with fn.steps(x, 5) as stream:
+                assert next(stream)["x"].size == 4
+            assert next(total.steps(x, 5))["sum"].size == 2  # collected
+            with total.steps(x, 5):
+                pass
+            for end in ("raise", "strange"):
+                items = fn.until(x, number % 3, end)
+                with pytest.raises(lz.LayerZeroError):
+                    list(items)
+                items.close()
+
+    leave(3)
+    before = fn.live_blocks()
+    there_before = fn.blocks()
+    leave(10)
+    wait_until(lambda: fn.blocks() <= there_before)
+    assert fn.live_blocks() <= before
+    total.close()
+
+
+def test_a_map_in_chunks_goes_call_by_call_where_arrays_are_on_the_gpu(there: int) -> None:
+    """The hint changes no result: they are those of single calls, in their order, of each kind of arguments."""
+    sizes = (1, 2, 7, 100)
+    pairs = [randn(number % 5 + 1) for number in range(20)]
+    for size in sizes:
+        found = list(fn.scaled.map([x for x, _ in pairs], range(20), chunksize=size))
+        for number, (result, (_, values)) in enumerate(zip(found, pairs, strict=True)):
+            np.testing.assert_allclose(result.get(), values * number, rtol=1e-6)
+        assert bool(fn.scaled.last_report().not_chunked) == (size > 1)
+        ones = [soft_cupy.asarray(np.ones(2, np.float32)) for _ in range(40)]
+        sums = [one.get()[0] for one in fn.summed.map(ones, [f"map {size}"] * 40, chunksize=size)]
+        assert sums == list(range(1, 41))
+    assert "not chunked: an array on a GPU" in str(fn.scaled.last_report())
+    fn.scaled(pairs[0][0])
+    assert not fn.scaled.last_report().not_chunked
+
+
+def test_a_map_has_chunks_with_arrays_on_the_gpu_beside_others(there: int) -> None:
+    """Deep in a value, and in one call alone; chunks without cross as one."""
+    x, values = randn(3)
+    given = [1, 2, 3, {"x": [x]}, 5, 6, 7, x]
+    results = fn.same.map(given, chunksize=2)
+    seen = []
+    for one in given:
+        found = next(results)
+        seen.append((fn.same.last_report().function.endswith("calls as one)"), bool(fn.same.last_report().not_chunked)))
+        if isinstance(one, int):
+            assert found == one
+        else:
+            np.testing.assert_array_equal((found["x"][0] if isinstance(found, dict) else found).get(), values)
+    assert seen == [(True, False)] * 2 + [(False, True)] * 2 + [(True, False)] * 2 + [(False, True)] * 2
+    assert list(results) == []
+
+
+def test_what_a_call_of_such_a_map_comes_to_is_at_its_place(there: int) -> None:
+    """After the results before it; no more than 32 calls are ahead."""
+    x, values = randn(4)
+    taken = []
+
+    def each() -> Iterator[object]:
+        for number in range(500):
+            taken.append(number)
+            yield x
+
+    results = fn.act.map(each(), ["raise" if number == 70 else "" for number in range(500)], range(500), chunksize=50)
+    for number in range(70):
+        np.testing.assert_allclose(next(results).get(), values * number, rtol=1e-5)
+    with pytest.raises(lz.RemoteError, match="LookupError: 70"):
+        next(results)
+    assert fn.act.last_report().not_chunked
+    assert list(results) == []
+    assert len(taken) <= 71 + 32
+    what = ["", "strange", "", "die", ""]
+    strange = fn.act.map([x] * 5, what, [1.0, {1}, 1.0, 1.0, 1.0], chunksize=5)
+    with pytest.raises(lz.InvalidArgument, match="set cannot go"):
+        list(strange)
+    fn.act(x)  # whose result the next ones have memory for: what waits there is lost with the worker
+    dying = fn.act.map([x] * 5, ["", "", "", "", "end"], range(1, 6), chunksize=5)
+    for number in range(1, 5):
+        np.testing.assert_allclose(next(dying).get(), values * number, rtol=1e-5)
+    with pytest.raises(lz.BackendError, match="it may have run in part"):
+        next(dying)
+    wait_until(lambda: fn.prepare() != there)
+
+
 def test_memory_of_the_caller_is_the_argument_out(there: int) -> None:
     """With a shape function nothing is copied; what is returned besides is."""
     x, values = randn(5, 3)
@@ -222,10 +369,9 @@ def test_what_cannot_go_is_refused_by_name(there: int) -> None:
     x, _ = randn(4)
     with pytest.raises(lz.RemoteError, match="no such thing"):
         fn.fail(x)
-    with pytest.raises(lz.InvalidArgument, match=r"an array on a GPU, from a call without any: return it with \.cpu"):
+    with pytest.raises(lz.InvalidArgument, match=NO_STREAM) as told:
         fn.made_there()
-    with pytest.raises(lz.InvalidArgument, match="leave chunksize out"):
-        list(fn.scaled.map([x, x], chunksize=2))
+    told.match("made_there has run, and result: an array on a GPU, and the call names no stream for it")
     driver.begin_capture(soft_cupy.current().ptr)
     try:
         with pytest.raises(lz.CudaGraphUnsafe, match="call the function outside of the CUDA graph's capture"):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeAlias
 
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.capsules.of_function import MANY
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call, Owner
 from layerzero.functions.capsules import Asked
+from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.options import Options
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.functions import frames
 from layerzero.ipc.functions.frames import Frame
 
 MAX_SIZE = 65_536
+MAX_OPEN, MAX_CHUNKS = 32, 3  # of a map
+OF_CHUNK = -(-MAX_OPEN // MAX_CHUNKS)  # so many calls a chunk counts for
+ALONE = "an array on a GPU is among the arguments of its chunk, each call of which crossed by itself"
 Results: TypeAlias = "tuple[list[Any], LayerZeroError | None]"
 
 
@@ -22,12 +29,8 @@ class ChunkCall(Call):
     """One message for a call with each tuple of arguments. Its result: those of the calls, up to the first that failed,
     and the error of that. It has the time of so many calls."""
 
-    def __init__(self, owner: Owner, items: Sequence[tuple[Any, ...]], options: Options) -> None:
-        """Raises InvalidArgument."""
-        given = Arguments(items, {}, owner._places.backends)
-        if given.on_gpu is not None:
-            raise InvalidArgument(f"{owner._label}.map: leave chunksize out: arrays on a GPU cross call by call")
-        super().__init__(owner, given, items, {}, options, f"{owner._label} ({len(items)} calls as one)")
+    def __init__(self, owner: Owner, given: Arguments, items: Sequence[tuple[Any, ...]]) -> None:
+        super().__init__(owner, given, items, {}, owner._options, f"{owner._label} ({len(items)} calls as one)")
 
     def _frame(self, given: Arguments) -> Frame:
         return given.frame(frames.MANY, self.owner._places.tree(given.backends))
@@ -42,6 +45,89 @@ class ChunkCall(Call):
 
     def _value_of(self, fallback: Callable[..., Any]) -> Results:
         return [fallback(*args) for args in self.args], None
+
+
+class _OnGpuError(Exception):
+    """An array on a GPU is among the arguments."""
+
+
+class _OfChunk(Arguments):
+    """Those of a chunk. One with an array on a GPU is none: a message lends few allocations there, and what a call
+    returns of them has to be copied before the next one runs."""
+
+    def _put_on_gpu(self, array: Array) -> NoReturn:
+        raise _OnGpuError
+
+
+def mapped(
+    owner: Owner,
+    size: int,
+    calls: Iterator[tuple[Any, ...]],
+    submit: Callable[..., FunctionFuture],
+    demand_fit: Callable[[tuple[Any, ...]], None],
+) -> Iterator[Any]:
+    """Results of calls, of which so many cross as one; those of a chunk with an array on a GPU are submitted. Raises
+    what they do, and InvalidArgument."""
+    parts = _parts(owner, size, calls, demand_fit)
+    ahead: deque[FunctionFuture] = deque()
+    counts: deque[int] = deque()
+    while True:
+        while sum(counts) < MAX_OPEN and (part := next(parts, None)) is not None:
+            if isinstance(part, ChunkCall):
+                part.send()
+            ahead.append(FunctionFuture(part) if isinstance(part, ChunkCall) else submit(*part))
+            counts.append(OF_CHUNK if isinstance(part, ChunkCall) else 1)
+        if not ahead:
+            return
+        if counts.popleft() == 1:
+            yield _alone(owner, ahead.popleft())
+            continue
+        results, error = ahead.popleft().result()
+        yield from results
+        if error is not None:
+            raise error
+
+
+def _parts(
+    owner: Owner, size: int, calls: Iterator[tuple[Any, ...]], demand_fit: Callable[[tuple[Any, ...]], None]
+) -> Iterator[ChunkCall | tuple[Any, ...]]:
+    """What is sent: chunks, and the arguments of single calls, which are not taken before they are. Raises
+    InvalidArgument."""
+    for first in calls:
+        demand_fit(first)
+        if _given(owner, [first]) is None:
+            yield first
+            continue
+        items = [first, *itertools.islice(calls, size - 1)]
+        for args in items:
+            demand_fit(args)
+        given = _given(owner, items)
+        if given is None:
+            yield from items
+        else:
+            yield ChunkCall(owner, given, items)
+
+
+def _given(owner: Owner, items: list[tuple[Any, ...]]) -> Arguments | None:
+    """Those of a chunk; None where an array on a GPU is among them. Raises InvalidArgument."""
+    try:
+        return _OfChunk(items, {}, owner._places.backends)
+    except _OnGpuError:
+        return None
+
+
+def _alone(owner: Owner, future: FunctionFuture) -> Any:
+    """The result of a call that crossed by itself, which its report says."""
+    try:
+        return future.result()
+    finally:
+        if future.done():
+            owner._last.alone = getattr(owner._last, "call", None)
+
+
+def why_alone(owner: Owner, call: object) -> str:
+    """Why this thread's last call did not cross with others of its chunk; empty where nobody wanted that."""
+    return ALONE if getattr(owner._last, "alone", None) is call else ""
 
 
 def demand_size(size: object, label: str, options: Options, *, is_plain: bool) -> int:

@@ -24,7 +24,7 @@ from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call
-from layerzero.functions.chunks import ChunkCall, demand_size
+from layerzero.functions.chunks import MAX_OPEN, demand_size, mapped, why_alone
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.express import Begun, Express
@@ -45,7 +45,6 @@ from layerzero.ipc.vocabulary.ops import FUNCTION
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_OPEN, MAX_CHUNKS = 32, 3  # of a map
 TUNE_CALLS = 5
 _log = logging.getLogger("layerzero.functions")
 
@@ -211,13 +210,14 @@ class Isolated(Generic[P, R]):
     def map(self, *iterables: Any, chunksize: int = 1) -> Iterator[R]:
         """Results of calls with items of these, in order; some calls are on their way ahead. The first that fails
         raises; those that were sent behind it run. With `chunksize` so many calls cross as one: they run one after the
-        other, have the time of all of them together, and behind one that raised none of its chunk runs. Raises
-        InvalidArgument."""
+        other, have the time of all of them together, and behind one that raised none of its chunk runs. Those of a
+        chunk with an array on a GPU cross one by one, as without `chunksize`. Raises InvalidArgument."""
         is_plain = not self._is_stream and not self._is_coroutine
         size = demand_size(chunksize, self._label, self._options, is_plain=is_plain)
         calls = zip(*iterables)  # noqa: B905  # as map() of Python does
-        is_each = size == 1 or not self._is_elsewhere
-        return self._mapped(calls) if is_each else self._mapped_by(size, calls)
+        if size == 1 or not self._is_elsewhere:
+            return self._mapped(calls)
+        return mapped(self, size, calls, self.submit, self._demand_fit)
 
     def _mapped(self, calls: Iterator[Any]) -> Iterator[R]:
         submit: Callable[..., FunctionFuture] = self.submit
@@ -226,23 +226,6 @@ class Isolated(Generic[P, R]):
             yield ahead.popleft().result()
             for args in itertools.islice(calls, 1):
                 ahead.append(submit(*args))
-
-    def _mapped_by(self, size: int, calls: Iterator[Any]) -> Iterator[R]:
-        ahead: deque[FunctionFuture] = deque()
-        while True:
-            while len(ahead) < MAX_CHUNKS and (items := list(itertools.islice(calls, size))):
-                for args in items:
-                    if len(args) not in self._counts:
-                        self._bind(args, {})
-                call = ChunkCall(self, items, self._options)
-                call.send()
-                ahead.append(FunctionFuture(call))
-            if not ahead:
-                return
-            results, error = ahead.popleft().result()
-            yield from results
-            if error is not None:
-                raise error
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it here, in this process, with what is installed here."""
@@ -432,6 +415,7 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{self._label}: call it first; this thread has not yet")
         report = call.report
         assert report is not None
+        report = replace(report, not_chunked=why_alone(self, call))
         if isinstance(call, LiftedCall) or not isinstance(self._express, ShapedExpress):
             return report
         return replace(report, not_lifted=self._express.not_lifted)
@@ -444,9 +428,12 @@ class Isolated(Generic[P, R]):
         except TypeError as exc:
             raise InvalidArgument(f"{self._label}: {exc}") from None
 
-    def _start(self, args: Any, kwargs: Any) -> Call:
+    def _demand_fit(self, args: Any, kwargs: Any = None) -> None:
         if kwargs or len(args) not in self._counts:
-            self._bind(args, kwargs)
+            self._bind(args, kwargs or {})
+
+    def _start(self, args: Any, kwargs: Any) -> Call:
+        self._demand_fit(args, kwargs)
         if self._placing is None:
             return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
         return self._placed(self._placing, args, kwargs)

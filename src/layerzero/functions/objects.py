@@ -326,8 +326,9 @@ class Method:
         remote, options = self._remote, self._options
         remote.owner._demand_fit(self._name, args, kwargs)
         is_stream = bool(remote.owner._surface.names.get(self._name, 0) & STREAM)
-        wrap = wrap_of(options, f"{remote.label}.{self._name}", is_stream=is_stream)
-        return Use(remote, remote.owner, frames.METHOD, self._name, args, kwargs, options, wrap)
+        given = Arguments(args, kwargs, (remote.backend,))
+        wrap = wrap_of(options, f"{remote.label}.{self._name}", is_stream=is_stream, given=given.on_gpu)
+        return Use(remote, remote.owner, frames.METHOD, self._name, args, kwargs, options, wrap, given=given)
 
     def __repr__(self) -> str:
         owner = self._remote.owner

@@ -17,7 +17,8 @@ class FunctionReport:
     check of it; empty where there was none. `placement`: "in_process" where this process made the call, else "worker";
     `placement_reason`: why, where the function's option left a choice. `capsule`: what names the capsule of its
     failure; empty where there is none. `not_lifted`: of a function with lift=True, why its worker ran it, as a code of
-    docs/lifting.md and what it means, or what is waited for; empty where this process has launched it."""
+    docs/lifting.md and what it means, or what is waited for; empty where this process has launched it. `not_chunked`:
+    of a call by `map` with `chunksize`, why it crossed by itself; empty where it crossed with others."""
 
     function: str
     env: str
@@ -34,6 +35,7 @@ class FunctionReport:
     placement_reason: str = ""
     capsule: str = ""
     not_lifted: str = ""
+    not_chunked: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -48,4 +50,5 @@ class FunctionReport:
         lines += [f"  {self.capsule}"] if self.capsule else []
         lines += [f"  {self.placement_reason}"] if self.placement_reason else []
         lines += [f"  not lifted: {self.not_lifted}"] if self.not_lifted else []
+        lines += [f"  not chunked: {self.not_chunked}"] if self.not_chunked else []
         return "\n".join(lines)

@@ -36,10 +36,12 @@ class Use(Call):
         libraries: tuple[str, str] = ("", ""),
         session: Session | None = None,
         loan: Lent | None = None,
+        given: Arguments | None = None,
     ) -> None:
         """`libraries`: of arrays there and of those of the result here; each its own when empty. `session`, `loan`: of
-        one that was sent already."""
-        given = Arguments(args, kwargs, (stay.backend if loan is None else loan.backend,), libraries[0])
+        one that was sent already. `given`: the arguments, where they were encoded."""
+        if given is None:
+            given = Arguments(args, kwargs, (stay.backend if loan is None else loan.backend,), libraries[0])
         label = f"{stay.label}.{name}" if name else stay.label
         super().__init__(owner, given, args, kwargs, options, label, wrap, session=session)
         self._loan = loan

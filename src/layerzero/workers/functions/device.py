@@ -292,7 +292,7 @@ class Device:
         if found is None:
             return None
         if self.results is None:
-            raise InvalidArgument(NO_STREAM)
+            raise InvalidArgument("an array on a GPU, and the call names no stream for it", repair=NO_STREAM)
         return self.results.add(found)
 
     def found(self, value: Any) -> Found | None:
@@ -362,8 +362,8 @@ class _OnGpu(AbstractContextManager[None]):
 
 
 NO_STREAM = (
-    "an array on a GPU, from a call without any: return it with .cpu(), or call with an array on that GPU, whose "
-    "stream the result is for"
+    "call with an array on that GPU among the arguments (of torch or CuPy for items), whose library and stream the "
+    "result is for, or return it with .cpu() or .get()"
 )
 device = Device()
 """Of this worker, which runs one call at a time."""

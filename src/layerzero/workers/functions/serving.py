@@ -491,7 +491,8 @@ class Functions:
         try:
             return values.encode(value, lambda part: self._arrays.put(part, payload), root)
         except InvalidArgument as exc:
-            raise InvalidArgument(f"{what}, and {exc.message}") from exc
+            first = f"{exc.facts['repair']}: " if "repair" in exc.facts else ""
+            raise InvalidArgument(f"{first}{what}, and {exc.message}") from exc
         except (ProtocolError, CudaError):
             raise
         except Exception as exc:  # a library that has no memory for a dense copy, say: the function is not run again
