@@ -113,6 +113,19 @@ def warn_of(text: str) -> None:
 
 
 @lz.isolated(PLAIN)
+def warn_at(level: int) -> int:
+    """As libraries do of what is deprecated, about the code that calls."""
+    warnings.warn("mind the gap", DeprecationWarning, stacklevel=level)
+    return level
+
+
+@lz.isolated(PLAIN)
+def warn_each_at(level: int) -> Iterator[int]:
+    warnings.warn("mind the gap", DeprecationWarning, stacklevel=level)
+    yield level
+
+
+@lz.isolated(PLAIN)
 def write_bytes(data: bytes) -> int:
     """As libraries do that write bytes to a terminal."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

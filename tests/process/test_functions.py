@@ -239,6 +239,34 @@ def test_warnings_are_the_callers_with_a_label() -> None:
     assert [str(one.message).partition(" [")[0] for one in seen] == ["item 0", "item 1"]
 
 
+def test_a_warning_about_the_caller_names_the_line_that_calls() -> None:
+    """As Python does: `stacklevel` counts on in this program, and in none of our files."""
+
+    def call(level: int) -> int:
+        return fn.warn_at(level)
+
+    def iterate(level: int) -> int:
+        return next(fn.warn_each_at(level))
+
+    def send(level: int) -> int:
+        return fn.warn_at.submit(level).result()
+
+    for calls in (call, iterate, send):
+        with pytest.warns(DeprecationWarning, match="mind the gap") as told:
+            assert [calls(level) for level in (2, 3)] == [2, 3]
+        assert {one.filename for one in told} == {__file__}
+        lines = [linecache.getline(__file__, one.lineno).strip() for one in told]
+        assert lines[0].startswith("return ")
+        assert lines[1].startswith("assert [calls(")
+        assert told[0].lineno == calls.__code__.co_firstlineno + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=DeprecationWarning, module=__name__.replace(".", r"\."))
+        for _ in range(3):
+            fn.warn_at(2)
+    assert len(told) == 1  # once of a line, as of this module's own
+
+
 def test_filters_of_the_caller_decide_about_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
