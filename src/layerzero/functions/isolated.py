@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 import math
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -24,7 +22,7 @@ from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call
-from layerzero.functions.chunks import ChunkCall, demand_size
+from layerzero.functions.chunks import demand_size, each, in_chunks
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.express import Begun, Express
@@ -45,7 +43,6 @@ from layerzero.ipc.vocabulary.ops import FUNCTION
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_OPEN, MAX_CHUNKS = 32, 3  # of a map
 TUNE_CALLS = 5
 _log = logging.getLogger("layerzero.functions")
 
@@ -216,33 +213,13 @@ class Isolated(Generic[P, R]):
         is_plain = not self._is_stream and not self._is_coroutine
         size = demand_size(chunksize, self._label, self._options, is_plain=is_plain)
         calls = zip(*iterables)  # noqa: B905  # as map() of Python does
-        is_each = size == 1 or not self._is_elsewhere
-        return self._mapped(calls) if is_each else self._mapped_by(size, calls)
+        if size == 1 or not self._is_elsewhere:
+            return each(self.submit, calls, self._label)
+        return in_chunks(self, size, calls, self._demand_fit)
 
-    def _mapped(self, calls: Iterator[Any]) -> Iterator[R]:
-        submit: Callable[..., FunctionFuture] = self.submit
-        ahead = deque(submit(*args) for args in itertools.islice(calls, MAX_OPEN))
-        while ahead:
-            yield ahead.popleft().result()
-            for args in itertools.islice(calls, 1):
-                ahead.append(submit(*args))
-
-    def _mapped_by(self, size: int, calls: Iterator[Any]) -> Iterator[R]:
-        ahead: deque[FunctionFuture] = deque()
-        while True:
-            while len(ahead) < MAX_CHUNKS and (items := list(itertools.islice(calls, size))):
-                for args in items:
-                    if len(args) not in self._counts:
-                        self._bind(args, {})
-                call = ChunkCall(self, items, self._options)
-                call.send()
-                ahead.append(FunctionFuture(call))
-            if not ahead:
-                return
-            results, error = ahead.popleft().result()
-            yield from results
-            if error is not None:
-                raise error
+    def _demand_fit(self, args: Sequence[Any]) -> None:
+        if len(args) not in self._counts:
+            self._bind(args, {})
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it here, in this process, with what is installed here."""
