@@ -1,4 +1,5 @@
-"""Functions for tests/process/test_functions.py, in a module of their own: workers import it by its file."""
+"""Functions for tests/process/test_functions.py and tests/process/test_function_files.py, in a module of their own:
+workers import it by its file."""
 
 from __future__ import annotations
 
