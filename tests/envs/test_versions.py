@@ -108,5 +108,6 @@ def test_building_it_again_asks_no_index(built: dict[str, Any], site: Site) -> N
 def test_a_version_that_there_is_not_says_which_there_are(site: Site) -> None:
     said = command(site, "env", "add", "onnxruntime@9")
     assert said.returncode == 1
+    assert said.stderr.startswith("onnxruntime@9: looking for a release for Python")
     assert "no release of onnxruntime 9 has a wheel for Python" in said.stderr
     assert command(site, "env", "remove", "onnxruntime@9").returncode == 1

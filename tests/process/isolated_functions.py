@@ -1,4 +1,5 @@
-"""Functions for tests/process/test_functions.py, in a module of their own: workers import it by its file."""
+"""Functions for tests/process/test_functions.py and tests/process/test_function_files.py, in a module of their own:
+workers import it by its file."""
 
 from __future__ import annotations
 
@@ -110,6 +111,19 @@ def warn(kind: str = "", times: int = 1) -> str:
 @lz.isolated(PLAIN)
 def warn_of(text: str) -> None:
     warnings.warn(text, stacklevel=1)
+
+
+@lz.isolated(PLAIN)
+def warn_at(level: int) -> int:
+    """As libraries do of what is deprecated, about the code that calls."""
+    warnings.warn("mind the gap", DeprecationWarning, stacklevel=level)
+    return level
+
+
+@lz.isolated(PLAIN)
+def warn_each_at(level: int) -> Iterator[int]:
+    warnings.warn("mind the gap", DeprecationWarning, stacklevel=level)
+    yield level
 
 
 @lz.isolated(PLAIN)

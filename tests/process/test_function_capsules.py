@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tests.process import capsule_functions as fn
 from tests.process import forks
+from tests.process.capsule_site import hashed
 from tests.process.harness import Site
-from tests.process.test_capsules import hashed
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 import layerzero as lz_

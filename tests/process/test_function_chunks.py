@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.process import isolated_chunks as fn
@@ -55,6 +56,30 @@ def test_a_result_that_cannot_cross_is_an_error_at_its_place() -> None:
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(lz.InvalidArgument, match="strange has run, and result"):
         next(results)
+
+
+def _notes(results: Iterator[Any]) -> list[str]:
+    """Of the error that they end in."""
+    with pytest.raises(lz.LayerZeroError) as caught:
+        list(results)
+    return getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("chunksize", [1, 2, 4, 100])
+def test_an_error_names_the_item_of_the_map(tmp_path: Path, chunksize: int) -> None:
+    """Counted from 0, whichever chunk it is in; a death is of its chunk."""
+    folders, (one, many) = [str(tmp_path)] * 8, ("in item {} of {}.map", "in items {} to {} of {}.map, one call")
+    name = "tests.process.isolated_chunks."
+    failed = fn.halve.map(folders, [0, 2, 4, 6, 8, 1, 3, 5], chunksize=chunksize)
+    assert _notes(failed) == [one.format(5, f"{name}halve")]
+    assert _notes(fn.strange.map(range(5), chunksize=chunksize)) == [one.format(3, f"{name}strange")]
+    assert _notes(fn.add.map([1] * 3, [1] * 3, [1] * 3, chunksize=chunksize)) == [one.format(0, f"{name}add")]
+    assert _notes(fn.add.map([1, 1, object(), 1, 1], chunksize=chunksize)) == [one.format(2, f"{name}add")]
+    (tmp_path / "runs").unlink()
+    dies = _notes(fn.dies_once.map(folders[:5], range(5), chunksize=chunksize))
+    first, last = {1: (2, 2), 2: (2, 3), 4: (0, 3), 100: (0, 4)}[chunksize]
+    label = f"{name}dies_once"
+    assert dies == [one.format(2, label) if first == last else many.format(first, last, label)]
 
 
 def test_a_death_is_one_of_all_calls_that_crossed_together(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Functions in an environment of their own, through a real broker: values, errors, deaths, deadlines, output."""
+"""Functions in an environment of their own, through a real broker: values, errors, deaths, deadlines, output.
+tests/process/test_function_files.py has their files, and environments that a running broker learns of."""
 
 from __future__ import annotations
 
@@ -6,42 +7,20 @@ import asyncio
 import linecache
 import logging
 import os
-import subprocess
-import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from tests.process import forks
 from tests.process import isolated_functions as fn
-from tests.process.harness import ROOT, Site, wait_until
+from tests.process.function_site import site, store
+from tests.process.harness import Site, wait_until
 
 import layerzero as lz
 from layerzero.ipc.functions import frames
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One in which no other test's broker looks for backends."""
-    forks.start_server()
-    return tmp_path_factory.mktemp("store")
-
-
-@pytest.fixture(scope="module")
-def site(store: Path) -> Iterator[Site]:
-    """A broker that knows the environment `plain`, and this process as its client."""
-    one = Site(store, restart_budget=100, backoff_s=0.01)
-    with one.environment():
-        fn.PLAIN.build(quiet=True)
-        one.start().connect()
-        yield one
-        lz.disconnect()
-    one.stop()
-
+__all__ = ["site", "store"]
 
 pytestmark = pytest.mark.usefixtures("site")
 
@@ -239,6 +218,34 @@ def test_warnings_are_the_callers_with_a_label() -> None:
     assert [str(one.message).partition(" [")[0] for one in seen] == ["item 0", "item 1"]
 
 
+def test_a_warning_about_the_caller_names_the_line_that_calls() -> None:
+    """As Python does: `stacklevel` counts on in this program, and in none of our files."""
+
+    def call(level: int) -> int:
+        return fn.warn_at(level)
+
+    def iterate(level: int) -> int:
+        return next(fn.warn_each_at(level))
+
+    def send(level: int) -> int:
+        return fn.warn_at.submit(level).result()
+
+    for calls in (call, iterate, send):
+        with pytest.warns(DeprecationWarning, match="mind the gap") as told:
+            assert [calls(level) for level in (2, 3)] == [2, 3]
+        assert {one.filename for one in told} == {__file__}
+        lines = [linecache.getline(__file__, one.lineno).strip() for one in told]
+        assert lines[0].startswith("return ")
+        assert lines[1].startswith("assert [calls(")
+        assert told[0].lineno == calls.__code__.co_firstlineno + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=DeprecationWarning, module=__name__.replace(".", r"\."))
+        for _ in range(3):
+            fn.warn_at(2)
+    assert len(told) == 1  # once of a line, as of this module's own
+
+
 def test_filters_of_the_caller_decide_about_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -399,97 +406,9 @@ def test_an_explanation_runs_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_an_environment_that_is_not_built_is_an_error_with_the_command() -> None:
-    with pytest.raises(lz.EnvError) as missing:
-        fn.unbuilt()
-    assert missing.value.message.splitlines()[0] == f"run: lz env build {fn.UNBUILT.backend}"
-    assert missing.value.facts["repair"] == f"lz env build {fn.UNBUILT.backend}"
-
-
 def test_a_warm_up_imports_the_module_and_calls_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert fn.talk.warmup() > 0
     assert capfd.readouterr().out == ""
-
-
-def test_other_clients_and_the_status_see_the_environment_as_a_backend(site: Site) -> None:
-    fn.echo(1)
-    wait_until(lambda: site.backend(fn.PLAIN.backend)["state"] == "ready")
-    assert site.backend(fn.PLAIN.backend)["ops"] == ["function"]
-
-
-SCRIPT = """
-import sys
-import warnings
-import layerzero as lz
-ENV = lz.env("plain")
-
-@lz.isolated(ENV)
-def which(n):
-    import helper
-    return __name__, helper.VALUE * n
-
-if __name__ == "__main__":
-    lz.connect(runtime_dir=sys.argv[1])
-    print(*which(%d))
-"""
-
-
-def run_script(site: Site, folder: Path) -> subprocess.CompletedProcess[str]:
-    with site.environment():
-        return subprocess.run(
-            [sys.executable, "script.py", str(site.folder)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-
-def test_a_script_is_imported_and_its_main_part_is_not_run(site: Site, tmp_path: Path) -> None:
-    """Of a file that has changed since, and of another folder's helper of the same name, the worker takes the new."""
-    for folder, value, factor in (("one", 7, 1), ("two", 8, 1), ("one", 9, 2)):
-        place = tmp_path / folder
-        place.mkdir(exist_ok=True)
-        (place / "helper.py").write_text(f"VALUE = {value}\n")
-        (place / "script.py").write_text(SCRIPT % factor)
-        answer = run_script(site, place)
-        assert answer.stdout == f"__lz_main__ {value * factor}\n", answer.stderr
-
-
-def test_a_file_that_has_changed_since_its_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs there is what was imported here."""
-    file = tmp_path / "lz_changing.py"
-    file.write_text("import layerzero as lz\n@lz.isolated(lz.env('plain'))\ndef f(): return 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import lz_changing  # type: ignore[import-not-found]
-
-    file.write_text(file.read_text().replace("return 1", "return 2"))
-    with pytest.raises(lz.InvalidArgument, match=r"lz_changing.py has changed .* start the program again"):
-        lz_changing.f()
-    with pytest.raises(lz.InvalidArgument, match="has changed"):
-        lz_changing.f.options(timeout_s=9)()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-@pytest.mark.parametrize("is_folder", [False, True])
-def test_files_of_other_users_are_refused(site: Site, tmp_path: Path, *, is_folder: bool) -> None:
-    """They may call a broker; their code is not to run as its user."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT % 1)
-    os.chown(tmp_path if is_folder else script, 12345, -1)
-    answer = run_script(site, tmp_path)
-    assert "belongs to user 12345, and the worker is user 0" in answer.stderr
-    assert answer.stdout == ""
-
-
-def test_a_module_that_imports_what_is_not_there_says_what_to_do(site: Site, tmp_path: Path) -> None:
-    """NumPy, which the caller has."""
-    (tmp_path / "script.py").write_text(SCRIPT.replace("import sys", "import sys, numpy", 1) % 1)
-    answer = run_script(site, tmp_path)
-    assert "raised ModuleNotFoundError: No module named 'numpy'" in answer.stderr
-    assert "import there only what that has, or in functions" in answer.stderr
-    assert "importlib" not in answer.stderr
 
 
 def test_a_killed_worker_leaves_other_functions_calls_alone(tmp_path: Path) -> None:
@@ -521,74 +440,3 @@ def test_one_that_dies_too_often_is_disabled_and_the_fallback_serves(store: Path
             lz.disconnect()
     finally:
         own.stop()
-
-
-def test_a_running_broker_learns_of_what_is_built_later(store: Path) -> None:
-    """Of a declaration that it has read, and of ones that it has not. The call that finds out is served."""
-    with mock.patch.dict(os.environ, LAYERZERO_STORE=str(store)):
-        fn.LATE.unready()  # as a call finds, which declares it
-    own = Site(store)
-    try:
-        with own.environment():
-            own.start().connect()
-            for function in (fn.late, fn.later):
-                with pytest.raises(lz.EnvError, match=r"^run: lz env build"):
-                    function()
-            fn.LATE.build(quiet=True)
-            fn.LATER.build(quiet=True)
-            assert fn.later.explain().state == "the broker learns of it by the first call"
-            fn.LATEST.build(quiet=True)
-            assert fn.late.submit().result() is None
-            assert fn.late.last_report().failures == ()
-            fn.later()
-            with fn.Latest() as latest:
-                assert latest.three() == 3
-            for env in (fn.LATE, fn.LATER, fn.LATEST):
-                assert own.backend(env.backend)["ops"] == ["function"]
-                lz.session().ask("reset", backend=env.backend)  # lz restart
-                assert env.is_served(lz.session().ask)
-            fn.later()
-            for name in ("nobody", "../late", "plain.00000000", 3):
-                with pytest.raises(lz.InvalidArgument, match="no backend is called"):
-                    lz.session().ask("learn", backend=name)
-            assert fn.LATEST.backend in lz.session().ask("policy")["known"]["backends"]
-            lz.disconnect()
-    finally:
-        own.stop()
-
-
-def test_calls_that_find_out_together_are_all_served(store: Path) -> None:
-    """One of them has the broker learn of the environment; the others were refused before it had."""
-    own = Site(store)
-    try:
-        with own.environment():
-            own.start().connect()
-            fn.TOGETHER.build(quiet=True)
-            assert [*fn.together.map(range(4))] == [0, 1, 2, 3]
-            assert fn.together.submit(4).result() == 4
-            lz.disconnect()
-    finally:
-        own.stop()
-
-
-def test_a_declaration_that_is_broken_is_not_learned(store: Path) -> None:
-    own = Site(store)
-    try:
-        with own.environment():
-            own.start().connect()
-            for name, text in (("broken.00000001", "= ["), ("other.00000002", OTHERS)):
-                (store / "functions" / f"{name}.toml").write_text(text)
-                with pytest.raises(lz.LayerZeroError):
-                    lz.session().ask("learn", backend=name)
-            assert lz.session().ask("ping")["pid"]
-            lz.disconnect()
-    finally:
-        own.stop()
-        for name in ("broken.00000001", "other.00000002"):
-            (store / "functions" / f"{name}.toml").unlink()
-
-
-OTHERS = """
-[environment]
-provider = "null"
-"""

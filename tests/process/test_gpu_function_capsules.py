@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tests.process import forks
 from tests.process import gpu_capsule_functions as fn
+from tests.process.capsule_site import hashed
+from tests.process.gpu_express_site import settled
 from tests.process.gpu_site import SOFT, randn, soft
 from tests.process.harness import Site
-from tests.process.test_capsules import hashed
-from tests.process.test_gpu_function_express import settled
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
 

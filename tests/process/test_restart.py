@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.process import forks
 from tests.process import isolated_pools as pool
 from tests.process.harness import Site, is_running, wait_ended, wait_until
+from tests.process.test_cli import command as command_of
 from tests.process.test_cli import data
 from tests.process.test_cli import lz as command
 
@@ -122,6 +124,40 @@ def test_functions_workers_are_replaced_one_by_one_and_objects_waited_for(store_
     with pytest.raises(lz.BackendError, match="the object is lost"):
         handle.fetch()
     assert pool.pid() != home
+
+
+def test_what_a_restart_waits_for_is_said_while_it_waits(store_of_functions: Site, tmp_path: Path) -> None:
+    """On stderr: objects at once, calls that do not end soon."""
+    site = store_of_functions
+    handle = pool.kept("here")
+    home = handle.fetch()[1]
+    with _restarting(site, home) as waits:
+        assert f": pid {home} keeps 1 object or stream for clients, which nobody can take over" in _line(waits)
+        handle.close()
+        assert waits.wait() == 0
+    call = pool.gather.submit(str(tmp_path), 2)
+    (busy,) = wait_until(lambda: [int(one.name) for one in tmp_path.iterdir()])
+    with _restarting(site, busy) as waits:
+        assert f": pid {busy} has 1 call" in _line(waits)
+        (tmp_path / "1").touch()
+        assert waits.wait() == 0
+    assert call.result() == [1, busy]
+
+
+def _restarting(site: Site, pid: int) -> subprocess.Popen[str]:
+    """`lz restart` of the worker with this pid."""
+    name = next(one for one in lz.session().ask("backends_of", name="pair")["backends"] if _pid_of(site, one) == pid)
+    how = command_of(site, ("restart", name, "--timeout", "30"))
+    return subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _pid_of(site: Site, name: str) -> int:
+    return int(site.backend(name)["pid"])
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline()
 
 
 def test_a_short_name_is_of_what_a_program_has_declared_last(tmp_path: Path) -> None:

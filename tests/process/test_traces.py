@@ -449,6 +449,8 @@ def test_what_a_worker_died_of_is_an_outcome(connected: Site) -> None:
     assert [(one.outcome, one.is_right) for one in found.calls] == [("signal 9", False)]
     assert "1 failed" in str(found)
     assert trace.run().is_right
+    with pytest.raises(lz.InvalidArgument, match="not both"):
+        trace.run("alpha", env="all")
 
 
 @pytest.mark.long
@@ -461,3 +463,6 @@ def test_the_command_makes_calls_again_by_a_broker_of_its_own(connected: Site, t
     connected.connect()
     wrong = lz_command(connected, "trace", "run", str(tmp_path / "a"), "-b", "delta")
     assert wrong.returncode == USAGE
+    both = lz_command(connected, "trace", "run", str(tmp_path / "a"), "-b", "beta", "--env", "all")
+    assert both.returncode == USAGE
+    assert "name --env all or --backend NAME, not both" in both.stderr

@@ -10,12 +10,13 @@ import ctypes
 import itertools
 import mmap
 import os
-import queue
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from tests.soft_gpu.soft_streams import Capture, Stream
 
 from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda import driver as cuda
@@ -46,50 +47,6 @@ class _Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
-class Stream:
-    """Runs what is enqueued, in order, on its own thread."""
-
-    def __init__(self, driver: SoftDriver) -> None:
-        self._driver = driver
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._enqueued = itertools.count(1)
-        self.last, self.done = 0, 0
-        threading.Thread(target=self._run, daemon=True, name="soft-gpu").start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        self._driver.check()
-        self.last = next(self._enqueued)
-        self._work.put(work)
-
-    def end(self) -> None:
-        """After what is enqueued."""
-        self._work.put(None)
-
-    def _run(self) -> None:
-        import numpy as np
-
-        with np.errstate(all="ignore"):  # a GPU warns of no number
-            while (work := self._work.get()) is not None:
-                if not self._driver.is_lost:
-                    work()
-                self.done += 1
-
-
-class _Capture:
-    """What a stream was told while it was captured; then a graph."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.work: list[Callable[[], None]] = []
-        self.nodes: list[Node] = []  # the same, as the driver tells of it
-        self.counters: list[int] = []
-        self.is_broken = False
-
-    def end(self) -> None:
-        for counter in self.counters:
-            ctypes.c_uint32.from_address(counter).value += 1
-
-
 class SoftDriver:
     """What layerzero.ipc.cuda.driver.Driver has, as far as calls use it."""
 
@@ -100,8 +57,8 @@ class SoftDriver:
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {0: Stream(self)}
         self._handles = itertools.count(1000)
-        self._captures: dict[int, _Capture] = {}  # by stream
-        self._graphs: dict[int, _Capture] = {}
+        self._captures: dict[int, Capture] = {}  # by stream
+        self._graphs: dict[int, Capture] = {}
         self._thread = threading.local()
         self._events: dict[int, tuple[Stream, int]] = {}
         self._times: dict[int, int] = {}  # when streams came to events, in ns
@@ -384,7 +341,7 @@ class SoftDriver:
         return 0 if capture is None else len(capture.nodes)
 
     def begin_capture(self, stream: int) -> None:
-        self._captures[stream] = _Capture(next(self._handles))
+        self._captures[stream] = Capture(next(self._handles))
 
     def end_capture(self, stream: int) -> int:
         capture = self._captures.pop(stream)

@@ -1,10 +1,11 @@
-"""Calls that cross as one: a chunk of the items of a map."""
+"""Maps of a function, and calls that cross as one: a chunk of the items of a map."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
 from layerzero.client.arrays.recognition import Array
@@ -59,33 +60,61 @@ class _OfChunk(Arguments):
         raise _OnGpuError
 
 
-def mapped(
+def each(submit: Callable[..., FunctionFuture], calls: Iterator[tuple[Any, ...]], label: str) -> Iterator[Any]:
+    """Results of calls with these arguments, some of which are on their way ahead. An error says of which item it is,
+    counted from 0."""
+    ahead: deque[FunctionFuture] = deque()
+    number = 0
+    while True:
+        while len(ahead) < MAX_OPEN and (items := list(itertools.islice(calls, 1))):
+            try:
+                ahead.append(submit(*items[0]))
+            except Exception as exc:
+                _note_items(exc, label, number + len(ahead))
+                raise
+        if not ahead:
+            return
+        try:
+            result = ahead.popleft().result()
+        except Exception as exc:
+            _note_items(exc, label, number)
+            raise
+        yield result
+        number += 1
+
+
+def in_chunks(
     owner: Owner,
     size: int,
     calls: Iterator[tuple[Any, ...]],
     submit: Callable[..., FunctionFuture],
     demand_fit: Callable[[tuple[Any, ...]], None],
 ) -> Iterator[Any]:
-    """Results of calls, of which so many cross as one; those of a chunk with an array on a GPU are submitted. Raises
-    what they do, and InvalidArgument."""
+    """As `each`, so many calls as one; those of a chunk with an array on a GPU are submitted. `demand_fit` raises
+    InvalidArgument for arguments that do not fit."""
     parts = _parts(owner, size, calls, demand_fit)
-    ahead: deque[FunctionFuture] = deque()
-    counts: deque[int] = deque()
+    ahead: deque[tuple[FunctionFuture, int]] = deque()  # of how many calls; 0: of one that crosses by itself
+    sent = number = 0
     while True:
-        while sum(counts) < MAX_OPEN and (part := next(parts, None)) is not None:
-            if isinstance(part, ChunkCall):
-                part.send()
-            ahead.append(FunctionFuture(part) if isinstance(part, ChunkCall) else submit(*part))
-            counts.append(OF_CHUNK if isinstance(part, ChunkCall) else 1)
+        while (
+            sum(OF_CHUNK if count else 1 for _, count in ahead) < MAX_OPEN and (part := next(parts, None)) is not None
+        ):
+            count = len(part.args) if isinstance(part, ChunkCall) else 0
+            with _items(owner._label, sent, count or 1):
+                if isinstance(part, ChunkCall):
+                    part.send()
+                ahead.append((FunctionFuture(part) if isinstance(part, ChunkCall) else submit(*part), count))
+            sent += count or 1
         if not ahead:
             return
-        if counts.popleft() == 1:
-            yield _alone(owner, ahead.popleft())
-            continue
-        results, error = ahead.popleft().result()
+        future, count = ahead.popleft()
+        with _items(owner._label, number, count or 1):
+            results, error = future.result() if count else ([_alone(owner, future)], None)
         yield from results
         if error is not None:
+            _note_items(error, owner._label, number + len(results))
             raise error
+        number += count or 1
 
 
 def _parts(
@@ -93,27 +122,50 @@ def _parts(
 ) -> Iterator[ChunkCall | tuple[Any, ...]]:
     """What is sent: chunks, and the arguments of single calls, which are not taken before they are. Raises
     InvalidArgument."""
+    number = 0
     for first in calls:
-        demand_fit(first)
-        if _given(owner, [first]) is None:
+        with _items(owner._label, number):
+            demand_fit(first)
+        if _given(owner, [first], number) is None:
             yield first
+            number += 1
             continue
-        items = [first, *itertools.islice(calls, size - 1)]
-        for args in items:
-            demand_fit(args)
-        given = _given(owner, items)
+        items, start = [first, *itertools.islice(calls, size - 1)], number
+        try:
+            for args in items:
+                demand_fit(args)
+                number += 1
+        except Exception as exc:
+            _note_items(exc, owner._label, number)
+            raise
+        given = _given(owner, items, start)
         if given is None:
             yield from items
         else:
             yield ChunkCall(owner, given, items)
 
 
-def _given(owner: Owner, items: list[tuple[Any, ...]]) -> Arguments | None:
-    """Those of a chunk; None where an array on a GPU is among them. Raises InvalidArgument."""
+def _given(owner: Owner, items: list[tuple[Any, ...]], number: int) -> Arguments | None:
+    """The arguments of a chunk, the first of which has this number; None where an array on a GPU is among them. Raises
+    InvalidArgument."""
     try:
         return _OfChunk(items, {}, owner._places.backends)
     except _OnGpuError:
         return None
+    except InvalidArgument as exc:
+        found = [n for n, args in enumerate(items, number) if len(items) == 1 or not _is_sendable(owner, args)]
+        _note_items(exc, owner._label, *((found[0],) if found else (number, len(items))))
+        raise
+
+
+def _is_sendable(owner: Owner, args: tuple[Any, ...]) -> bool:
+    try:
+        _OfChunk([args], {}, owner._places.backends)
+    except InvalidArgument:
+        return False
+    except _OnGpuError:
+        pass
+    return True
 
 
 def _alone(owner: Owner, future: FunctionFuture) -> Any:
@@ -139,3 +191,18 @@ def demand_size(size: object, label: str, options: Options, *, is_plain: bool) -
         text = "allowed: 1 for generators and coroutine functions, and with keep, shapes or shadow"
         raise InvalidArgument(f"{label}.map: chunksize is {size}; {text}")
     return size
+
+
+@contextmanager
+def _items(label: str, first: int, count: int = 1) -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:
+        _note_items(exc, label, first, count)
+        raise
+
+
+def _note_items(exc: Exception, label: str, first: int, count: int = 1) -> None:
+    """Say of which items of a map an error is."""
+    its = f"item {first}" if count == 1 else f"items {first} to {first + count - 1}"
+    exc.add_note(f"in {its} of {label}.map" + ("" if count == 1 else ", one call"))

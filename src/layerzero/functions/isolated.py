@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 import math
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -24,7 +22,7 @@ from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call
-from layerzero.functions.chunks import MAX_OPEN, demand_size, mapped, why_alone
+from layerzero.functions.chunks import demand_size, each, in_chunks, why_alone
 from layerzero.functions.code import reference
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.express import Begun, Express
@@ -216,16 +214,8 @@ class Isolated(Generic[P, R]):
         size = demand_size(chunksize, self._label, self._options, is_plain=is_plain)
         calls = zip(*iterables)  # noqa: B905  # as map() of Python does
         if size == 1 or not self._is_elsewhere:
-            return self._mapped(calls)
-        return mapped(self, size, calls, self.submit, self._demand_fit)
-
-    def _mapped(self, calls: Iterator[Any]) -> Iterator[R]:
-        submit: Callable[..., FunctionFuture] = self.submit
-        ahead = deque(submit(*args) for args in itertools.islice(calls, MAX_OPEN))
-        while ahead:
-            yield ahead.popleft().result()
-            for args in itertools.islice(calls, 1):
-                ahead.append(submit(*args))
+            return each(self.submit, calls, self._label)
+        return in_chunks(self, size, calls, self.submit, self._demand_fit)
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it here, in this process, with what is installed here."""

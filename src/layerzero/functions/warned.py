@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
@@ -11,13 +13,15 @@ from layerzero.ipc.errors import ProtocolError
 MAX_NAME, MAX_BASES = 200, 16  # of a category
 MAX_CATEGORIES = 256  # that are made here
 MAX_FILES, MAX_SEEN = 256, 4096  # files that warnings are about, and warnings of one, that Python is to know as shown
+_OURS = f"{Path(__file__).parents[1]}/"  # files of which no warning is
 _made: dict[tuple[str, ...], type[Warning]] = {}
 _seen: dict[str, dict[Any, Any]] = {}
 
 
 class Warned(NamedTuple):
     """A warning of a worker. `category`: its class and those that it is derived from, `module.name` of each; `file`,
-    `line`, `module`: of the code that it is about."""
+    `line`, `module`: of the code that it is about. Without a file that is the call here, or the `line`-th caller from
+    there."""
 
     category: tuple[str, ...]
     text: str
@@ -37,12 +41,33 @@ class Warned(NamedTuple):
     def issue(self, label: str) -> None:
         """Warn, by the rules of this program: with an `error` filter it raises. `label`: the function and its
         environment, which stand behind the text, so that filters by message match as ever."""
+        one = _made_of(self.category, f"{self.text} [{label}]")
+        if not self.file:
+            _warn_of(one, _caller(self.line))
+            return
         shown = _seen.setdefault(self.file, {})
         if len(_seen) > MAX_FILES or len(shown) > MAX_SEEN:
             _seen.clear()
-        one = _made_of(self.category, f"{self.text} [{label}]")
         module = self.module or self.file.removesuffix(".py") or "<unknown>"  # as Python has it; None would be silent
         warnings.warn_explicit(one, type(one), self.file, self.line, module, shown)
+
+
+def _caller(number: int) -> FrameType:
+    """The code that has called ours, or the code that is so many callers further out."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    while frame.f_back is not None and number > 0:
+        frame, number = frame.f_back, number - 1
+    return frame
+
+
+def _warn_of(one: Warning, frame: FrameType) -> None:
+    """As warnings.warn does with a stacklevel that leads to this frame."""
+    names = frame.f_globals
+    shown = names.setdefault("__warningregistry__", {})
+    module = names.get("__name__") or "<string>"
+    warnings.warn_explicit(one, type(one), frame.f_code.co_filename, frame.f_lineno, module, shown)
 
 
 def _made_of(names: tuple[str, ...], text: str) -> Warning:

@@ -122,13 +122,12 @@ class Dispatch:
             return count > 0 or not is_up, count, not is_up
 
         able = [one for one in order if environment_of(one.backend) == environment and call.may_try(one.backend)]
-        well = [one for one in able if not (one.is_on_trial or one.is_last_resort)]
+        well = [one for one in able if not one.is_in_doubt]
         return min(well, key=load) if well else verdict
 
     def _sends_back(self, verdict: Verdict, call: Call) -> bool:
         """Ends the call when its client must do the next step: change the inputs, or run the kernel itself."""
         kernel = verdict.kernel
-        in_doubt = verdict.is_on_trial or verdict.is_last_resort  # it has failed of late: not near the caller
         if verdict.transforms:
             error: LayerZeroError = AdaptationRequired(
                 f"{verdict.kernel_id} needs {', '.join(verdict.transforms)}", transforms=list(verdict.transforms)
@@ -138,7 +137,7 @@ class Dispatch:
             and call.client.may_run(verdict)
             and not call.attempts
             and kernel is not None
-            and not in_doubt
+            and not verdict.is_in_doubt  # not near the caller
         ):
             now_s = self.effects.now_s
             call.route.grant = RunGrant(verdict.kernel_id, now_s, now_s + IN_PROCESS_LEASE_S)

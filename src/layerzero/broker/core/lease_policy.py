@@ -94,7 +94,7 @@ class LeasePolicy:
             best is not None
             and best.kernel_id == kernel_id
             and not signature.spec.is_pooled  # the one that is free serves the next call
-            and not (best.transforms or best.is_on_trial or best.is_last_resort or client.may_run(best))
+            and not (best.transforms or best.is_in_doubt or client.may_run(best))
             and not self.quarantine.asks_for_digests(signature.key)
             and self.engine.policy.tune_budget == 0
             and self.engine.policy_for(signature.spec).shadow_rate == 0

@@ -28,6 +28,6 @@ def refused_by_policy(
 
 def not_now(policy: Policy, best: Verdict, *, is_tuned: bool) -> dict[str, Any] | None:
     """What may change by itself. `is_tuned`: calls are taken for measurements."""
-    if best.transforms or best.is_on_trial or best.is_last_resort:
+    if best.transforms or best.is_in_doubt:
         return later(f"{best.kernel_id} converts arrays, is on trial after failures, or is the last resort")
     return later("calls are sampled") if policy.shadow_rate or is_tuned else None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.model import Worker
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.selection.signature import unknown_backend
@@ -65,21 +66,14 @@ def restart(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restarting(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The workers of `backend`, first the one that gets its calls: `state`, `pid` (0 where there is no process) and
-    `calls` that they have. `failure`: why the last one that was to take over did not. `is_joined`: somebody else
-    starts them. `unavailable`: as in `status`."""
+    """The workers of `backend`, first the one that gets its calls: `state`, `pid` (0 where there is no process),
+    `calls` that they have, and `kept`: objects, streams and answers for clients. `failure`: why the last one that was
+    to take over did not. `is_joined`: somebody else starts them. `unavailable`: as in `status`."""
     name = params.get("backend")
     if not isinstance(name, str) or name not in server.state.workers:
         raise InvalidArgument(unknown_backend(name, server.state.engine.capabilities, ""))
     succession = server.state.lifecycle.succession
-    workers = [
-        {
-            "state": worker.state.value,
-            "pid": worker.pid if worker.state in _RUNNING else 0,
-            "calls": len(worker.running) + len(worker.enqueued),
-        }
-        for worker in succession.of(name)
-    ]
+    workers = [_worker(server, worker) for worker in succession.of(name)]
     reason = server.state.unavailable_at(time.monotonic()).get(name)
     return {
         "backend": name,
@@ -87,6 +81,17 @@ def restarting(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         "failure": succession.failures.get(name),
         "is_joined": server.state.workers[name].is_joined,
         "unavailable": reason and {"code": reason.code.value, "detail": reason.detail, "repair": reason.repair},
+    }
+
+
+def _worker(server: BrokerView, worker: Worker) -> dict[str, Any]:
+    process = server.processes.get((worker.backend, worker.generation))
+    of_lanes = process is not None and process.page.read()[0] != 0  # which the broker has not
+    return {
+        "state": worker.state.value,
+        "pid": worker.pid if worker.state in _RUNNING else 0,
+        "calls": len(worker.running) + len(worker.enqueued) or int(of_lanes),
+        "kept": 0 if process is None else process.page.read_kept(),
     }
 
 

@@ -151,6 +151,11 @@ class Verdict:
         return self.refused_in is None and not self.others
 
     @property
+    def is_in_doubt(self) -> bool:
+        """Whether it has failed of late, so that its breaker is not closed."""
+        return self.is_on_trial or self.is_last_resort
+
+    @property
     def reasons(self) -> tuple[Rejection, ...]:
         """Every rejection, those by the kernel's own constraints first. Made anew each time: most are never read."""
         if self.refused_in is None or self.kernel is None:

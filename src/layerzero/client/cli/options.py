@@ -41,6 +41,27 @@ Device = Annotated[str | None, typer.Option("--device", "-d", metavar="NAME", he
 Devices = Annotated[
     list[str] | None, typer.Option("--device", "-d", metavar="NAME", help=f"{_DEVICE}; may be repeated.")
 ]
+# Of calls that are made again.
+OnBackends = Annotated[
+    list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="On this one; may be repeated.")
+]
+Everywhere = Annotated[str | None, typer.Option("--env", metavar="all", help="all: on every backend that has the op.")]
+Times = Annotated[int, typer.Option("--times", "-n", min=1, help="So often on each.")]
+TimeoutS = Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of random arguments, where a call's were not kept.")]
+
+
+def is_everywhere(env: str | None, backends: list[str] | None) -> bool:
+    """Whether --env says so. Raises InvalidArgument, also where --backend says something else."""
+    from layerzero.ipc.errors import InvalidArgument
+
+    if env not in (None, "all"):
+        raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
+    if env == "all" and backends:
+        raise InvalidArgument("name --env all or --backend NAME, not both")
+    return env == "all"
+
+
 # Of `lz up`.
 Joined = Annotated[
     str | None, typer.Option("--joined", metavar="NAMES", help="Backends whose workers join by themselves: a,b or all.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.client.cli.capsule import capsules_folder, opened
-from layerzero.client.cli.options import Json
+from layerzero.client.cli.options import Everywhere, Json, OnBackends, Seed, TimeoutS, Times, is_everywhere
 
 if TYPE_CHECKING:
     from layerzero.client.capsules.form import Capsule
@@ -25,15 +25,11 @@ def replay(
     name: Annotated[
         str | None, typer.Argument(metavar="[CAPSULE]", help="A name of lz capsule list, a folder, or a .tar.gz.")
     ] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="On this one; may be repeated.")
-    ] = None,
-    env: Annotated[
-        str | None, typer.Option("--env", metavar="all", help="all: on every backend that has the op.")
-    ] = None,
-    times: Annotated[int, typer.Option("--times", "-n", min=1, help="So often on each.")] = 1,
-    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")] = None,
-    seed: Annotated[int, typer.Option(help="Of random arguments, where a capsule has no data.")] = 0,
+    backend: OnBackends = None,
+    env: Everywhere = None,
+    times: Times = 1,
+    timeout_s: TimeoutS = None,
+    seed: Seed = 0,
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Find a smaller call that fails in the same way, and keep its capsule.")
     ] = False,
@@ -89,10 +85,7 @@ def replay(
         raise InvalidArgument("name a capsule of lz capsule list, or a record: --log FILE, with --call or --worker")
     if under is not None and under not in TOOLS:
         raise InvalidArgument(f"--under {under!r:.40}; allowed: {', '.join(TOOLS)}")
-    if env not in (None, "all"):
-        raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
-    if env is not None and backend:
-        raise InvalidArgument("name --env all or --backend NAME, not both")
+    everywhere = is_everywhere(env, backend)
     capsule, data, is_own = opened(name)
     if not capsule.has_data:
         note(f"its arguments were not kept ({capsule.left_out}): random ones, of seed {seed}")
@@ -105,12 +98,12 @@ def replay(
         if shrink or under:
             raise InvalidArgument("replay it without --shrink and --under: they look at deaths, and its worker lived")
         own.append(capsule.served_by.partition(".")[0])  # wrong beside what
-    wanted = None if env == "all" else list(dict.fromkeys(backend or own))
+    wanted = None if everywhere else list(dict.fromkeys(backend or own))
     if capsule.function is not None:
         how = (backend, times, timeout_s, seed, file, is_own or trust, under, core, device or "")
-        raise typer.Exit(_replay_function(capsule, data, how, everywhere=env == "all", shrink=shrink, as_json=as_json))
+        raise typer.Exit(_replay_function(capsule, data, how, everywhere=everywhere, shrink=shrink, as_json=as_json))
     if shrink:
-        if env == "all" or (wanted is not None and len(wanted) > 1):
+        if everywhere or (wanted is not None and len(wanted) > 1):
             raise InvalidArgument(ONE_ALONE)
         one = (wanted or own)[0]
         _shrink(capsule, data, one, times, timeout_s, seed, device or "", as_json=as_json)
@@ -136,7 +129,7 @@ def replay(
         )
     said = {name: findings(text) for name, text in written.items()} if under == SANITIZER else {}
     far = {one.backend for one in found if is_far(one, capsule)}
-    if env == "all":
+    if everywhere:
         note("left out: backends that cannot serve on this machine; lz status --all shows why")
     if as_json:
         rows = [

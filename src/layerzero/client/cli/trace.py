@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.client.cli.options import Json
+from layerzero.client.cli.options import Everywhere, Json, OnBackends, Seed, TimeoutS, Times, is_everywhere
 
 if TYPE_CHECKING:
     from layerzero.client.traces.calls import RecordedCall
@@ -182,15 +182,11 @@ def merge(
 @trace_app.command()
 def run(
     file: File,
-    backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="On this one; may be repeated.")
-    ] = None,
-    env: Annotated[
-        str | None, typer.Option("--env", metavar="all", help="all: on every backend that has the op.")
-    ] = None,
-    times: Annotated[int, typer.Option("--times", "-n", min=1, help="So often each call on each.")] = 1,
-    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for each call.")] = None,
-    seed: Annotated[int, typer.Option(help="Of random arguments, where a call's were not kept.")] = 0,
+    backend: OnBackends = None,
+    env: Everywhere = None,
+    times: Times = 1,
+    timeout_s: TimeoutS = None,
+    seed: Seed = 0,
     everything: Annotated[bool, typer.Option("--all", help="All rows.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -203,17 +199,15 @@ def run(
     from layerzero.client.tools.replay import own_broker
     from layerzero.client.traces.form import load
     from layerzero.client.traces.rerun import MAX_ROWS, run_again
-    from layerzero.ipc.errors import InvalidArgument
 
-    if env not in (None, "all"):
-        raise InvalidArgument(f"--env {env!r:.40}; allowed: all, or --backend NAME")
+    everywhere = is_everywhere(env, backend)
     contents = load(file)
     with own_broker() as session, err().status("...") as status:
         found = run_again(
             session,
             contents,
             backends=backend,
-            everywhere=env == "all",
+            everywhere=everywhere,
             times=times,
             timeout_s=timeout_s,
             seed=seed,

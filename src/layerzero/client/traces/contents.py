@@ -112,6 +112,8 @@ class TraceContents:
 
         if env not in (None, "all"):
             raise InvalidArgument(f"env is {env!r:.40}; allowed: all, or backend= for one")
+        if env == "all" and backend:
+            raise InvalidArgument('name env="all" or backend=, not both')
         named = [backend] if isinstance(backend, str) else backend
         options: dict[str, Any] = {"times": times, "timeout_s": timeout_s, "seed": seed}
         return run_again(ensure_connected(), self, backends=named, everywhere=env == "all", **options)

@@ -40,7 +40,8 @@ def declare(
     """Choose the newest release that satisfies `wanted`, lock it, and write its manifest. `found`: all manifests, of
     which one is its template. `beside`: requirements in the place of the template's of the same names, or further ones.
     `python`: "3.11", None for the first that has a release and a lock: the template's own, then the others that are
-    here. `tool`: uv with flags of its own. Raises ConfigError, and EnvError with what the resolver says."""
+    here. `tool`: uv with flags of its own. `say` takes what is done, and says of which version. Raises ConfigError, and
+    EnvError with what the resolver says."""
     base = template(wanted, found)
     own = base.variant_for(variant)
     if own not in base.variants:
@@ -49,11 +50,11 @@ def declare(
     refusals: list[EnvError] = []
     for minor in _pythons(base, python):
         try:
-            say(f"{base.name}@{wanted.version}: looking for a release for Python {minor}")
+            say(f"looking for a release for Python {minor}")
             release = newest(main, wanted, minor, tool)
             asked = requirements(base.variants[own].requirements, main, release, beside)
             declared = Declared(base.name, Version(release).public, minor, own, asked)
-            say(f"{declared.name}: resolving {', '.join(asked)}")
+            say(f"resolving {declared.name}: {', '.join(asked)}")
             return _locked(declared, base, store, tool)
         except EnvError as exc:
             refusals.append(exc)

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from layerzero.ipc.errors import InvalidArgument
@@ -19,6 +20,7 @@ MAX_CHARS = 64 << 10  # for one answer; the log has all
 MAX_NAME, MAX_BASES = 200, 16  # of a warning's category
 MAX_LOGGED = 1024  # warnings that are known to be in the log
 OUT, ERR, LOG, WARNING = range(4)
+_WORKERS = f"{Path(__file__).parents[1]}/"  # whose code calls functions
 _root = logging.getLogger()
 
 
@@ -54,7 +56,8 @@ class Output:
 
     def take(self) -> list[list[Any]]:
         """What was said since the last time: [OUT or ERR, text], [LOG, logger, level, text] and
-        [WARNING, names of its category, text, file, line, module]."""
+        [WARNING, names of its category, text, file, line, module]; about the function's caller without a file, and
+        with how many callers stand between in the place of the line."""
         if not self._items:
             self._taken = []
             return []
@@ -184,6 +187,9 @@ class _Warnings:
         text = str(message)[:MAX_CHARS]
         names = [f"{_named_there(one.__module__)}.{one.__qualname__}"[:MAX_NAME] for one in category.__mro__]
         key = (names[0], text, filename, str(lineno))
+        about = [filename, lineno, self._module_of(filename)]
+        if filename.startswith(_WORKERS):
+            about = ["", _callers_between(filename, lineno), ""]
         if key not in self._logged:
             if len(self._logged) >= MAX_LOGGED:
                 self._logged.clear()
@@ -191,8 +197,8 @@ class _Warnings:
             self._below.write(warnings.formatwarning(text, category, filename, lineno, line))
         if key not in self._told:
             self._told.add(key)
-            item = [WARNING, names[: names.index("builtins.Warning") + 1][:MAX_BASES], text, filename, lineno]
-            self._output.add([*item, self._module_of(filename)], len(text))
+            item = [WARNING, names[: names.index("builtins.Warning") + 1][:MAX_BASES], text]
+            self._output.add([*item, *about], len(text))
 
     def _module_of(self, file: str) -> str:
         """The module that code is of, for filters by module; empty for none."""
@@ -200,6 +206,15 @@ class _Warnings:
             named = ((name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items()))
             self._modules[file] = next((_named_there(name) for name, its in named if its.get("__file__") == file), "")
         return self._modules[file]
+
+
+def _callers_between(file: str, line: int) -> int:
+    """How many frames lie between the function and the one of the worker's that is at this line."""
+    count, frame = -1, sys._getframe(2)  # of what told Output.show
+    while frame.f_back is not None and (frame.f_code.co_filename, frame.f_lineno) != (file, line):
+        frame = frame.f_back
+        count += count >= 0 or frame.f_code.co_filename.startswith(_WORKERS)
+    return max(count, 0)
 
 
 def _named_there(module: str) -> str:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import ACTIVATIONS, CAT_INPUTS, MERGE_INPUTS, OPS, TOKENIZER_ATTRS
+from layerzero.ipc.vocabulary.shapes import outputs_of
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
+FLOATS = "bfloat16, float16, float32, float64"
 
 ATTENTION = {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left"}
 TOKENIZER = {**dict.fromkeys(TOKENIZER_ATTRS, "h"), "tokenizer_digest": "d", "tokenizer_format": "f"}
@@ -399,3 +404,13 @@ def call(op: str, change: Change) -> tuple[list[TensorSpec | None], dict[str, An
     known = {**tensors, **{name: value for name, value in change.items() if name in tensors}}
     given = [None if text is None else spec(text) for text in known.values()]
     return given, {**attrs, **{name: value for name, value in change.items() if name not in tensors}}
+
+
+def outputs(op: str, change: Change) -> list[str]:
+    return [" ".join(map(str, (dtype, *shape))) for dtype, shape in outputs_of(op, *call(op, change))]
+
+
+def refusal(op: str, change: Change) -> str:
+    with pytest.raises(InvalidArgument) as refused:
+        outputs_of(op, *call(op, change))
+    return refused.value.message
