@@ -115,6 +115,28 @@ def test_a_function_is_launched_by_this_process(way: None, site: Site) -> None:
         assert path_of(fn.silu) == "lifted"
 
 
+def test_its_shape_function_is_called_once_for_each_call(way: None, site: Site) -> None:
+    """Whichever way the call goes: it may take as long as a launch."""
+    (x, _), asked, ways = randn(16, 24), list[Any](), set[str]()
+
+    def like(x: Any, what: str = "") -> Any:
+        asked.append(x)
+        return x.shape, x.dtype
+
+    for function, end in ((fn.silu, "lifted"), (fn.counted, "NOT_DETERMINISTIC: ")):
+        one, named = function.options(shapes=like), {} if end == "lifted" else {"x": x}
+
+        def has_ended(one: Any = one, end: str = end, named: Any = named) -> bool:
+            asked.clear()
+            one(**named) if named else one(x)
+            ways.add(path_of(one))
+            assert len(asked) == 1, path_of(one)
+            return path_of(one) == end or one.last_report().not_lifted.startswith(end)
+
+        wait_until(has_ended)
+    assert ways == {"broker", "express", "lifted"}
+
+
 def test_its_worker_has_no_part_in_it(way: None, site: Site) -> None:
     """It may be stopped; and a submitted call is there at once."""
     x, values = randn(16, 24)

@@ -474,8 +474,8 @@ class Isolated(Generic[P, R]):
         return Call(self, given, args, kwargs, options, wrap=wrap)
 
     def _shaped(self, args: Any, kwargs: Any) -> Shaped:
-        assert self._options.shapes is not None
-        return Shaped(self._label, self._options.shapes, args, kwargs)
+        said = self._express.said(args, kwargs) if isinstance(self._express, ShapedExpress) else None
+        return said or Shaped(self._label, cast("Callable[..., Any]", self._options.shapes), args, kwargs)
 
 
 def plain_counts(signature: inspect.Signature) -> range:

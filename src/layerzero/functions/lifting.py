@@ -125,13 +125,12 @@ class Lifting:
             return last
         return last.route.not_lifted or f"NOT_YET: {last.route.awaits or 'the broker was asked for it'}"
 
-    def run(self, args: tuple[Any, ...], key: Hashable) -> LiftedCall | None:
-        """A call that was launched; None for one that its worker is to run. Raises the error of an earlier call on the
-        GPU that failed after it had returned."""
+    def run(self, args: tuple[Any, ...], key: Hashable, results: Hashable, start_ns: int) -> LiftedCall | None:
+        """A call that was launched; None for one that its worker is to run. `results`: as of Called. Raises the error
+        of an earlier call on the GPU that failed after it had returned."""
         if not self._known:
             return None
-        start_ns, session = time.perf_counter_ns(), default_session.session()
-        found = self._known.get((key, self._called.results(args)))
+        session, found = default_session.session(), self._known.get((key, results))
         if not isinstance(found, Liftable) or found.session is not session or not _is_plain(session):
             self._last.found = found if isinstance(found, str) else NOT_ASKED
             return None
