@@ -225,6 +225,13 @@ def versioned(x: Any, path: str) -> Any:
 
 
 @lz.isolated(THERE, shapes=like, lift=True)
+def mended(x: Any, path: str) -> Any:
+    """As `counted`, as long as a file says so that is read once."""
+    is_counted = _state.setdefault(path, Path(path).read_text()) == "counted"
+    return counted.local(x) if is_counted else silu.local(x)
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
 def slow(x: Any) -> Any:
     time.sleep(0.3)
     return silu(x)

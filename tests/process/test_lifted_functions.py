@@ -3,8 +3,10 @@ over, a process of its own proves them. tests/gpu/test_lifted_functions.py does 
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -266,7 +268,7 @@ def test_what_it_prints_while_it_is_tried_is_nobodys(site: Site, capfd: pytest.C
 
 
 def test_one_whose_worker_ends_when_it_is_captured_is_tried_once(site: Site, tmp_path: Path) -> None:
-    """Else it would end the next ones."""
+    """Else it would end the next ones; and once more when somebody has restarted that."""
     (x, values), note = randn(16, 24), tmp_path / "note"
     told = ""
 
@@ -276,13 +278,22 @@ def test_one_whose_worker_ends_when_it_is_captured_is_tried_once(site: Site, tmp
             fn.prepare()
             close(fn.leaves(x, str(note)), silu(values))
             told = fn.leaves.last_report().not_lifted
-        return told.startswith("WORKER_FAILED: its worker ended")
+        return told.startswith(f"WORKER_FAILED: {fn.__name__}.leaves: its worker ended")
 
     wait_until(is_told)
     for _ in range(100):
         close(fn.leaves(x, str(note)), silu(values))
     assert note.read_text() == "left\n"
     close(lift(fn.silu, x), silu(values))
+    assert lz_command(site, "restart", fn.THERE.backend).returncode == 0
+
+    def has_left_again() -> bool:
+        with suppress(lz.LayerZeroError):
+            fn.prepare()
+            close(fn.leaves(x, str(note)), silu(values))
+        return note.read_text() == "left\n" * 2
+
+    wait_until(has_left_again)
 
 
 def test_it_ends_with_the_process_that_it_comes_from(site: Site, tmp_path: Path) -> None:
@@ -297,11 +308,61 @@ def test_it_ends_with_the_process_that_it_comes_from(site: Site, tmp_path: Path)
     close(lift(fn.versioned, x, str(path)), silu(silu(values)))
 
 
+def test_one_that_was_refused_is_tried_again_after_a_restart(site: Site, tmp_path: Path) -> None:
+    """Of its worker, as what says why it was refused tells; without one it is not."""
+    (x, values), path = randn(16, 24), tmp_path / "what"
+    path.write_text("counted")
+    told = refused(fn.mended, x, str(path))
+    label = f"NOT_DETERMINISTIC: {fn.__name__}.mended: two runs on the same inputs"
+    command = f"lz restart {fn.THERE.backend}"
+    assert told.startswith(label)
+    assert told.endswith(f"; it is tried again once its file has changed, or after {command}")
+    assert f"  not lifted: {told}" in str(fn.mended.explain(x, str(path)))
+    assert f"  not lifted: {told}" in str(fn.mended.last_report())
+    path.write_text("")
+    for _ in range(100):
+        fn.mended(x, str(path))
+    assert fn.mended.last_report().not_lifted == told
+    assert lz_command(site, *command.split()[1:]).returncode == 0
+    fn.prepare()
+    wait_until(lambda: fn.mended(x, str(path)) is not None and path_of(fn.mended) == "lifted")
+    close(fn.mended(x, str(path)), silu(values))
+    assert "not lifted" not in str(fn.mended.explain(x, str(path)))
+
+
+def test_one_that_was_refused_is_tried_again_once_its_file_has_changed(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the program that has imported it anew, in the same worker."""
+    (x, _), file = randn(16, 24), tmp_path / "edited_functions.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text = """
+import sys
+import layerzero as lz
+@lz.isolated(lz.env("lifted-there", from_interpreter=sys.executable), shapes=lambda x: (x.shape, x.dtype), lift=True)
+def edited(x):
+    return """
+
+    def why(does: str) -> str:
+        file.write_text(text + does)
+        importlib.invalidate_caches()
+        module = importlib.import_module("edited_functions")
+        monkeypatch.delitem(sys.modules, "edited_functions")
+        return refused(module.edited, x)
+
+    pid = fn.prepare()
+    assert why("x * 2.0").startswith("NODE_UNSUPPORTED: edited_functions.edited: ")
+    assert why("x * 2.0 if x.get().any() else x").startswith("NOT_CAPTURABLE: edited_functions.edited: ")
+    assert why("x * 2.0").startswith("NODE_UNSUPPORTED: edited_functions.edited: ")
+    assert fn.prepare() == pid
+
+
 def test_without_cupti_it_stays(site: Site) -> None:
     x, values = randn(16, 24)
     assert lz_command(site, "restart", fn.THERE.backend).returncode == 0
     fn.prepare(False)
-    assert refused(fn.silu, x).startswith("NO_CUPTI: /no/libcupti.so")
+    assert refused(fn.silu, x).startswith(f"NO_CUPTI: {fn.__name__}.silu: /no/libcupti.so")
     close(fn.silu(x), silu(values))
 
 

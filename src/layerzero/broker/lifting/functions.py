@@ -16,7 +16,8 @@ from layerzero.broker.lifting.known import Known
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.descriptor import KernelCapability
-from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
+from layerzero.ipc.functions import frames
 from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.lifting.trial import fits_dtype, ranges_of
@@ -26,7 +27,7 @@ from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_TEXT = 4096  # of an attribute
-ENDED = "its worker ended, or took too long, when it was lifted: see lz logs; lz down lets it be tried again"
+ENDED = "its worker ended, or took too long, when it was lifted: see lz logs"
 
 
 class LiftedFunctions:
@@ -35,6 +36,7 @@ class LiftedFunctions:
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(8)  # of this broker, whose count of workers begins anew
         self._ended: set[tuple[str, str]] = set()  # backend and call that was lifted when its worker ended
+        self._forgiven: dict[str, int] = {}  # backends whose worker somebody has restarted, and which that was
         self._changes = Counter[str]()  # of modules in their process, by backend
 
     def told_call(self, spec: CallSpec, params: Mapping[str, Any], worker: Worker) -> CallSpec:
@@ -48,6 +50,25 @@ class LiftedFunctions:
         is_so = not said.number and said.reason == MODULES_CHANGED
         self._changes[backend] += is_so
         return is_so
+
+    def forgive(self, worker: Worker) -> None:
+        """Somebody wants it to begin anew: what has ended earlier ones may be tried in the next one."""
+        self._forgiven[worker.backend] = worker.generation
+
+    def look(self, calls: dict[str, Known], workers: Mapping[str, Worker]) -> bool:
+        """Whether clients are to ask anew, as a worker is another process by now: for calls that they launch, and for
+        those that were refused, since the next process may do what that one could not. The latter are dropped."""
+        begun = {name for name, number in self._forgiven.items() if workers[name].generation != number}
+        for name in begun:
+            del self._forgiven[name]
+        ended = {one for one in self._ended if one[0] in begun}
+        self._ended -= ended
+        old = [one for one in calls.values() if is_function(one.spec)]
+        old = [one for one in old if workers[one.backend].generation != one.generation]
+        refused = [one for one in old if one.entry is not None and one.entry.reason]
+        for one in refused:  # of the others a client may still tell that it has lost its GPU
+            del calls[one.key]
+        return bool(ended or refused) or any(one.granted for one in old)
 
     def note_ended(self, known: Known, asked: Iterable[Known], worker: Worker, *, is_gone: bool) -> None:
         """Its process has ended, or else hangs. Where it was at this call, and nobody has ended it, the call must not
@@ -66,7 +87,7 @@ class LiftedFunctions:
             if one.backend == worker.backend and one.generation != worker.generation:
                 self.note_ended(one, asked, worker, is_gone=True)
         has_ended = (worker.backend, spec.attrs["call"]) in self._ended
-        return answers.refused(LiftReason.WORKER_FAILED, ENDED) if has_ended else None
+        return answers.refused(LiftReason.WORKER_FAILED, told(spec, worker.backend, ENDED)) if has_ended else None
 
 
 def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:
@@ -87,6 +108,27 @@ def _told_call(spec: CallSpec, told: Any, worker: str) -> CallSpec:
     attrs["worker"] = worker
     check_call(op.name, inputs, outputs, attrs)
     return CallSpec(op.name, inputs, outputs, attrs, spec.pinned, device=spec.device)
+
+
+def told(spec: CallSpec, backend: str, detail: str, *, is_final: bool = True) -> str:
+    """What people are told of a refusal; of a function's call, of which function, and what has it tried again.
+    `is_final`: nothing else does."""
+    if not is_function(spec):
+        return detail
+    again = f"; it is tried again once its file has changed, or after lz restart {backend}" if is_final else ""
+    return f"{label_of(spec)}: {detail}{again}"
+
+
+def label_of(spec: CallSpec) -> str:
+    """Of the function that a call is of, as its frame says."""
+    try:
+        _, head = frames.head_of(bytes.fromhex(spec.attrs["call"]))
+        match head:
+            case [frames.GPU, [frames.CALL, tree, *_], *_]:
+                return f"{frames.Code.from_tree(tree).label:.200}"
+    except ProtocolError:
+        pass
+    return "a function"
 
 
 def is_function(spec: CallSpec) -> bool:
@@ -112,14 +154,6 @@ def keep(store: LiftStore, known: Known, specimen: Specimen | None) -> None:
 def have_leave(calls: Iterable[Known]) -> bool:
     """Whether clients launch calls of a function."""
     return any(known.granted and is_function(known.spec) for known in calls)
-
-
-def is_outdated(calls: Iterable[Known], workers: Mapping[str, Worker]) -> bool:
-    """Whether clients launch calls of a function whose worker is another process by now."""
-    return any(
-        known.granted and is_function(known.spec) and workers[known.backend].generation != known.generation
-        for known in calls
-    )
 
 
 def spared(calls: Iterable[Known], asked: Collection[str]) -> set[str]:

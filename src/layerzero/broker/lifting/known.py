@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -80,6 +80,14 @@ class Known:
             "reason": self.entry.reason if self.entry is not None else "",
             "detail": self.entry.detail if self.entry is not None else "",
         }
+
+
+def forget_due(calls: Iterable[Known], now_s: float) -> bool:
+    """Whether some that were refused since the machine was busy may be asked for again."""
+    due = [known for known in calls if known.retry_at_s <= now_s]
+    for known in due:
+        known.entry, known.retry_at_s = None, math.inf
+    return bool(due)
 
 
 def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None, spec: CallSpec) -> dict[str, str]:

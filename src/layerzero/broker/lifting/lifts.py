@@ -4,7 +4,6 @@ own, and never at fault. Decides no kernel: it follows the ranking, and the word
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
@@ -23,7 +22,7 @@ from layerzero.broker.lifting import answers, functions, here
 from layerzero.broker.lifting.answers import bytes_of, is_digest, later, reason_of, refused, specimen_of
 from layerzero.broker.lifting.grown import grown, numbers_of
 from layerzero.broker.lifting.imported import ImportedCalls
-from layerzero.broker.lifting.known import Known, asked_of, what_of
+from layerzero.broker.lifting.known import Known, asked_of, forget_due, what_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.shown import Shown
 from layerzero.broker.lifting.spared import Spared
@@ -422,7 +421,9 @@ class Lifts:
             if other.number in self._asked:
                 self._refuse(other, reason, detail)
         source = "" if known.imported is None else known.imported.file
-        about = (known.kernel_id, known.backend, known.what)
+        about, is_final = (known.kernel_id, known.backend, known.what), known.retries >= MAX_RETRIES
+        is_final |= reason not in answers.BUSY
+        detail = functions.told(known.spec, known.backend, detail, is_final=is_final)
         known.entry = Entry(*about, reason=reason.value, detail=detail, imported=source)
         if reason not in answers.PASSING:
             functions.keep(self.store, known, None)
@@ -430,7 +431,7 @@ class Lifts:
             self._imports.note_refused(known.imported, known.entry)
         elif reason not in answers.PASSING:
             self._note_staying(known, reason.value)
-        elif reason in answers.BUSY and known.retries < MAX_RETRIES:
+        elif not is_final:
             known.retry_at_s = time.monotonic() + RETRY_S * 2**known.retries
             known.retries += 1
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
@@ -439,6 +440,10 @@ class Lifts:
         engine = self._state.engine
         if not functions.is_function(known.spec):
             engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)), reason)
+
+    def note_restart(self, backend: str) -> None:
+        """Somebody has asked for another worker."""
+        self._functions.forgive(self._state.workers[backend])
 
     # --- leave, and its end ------------------------------------------------------------------------------
 
@@ -453,8 +458,9 @@ class Lifts:
                 known.tried = None
                 self._shown.ended(known.number)  # who waited has waited as long
         self._spared.look(functions.spared(self._known.values(), {one.backend for one in self._asked.values()}), now_s)
-        self._retry(now_s)
-        if functions.is_outdated(self._known.values(), self._state.workers):
+        if forget_due(self._known.values(), now_s):
+            self.take_back()
+        if self._functions.look(self._known, self._state.workers):
             self.take_back()
         self.switches.look(self._pages.uuids())
         engine = self._state.engine
@@ -471,14 +477,6 @@ class Lifts:
                 if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best, allowed) is not None:
                     self.take_back()
                     return
-
-    def _retry(self, now_s: float) -> None:
-        """Who was refused since the machine was busy may ask again."""
-        due = [known for known in self._known.values() if known.retry_at_s <= now_s]
-        for known in due:
-            known.entry, known.retry_at_s = None, math.inf
-        if due:
-            self.take_back()
 
     def take_back(self) -> None:
         """All leave ends, then all leases: calls on rings, too, come by the way on which clients see that what was

@@ -13,15 +13,18 @@ from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.lifting import lifts as lifts_module
-from layerzero.broker.lifting.functions import LiftedFunctions, is_outdated, keep, spared, traits
+from layerzero.broker.lifting.functions import LiftedFunctions, keep, spared, traits
+from layerzero.broker.lifting.functions import told as text_of
 from layerzero.broker.lifting.known import Known, what_of
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions import frames
 from layerzero.ipc.lifting.form import digest
 from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.transport.messages import Lifted
+from layerzero.ipc.transport.plain import pack_tree
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS, FUNCTION_ON_GPU, GPU_ARRAYS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -166,13 +169,58 @@ def test_what_it_has_not_ended_with_may_be_tried_again(changes: Any, more: Any, 
     assert (functions.refusal(spec, worker, []) is not None) == is_blamed
 
 
-def test_leave_ends_with_the_process_that_computed_it() -> None:
-    one, kernel = known(told()), known(replace(ROUTE, op="silu"), generation=1)
-    workers: Any = {"env": SimpleNamespace(generation=3)}
-    assert not is_outdated([one, kernel], workers)
+def test_what_is_known_of_a_process_ends_with_it() -> None:
+    """Leave, which its client may still have launched with; and why it was refused, which need not hold of the next."""
+    refusal = Entry("env.call", "env", {}, reason="NOT_DETERMINISTIC")
+    held, kernel = known(told(), key="held", entry=None), known(replace(ROUTE, op="silu"), generation=1, key="kernel")
+    stays, waits = (known(told(), granted={}, entry=one, key=str(one)) for one in (refusal, None))
+    workers: Any = {"env": SimpleNamespace(backend="env", generation=3)}
+    every = {one.key: one for one in (held, kernel, stays, waits)}
+
+    def asks(*ones: Any) -> bool:
+        calls = {one.key: one for one in ones}
+        is_new = LiftedFunctions().look(calls, workers)
+        assert calls == {one.key: one for one in ones if one is not stays or not is_new}
+        return is_new
+
+    assert not asks(*every.values())
     workers["env"].generation = 4
-    assert is_outdated([kernel, one], workers)
-    assert not is_outdated([known(told(), granted={})], workers)
+    assert [asks(held), asks(stays), asks(waits), asks(kernel), asks(*every.values())] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_what_has_ended_its_worker_is_tried_again_once_somebody_has_restarted_that() -> None:
+    """In the next process, and not in the one that is there until then."""
+    its, functions = told(), LiftedFunctions()
+    nexts = replace(its, attrs={**its.attrs, "worker": "other"})
+    workers: Any = {name: SimpleNamespace(**{**vars(NEXT), "backend": name}) for name in ("env", "other")}
+    for name, worker in workers.items():
+        one = known(its, backend=name)
+        functions.note_ended(one, [one], worker, is_gone=True)
+    functions.forgive(workers["env"])
+    assert not functions.look({}, workers)
+    assert functions.refusal(nexts, workers["env"], []) is not None
+    workers["env"].generation = workers["other"].generation = 5
+    assert functions.look({}, workers), "clients are to ask again"
+    assert not functions.look({}, workers)
+    assert functions.refusal(nexts, workers["env"], []) is None
+    assert functions.refusal(nexts, workers["other"], []) is not None
+
+
+def test_a_refusal_names_the_function_and_what_has_it_tried_again() -> None:
+    code = ["m", "f", "m.py", "00", "/", False]
+    head = pack_tree([frames.GPU, [frames.CALL, code, [], {}, 0], [], False])
+    spec = told(call=(frames.prefix(len(head)) + head).hex())
+    again = "; it is tried again once its file has changed, or after lz restart env"
+    assert text_of(spec, "env", "two runs differ") == f"m.f: two runs differ{again}"
+    assert text_of(spec, "env", "it is busy", is_final=False) == "m.f: it is busy"
+    assert text_of(told(), "env", "two runs differ") == f"a function: two runs differ{again}"
+    assert text_of(replace(ROUTE, op="silu"), "env", "two runs differ") == "two runs differ"
 
 
 def test_leave_of_functions_that_are_forgotten_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
