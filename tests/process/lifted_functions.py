@@ -7,6 +7,7 @@ import ctypes
 import os
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,16 @@ def leaves(x: Any, note: str) -> Any:
             file.write("left\n")
         os._exit(3)
     return silu(x)
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
+def hangs(x: Any, note: str) -> Any:
+    """Does not come back when it is captured."""
+    if _is_captured():
+        with Path(note).open("a") as file:
+            file.write("hung\n")
+        threading.Event().wait()
+    return silu.local(x)
 
 
 @lz.isolated(THERE, shapes=like, lift=True)

@@ -296,6 +296,54 @@ def test_one_whose_worker_ends_when_it_is_captured_is_tried_once(site: Site, tmp
     wait_until(has_left_again)
 
 
+def why_it_hangs(site: Site, note: Path, **options: Any) -> str:
+    """Call it until its report says why it stays in its worker, where it hung when it was tried; that. `options`: of
+    all calls; without, none of those that wait meanwhile may fail that the next worker can serve."""
+    function, prepare = fn.hangs.options(**options), fn.prepare.options(**options)
+    (x, values), told = randn(16, 24), ""
+
+    def is_told() -> bool:
+        nonlocal told
+        try:
+            close(function(x, str(note)), silu(values))
+            told = function.last_report().not_lifted
+        except lz.LayerZeroError:  # the next worker got the call before the GPU: one that follows may have it
+            with suppress(*[lz.DeadlineExceeded] if options else ()):
+                pid = prepare()
+                os.kill(pid, signal.SIGKILL)
+                wait_ended(pid)
+        with suppress(*[lz.DeadlineExceeded] if options else ()):
+            prepare()
+        return not told.startswith("NOT_YET")
+
+    wait_until(is_told)
+    for _ in range(100):
+        close(function(x, str(note)), silu(values))
+    assert note.read_text() == "hung\n"
+    close(lift(fn.silu, x), silu(values))
+    return told
+
+
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LZ_SOFT_TRIAL_S", "2")
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_one_whose_trial_does_not_end_is_ended_and_tried_once(site: Site, tmp_path: Path) -> None:
+    """With its worker, by the broker."""
+    pid = fn.prepare()
+    told = why_it_hangs(site, tmp_path / "note")
+    assert told.startswith(f"TOO_SLOW: {fn.__name__}.hangs: its trial had not ended after 2 s, which ended its worker;")
+    assert fn.prepare() != pid
+
+
+def test_one_whose_trial_ends_by_a_calls_deadline_is_tried_once(site: Site, tmp_path: Path) -> None:
+    """Else each of its workers would end so."""
+    told = why_it_hangs(site, tmp_path / "note", timeout_s=2.0)
+    assert told.startswith(f"TOO_SLOW: {fn.__name__}.hangs: its trial had not ended by the deadline of a call that ")
+
+
 def test_it_ends_with_the_process_that_it_comes_from(site: Site, tmp_path: Path) -> None:
     """Another one may have other modules: it is lifted from that anew."""
     (x, values), path = randn(16, 24), tmp_path / "version"

@@ -38,6 +38,7 @@ class Known:
     alignments: tuple[int, ...]
     generation: int = 0  # of the worker that was asked, or is there
     asked_s: float = 0.0
+    begun_s: float = math.inf  # that worker has said that it tries it, of a function
     is_answered: bool = False  # by that worker
     entry: Entry | None = None
     is_compared: bool = False  # its worker was asked for it without a proof: one that was proved may be like it

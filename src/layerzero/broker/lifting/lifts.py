@@ -4,7 +4,7 @@ own, and never at fault. Decides no kernel: it follows the ranking, and the word
 from __future__ import annotations
 
 import itertools
-import os
+import math
 import time
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -41,9 +41,8 @@ from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.logs import log
-from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
-from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
+from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, Refused
 
 MAX_KNOWN = 4096
 _LIFTED = ("lifted", "auto")  # values of backend_isolation
@@ -269,6 +268,7 @@ class Lifts:
         if worker.is_joined or worker.state is not WorkerState.READY:
             return
         known.generation, known.asked_s, known.is_answered = worker.generation, time.monotonic(), False
+        known.begun_s = math.inf
         self._asked[known.number] = known
         is_safe, repeats = functions.traits(spec, self._state.engine.kernel(known.kernel_id))
         call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), list(known.seeds)
@@ -295,12 +295,7 @@ class Lifts:
             text = f"no lifted call or machine code is known as {message.digest!r:.80}"
             control.send(peer.sock, Refused(error=InvalidArgument(text).to_wire()))
             return
-        fd = memory.create_memfd("layerzero-lifted", len(data))
-        try:
-            os.pwrite(fd, data, 0)
-            control.send(peer.sock, LiftedGiven(digest=message.digest, nbytes=len(data)), (fd,))
-        finally:
-            os.close(fd)
+        answers.give(peer, message.digest, data)
 
     def _note_missing(self, code: str) -> None:
         """Machine code is not in the store any more, or does not hold: what needs it is to be lifted anew."""
@@ -340,6 +335,8 @@ class Lifts:
         try:
             if self._functions.have_changed(peer.backend, message):
                 self.take_back()
+                return
+            if self._functions.has_begun(peer.backend, peer.generation, message, self._asked.values()):
                 return
             known = self._asked.get(message.number)
             if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
@@ -452,8 +449,11 @@ class Lifts:
         now_s, asked = time.monotonic(), list(self._asked.values())
         for known in asked:
             is_gone = self._links.get(known.backend, known.generation) is None
-            if not self._proofs.has(known.number) and (is_gone or now_s > known.asked_s + WORKER_S):
-                self._functions.note_ended(known, asked, self._state.workers[known.backend], is_gone=is_gone)
+            if not is_gone and (late := self._functions.late(known, now_s)) is not None:
+                self._handle(late)
+            is_due = now_s > known.asked_s + WORKER_S and not functions.is_function(known.spec)  # which may still begin
+            if not self._proofs.has(known.number) and (is_gone or is_due):
+                self._functions.note_ended(known, asked, self._state.workers[known.backend])
                 del self._asked[known.number]
                 known.tried = None
                 self._shown.ended(known.number)  # who waited has waited as long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,14 @@ from tests.unit.broker.driver import CLIENT
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
 from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.lifting import functions as functions_module
 from layerzero.broker.lifting import lifts as lifts_module
 from layerzero.broker.lifting.functions import LiftedFunctions, keep, spared, traits
 from layerzero.broker.lifting.functions import told as text_of
 from layerzero.broker.lifting.known import Known, what_of
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import DeadlineExceeded, InvalidArgument
 from layerzero.ipc.functions import frames
 from layerzero.ipc.lifting.form import digest
 from layerzero.ipc.lifting.keys import call_key
@@ -54,6 +56,7 @@ def known(spec: CallSpec, generation: int = 3, **more: Any) -> Any:
         "granted_here": {},
         "is_answered": False,
         "asked_s": 7.0,
+        "begun_s": math.inf,
         "backend": "env",
         **more,
     }
@@ -130,7 +133,7 @@ def test_a_call_beside_a_kernels_route_is_refused(tmp_path: Path) -> None:
         rig.ask(call=5, alignments=[16, *[0] * (len(GPU_ARRAYS) - 1), 16])
 
 
-NEXT: Any = SimpleNamespace(backend="env", generation=4, state=WorkerState.READY, deaths_s=[8.0])
+NEXT: Any = SimpleNamespace(backend="env", generation=4, state=WorkerState.READY, deaths_s=[8.0], cause=None)
 
 
 def test_what_its_worker_has_ended_with_is_not_tried_in_the_next_one() -> None:
@@ -148,25 +151,63 @@ def test_what_its_worker_has_ended_with_is_not_tried_in_the_next_one() -> None:
     assert functions.refusal(ROUTE, NEXT, []) is None
 
 
+LATE = {"deaths_s": [], "cause": DeadlineExceeded("a call ran longer than 1 s")}
+
+
 @pytest.mark.parametrize(
-    ("changes", "more", "is_gone", "is_blamed"),
+    ("changes", "more", "reason"),
     [
-        ({}, {}, True, True),
-        ({"deaths_s": [], "state": WorkerState.DISABLED}, {}, True, True),
-        ({"deaths_s": []}, {}, True, False),  # somebody has restarted it
-        ({"deaths_s": [6.0]}, {}, True, False),  # that was before
-        ({}, {"is_answered": True}, True, False),
-        ({}, {"asked_s": 7.5}, True, False),  # it was at another one
-        ({"deaths_s": []}, {}, False, True),  # it hangs
-        ({"deaths_s": []}, {"asked_s": 7.5}, False, False),
+        ({}, {}, "WORKER_FAILED"),
+        ({"deaths_s": [], "state": WorkerState.DISABLED}, {}, "WORKER_FAILED"),
+        ({"deaths_s": []}, {}, ""),  # somebody has restarted it
+        ({"deaths_s": [6.0]}, {}, ""),  # that was before
+        ({}, {"is_answered": True}, ""),
+        ({}, {"asked_s": 7.5}, ""),  # it was at another one
+        (LATE, {"begun_s": 7.1}, "TOO_SLOW"),  # a call that waited was due
+        (LATE, {}, ""),  # it was not tried yet
+        (LATE, {"begun_s": 7.1, "is_answered": True}, ""),
     ],
 )
-def test_what_it_has_not_ended_with_may_be_tried_again(changes: Any, more: Any, is_gone: bool, is_blamed: bool) -> None:
+def test_what_it_has_not_ended_with_may_be_tried_again(changes: Any, more: Any, reason: str) -> None:
     functions, spec = LiftedFunctions(), told()
     one, other = known(spec, **more), known(told(call="11"), asked_s=7.25)
     worker: Any = SimpleNamespace(**{**vars(NEXT), **changes})
-    functions.note_ended(one, [other, one], worker, is_gone=is_gone)
-    assert (functions.refusal(spec, worker, []) is not None) == is_blamed
+    functions.note_ended(one, [other, one], worker)
+    assert (functions.refusal(spec, worker, []) or {"reason": ""})["reason"] == reason
+
+
+def test_a_trial_that_takes_too_long_ends_its_worker() -> None:
+    """From when it begins, which may be long after it was asked for; and once, for all later processes."""
+    its, functions = told(), LiftedFunctions()
+    first, second = known(its), known(told(call="11"), asked_s=8.0)
+    begins = Lifted(number=0, reason="TRIAL_BEGUN")
+    assert functions.has_begun("env", 2, begins, [first]), "of a process that has ended"
+    assert not functions.has_begun("env", 3, Lifted(number=0, reason="MODULES_CHANGED"), [first])
+    assert not functions.has_begun("env", 3, Lifted(number=1, reason="TRIAL_BEGUN"), [first])
+    assert [functions.late(one, 1e9) for one in (first, second)] == [None] * 2
+    assert functions.has_begun("env", 3, begins, [first, second])
+    begun_s = first.begun_s
+    assert functions.has_begun("env", 3, begins, [first, second]), "on its second memory"
+    assert (first.begun_s, second.begun_s) == (begun_s, math.inf)
+    assert functions.late(first, begun_s + functions_module.TRIAL_S - 0.1) is None
+    assert functions.late(replace_known(first, is_answered=True), begun_s + functions_module.TRIAL_S) is None
+    event = functions.late(first, begun_s + functions_module.TRIAL_S)
+    assert event is not None
+    assert (event.backend, event.generation, event.is_late) == ("env", 3, True)
+    assert (
+        event.detail == "the trial of a function, which has lift=True, ran longer than 30 s, and its worker was killed"
+    )
+    nexts: Any = SimpleNamespace(**{**vars(NEXT), **LATE})
+    functions.note_ended(first, [first, second], nexts)
+    found = functions.refusal(its, nexts, [first, second])
+    assert found is not None
+    assert found["reason"] == "TOO_SLOW"
+    assert found["detail"].startswith("a function: its trial had not ended after 30 s, which ended its worker; it is ")
+    assert functions.refusal(told(call="11"), nexts, [first, second]) is None
+
+
+def replace_known(one: Any, **changes: Any) -> Any:
+    return SimpleNamespace(**{**vars(one), **changes})
 
 
 def test_what_is_known_of_a_process_ends_with_it() -> None:
@@ -201,7 +242,7 @@ def test_what_has_ended_its_worker_is_tried_again_once_somebody_has_restarted_th
     workers: Any = {name: SimpleNamespace(**{**vars(NEXT), "backend": name}) for name in ("env", "other")}
     for name, worker in workers.items():
         one = known(its, backend=name)
-        functions.note_ended(one, [one], worker, is_gone=True)
+        functions.note_ended(one, [one], worker)
     functions.forgive(workers["env"])
     assert not functions.look({}, workers)
     assert functions.refusal(nexts, workers["env"], []) is not None

@@ -24,10 +24,10 @@ def test_what_was_lifted_ends_once_a_functions_file_has_changed(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "path_hooks", list(sys.path_hooks))
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    changes: list[int] = []
+    changes: list[str] = []
     server: Any = SimpleNamespace(_modules=Modules(), _known=None)
     calls = LiftableCalls(server)
-    calls.on_change(lambda: changes.append(1))
+    calls.on_change(changes.append)
 
     def run(module: str, text: str) -> Any:
         file = tmp_path / f"{module}.py"
@@ -46,5 +46,5 @@ def test_what_was_lifted_ends_once_a_functions_file_has_changed(
     (tmp_path / "lz_helper.py").write_text("VALUE = 234\n")
     assert (run("lz_one", uses), changes) == (1, [])
     run("lz_two", "def f(): return 6\n")
-    assert changes == [1]
-    assert (run("lz_one", uses), changes) == (234, [1])
+    assert changes == ["MODULES_CHANGED"]
+    assert (run("lz_one", uses), changes) == (234, ["MODULES_CHANGED"])
