@@ -243,6 +243,12 @@ def mended(x: Any, path: str) -> Any:
 
 
 @lz.isolated(THERE, shapes=like, lift=True)
+def numbered(x: Any, number: int) -> Any:
+    """As `silu`, whatever the number."""
+    return silu.local(x)
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
 def slow(x: Any) -> Any:
     time.sleep(0.3)
     return silu(x)

@@ -26,6 +26,7 @@ from tests.soft_gpu import soft_cupy
 
 import layerzero as lz
 from layerzero.client.gpu.lifting import lifted_library
+from layerzero.client.gpu.lifting import lifts as client_lifts
 
 __all__ = ["kernels", "soft"]
 
@@ -220,6 +221,28 @@ def test_several_results_and_functions_that_nobody_wants_lifted_stay(site: Site)
         close(fn.never(x), silu(values))
     assert (path_of(fn.never), fn.never.last_report().not_lifted) == ("express", "")
     assert rows() == []
+
+
+def test_calls_that_do_not_come_again_are_not_tried(site: Site) -> None:
+    """Such as those with a count among their arguments: each trial runs the function ten times. Those that do, are."""
+    x, values = randn(16, 24)
+    for number in range(400):
+        close(fn.numbered(x, number), silu(values))
+        close(fn.numbered(x, -number), silu(values))
+    assert path_of(fn.numbered) == "express"
+    assert fn.numbered.last_report().not_lifted == "NOT_YET: calls like it come too rarely; needed: 3"
+    assert rows() == []
+    close(lift(fn.numbered, x, 7), silu(values))
+    assert [row[1:] for row in rows()] == [("lifted", "")]
+
+
+def test_what_a_connection_has_forgotten_is_lifted_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows so many kinds of calls; those of functions are asked for once in an epoch."""
+    monkeypatch.setattr(client_lifts, "MAX_KNOWN", 2)
+    arrays = [randn(size) for size in (8, 9, 10)]
+    for _ in range(2):
+        for x, values in arrays:
+            close(lift(fn.silu, x), silu(values))
 
 
 def test_calls_of_several_shapes_are_lifted_in_turns(site: Site) -> None:
@@ -448,6 +471,35 @@ def test_the_broker_may_die(site: Site) -> None:
     site.connect()
     fn.prepare()
     close(lift(fn.silu, x), silu(values))
+
+
+def test_the_session_may_be_closed_beside_its_calls(way: None, site: Site) -> None:
+    """Those that are under way give their result, or say that there is no session."""
+    x, values = randn(16, 24)
+    lift(fn.silu, x)
+    is_over, others = threading.Event(), list[BaseException]()
+
+    def call() -> None:
+        while not is_over.is_set():
+            try:
+                close(fn.silu(x), silu(values))
+            except (lz.BrokerLost, lz.NotConnected, lz.Cancelled):
+                pass
+            except BaseException as exc:
+                others.append(exc)
+                return
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        lz.disconnect()
+        site.connect()
+        wait_until(lambda: others or (fn.silu(x) is not None and path_of(fn.silu) == "lifted"))
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert others == []
 
 
 def test_policy_keeps_it_in_its_worker(site: Site) -> None:

@@ -61,8 +61,8 @@ class LiftedFunctions:
         `refusal`."""
         if said.number or said.reason != TRIAL_BEGUN:
             return False
-        its = (one for one in asked if (one.backend, one.generation) == (backend, generation) and not one.is_answered)
-        known = next(its, None)
+        its = [one for one in asked if (one.backend, one.generation) == (backend, generation) and not one.is_answered]
+        known = min(its, key=lambda one: one.asked_s, default=None)
         if known is not None:
             known.begun_s = min(known.begun_s, time.monotonic())
         return True
