@@ -223,6 +223,15 @@ def test_several_results_and_functions_that_nobody_wants_lifted_stay(site: Site)
     assert rows() == []
 
 
+def test_arguments_may_share_memory(way: None, site: Site) -> None:
+    """One array twice, and views of one: no kernel writes there."""
+    (x, a), (y, b) = randn(16, 16), randn(16, 16)
+    close(lift(fn.product, x, y), a @ b)
+    for one, other, right in ((x, x, a @ a), (x, y, a @ b), (y, y, b @ b), (x[:8], x, a[:8] @ a)):
+        close(lift(fn.product, one, other), right)
+        assert path_of(fn.product) == "lifted"
+
+
 def test_calls_that_do_not_come_again_are_not_tried(site: Site) -> None:
     """Such as those with a count among their arguments: each trial runs the function ten times. Those that do, are."""
     x, values = randn(16, 24)

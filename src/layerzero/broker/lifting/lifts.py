@@ -175,6 +175,8 @@ class Lifts:
         known.granted[spec.device] = spec
         known.codes = known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
+        if self._by_digest.pop(digest, None) is None and len(self._by_digest) >= MAX_KNOWN:
+            del self._by_digest[next(iter(self._by_digest))]
         self._by_digest[digest] = known.entry.form
         epoch = held.page.lift_epoch
         ready = {"state": "ready", "number": known.number, "backend": known.backend, "digest": digest, "epoch": epoch}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.simulation import GPU
 from tests.unit.broker.driver import CLIENT
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
@@ -274,6 +275,20 @@ def test_leave_of_functions_that_are_forgotten_is_taken_back(tmp_path: Path, mon
         rig.lifts._known = {"key": its}
         rig.ask()
         assert (its in rig.lifts._known.values(), rig.bumps) == (False, bumps)
+
+
+def test_forms_that_were_granted_are_kept_as_long_as_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of a function's worker has forms of its own: a broker that lives for long would keep all of them."""
+    monkeypatch.setattr(lifts_module, "MAX_KNOWN", 2)
+    rig = Rig(tmp_path / "lifted")
+    forms = [replace(LIFTED, attrs={"worker": str(n)}).pack() for n in range(3)]
+    for n in (0, 1, 0, 2):
+        its = Known(n, str(n), told(), "env.call", "alpha", {}, ())
+        its.entry = Entry("env.call", "alpha", {}, form=forms[n])
+        assert rig.lifts._answer(rig.state.clients[CLIENT], its, replace(ROUTE, device=GPU))["state"] == "ready"
+    assert list(rig.lifts._by_digest.values()) == [forms[0], forms[2]]
 
 
 def test_a_fault_is_of_a_call_and_outlives_its_worker(tmp_path: Path) -> None:
