@@ -7,6 +7,7 @@ import ctypes
 import os
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,16 @@ def leaves(x: Any, note: str) -> Any:
 
 
 @lz.isolated(THERE, shapes=like, lift=True)
+def hangs(x: Any, note: str) -> Any:
+    """Does not come back when it is captured."""
+    if _is_captured():
+        with Path(note).open("a") as file:
+            file.write("hung\n")
+        threading.Event().wait()
+    return silu.local(x)
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
 def exits(x: Any) -> Any:
     """Ends its interpreter when it is captured."""
     if _is_captured():
@@ -222,6 +233,19 @@ def speaks(x: Any, word: str) -> Any:
 def versioned(x: Any, path: str) -> Any:
     """As its module was when it was imported: by a file that is read once."""
     return silu(x, _state.setdefault(path, Path(path).read_text()))
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
+def mended(x: Any, path: str) -> Any:
+    """As `counted`, as long as a file says so that is read once."""
+    is_counted = _state.setdefault(path, Path(path).read_text()) == "counted"
+    return counted.local(x) if is_counted else silu.local(x)
+
+
+@lz.isolated(THERE, shapes=like, lift=True)
+def numbered(x: Any, number: int) -> Any:
+    """As `silu`, whatever the number."""
+    return silu.local(x)
 
 
 @lz.isolated(THERE, shapes=like, lift=True)

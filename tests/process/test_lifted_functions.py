@@ -3,8 +3,10 @@ over, a process of its own proves them. tests/gpu/test_lifted_functions.py does 
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +26,7 @@ from tests.soft_gpu import soft_cupy
 
 import layerzero as lz
 from layerzero.client.gpu.lifting import lifted_library
+from layerzero.client.gpu.lifting import lifts as client_lifts
 
 __all__ = ["kernels", "soft"]
 
@@ -115,6 +118,28 @@ def test_a_function_is_launched_by_this_process(way: None, site: Site) -> None:
         assert path_of(fn.silu) == "lifted"
 
 
+def test_its_shape_function_is_called_once_for_each_call(way: None, site: Site) -> None:
+    """Whichever way the call goes: it may take as long as a launch."""
+    (x, _), asked, ways = randn(16, 24), list[Any](), set[str]()
+
+    def like(x: Any, what: str = "") -> Any:
+        asked.append(x)
+        return x.shape, x.dtype
+
+    for function, end in ((fn.silu, "lifted"), (fn.counted, "NOT_DETERMINISTIC: ")):
+        one, named = function.options(shapes=like), {} if end == "lifted" else {"x": x}
+
+        def has_ended(one: Any = one, end: str = end, named: Any = named) -> bool:
+            asked.clear()
+            one(**named) if named else one(x)
+            ways.add(path_of(one))
+            assert len(asked) == 1, path_of(one)
+            return path_of(one) == end or one.last_report().not_lifted.startswith(end)
+
+        wait_until(has_ended)
+    assert ways == {"broker", "express", "lifted"}
+
+
 def test_its_worker_has_no_part_in_it(way: None, site: Site) -> None:
     """It may be stopped; and a submitted call is there at once."""
     x, values = randn(16, 24)
@@ -198,6 +223,37 @@ def test_several_results_and_functions_that_nobody_wants_lifted_stay(site: Site)
     assert rows() == []
 
 
+def test_arguments_may_share_memory(way: None, site: Site) -> None:
+    """One array twice, and views of one: no kernel writes there."""
+    (x, a), (y, b) = randn(16, 16), randn(16, 16)
+    close(lift(fn.product, x, y), a @ b)
+    for one, other, right in ((x, x, a @ a), (x, y, a @ b), (y, y, b @ b), (x[:8], x, a[:8] @ a)):
+        close(lift(fn.product, one, other), right)
+        assert path_of(fn.product) == "lifted"
+
+
+def test_calls_that_do_not_come_again_are_not_tried(site: Site) -> None:
+    """Such as those with a count among their arguments: each trial runs the function ten times. Those that do, are."""
+    x, values = randn(16, 24)
+    for number in range(400):
+        close(fn.numbered(x, number), silu(values))
+        close(fn.numbered(x, -number), silu(values))
+    assert path_of(fn.numbered) == "express"
+    assert fn.numbered.last_report().not_lifted == "NOT_YET: calls like it come too rarely; needed: 3"
+    assert rows() == []
+    close(lift(fn.numbered, x, 7), silu(values))
+    assert [row[1:] for row in rows()] == [("lifted", "")]
+
+
+def test_what_a_connection_has_forgotten_is_lifted_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows so many kinds of calls; those of functions are asked for once in an epoch."""
+    monkeypatch.setattr(client_lifts, "MAX_KNOWN", 2)
+    arrays = [randn(size) for size in (8, 9, 10)]
+    for _ in range(2):
+        for x, values in arrays:
+            close(lift(fn.silu, x), silu(values))
+
+
 def test_calls_of_several_shapes_are_lifted_in_turns(site: Site) -> None:
     arrays = [randn(size) for size in (8, 9, 10)]
     seen: set[int] = set()
@@ -244,7 +300,7 @@ def test_what_it_prints_while_it_is_tried_is_nobodys(site: Site, capfd: pytest.C
 
 
 def test_one_whose_worker_ends_when_it_is_captured_is_tried_once(site: Site, tmp_path: Path) -> None:
-    """Else it would end the next ones."""
+    """Else it would end the next ones; and once more when somebody has restarted that."""
     (x, values), note = randn(16, 24), tmp_path / "note"
     told = ""
 
@@ -254,13 +310,70 @@ def test_one_whose_worker_ends_when_it_is_captured_is_tried_once(site: Site, tmp
             fn.prepare()
             close(fn.leaves(x, str(note)), silu(values))
             told = fn.leaves.last_report().not_lifted
-        return told.startswith("WORKER_FAILED: its worker ended")
+        return told.startswith(f"WORKER_FAILED: {fn.__name__}.leaves: its worker ended")
 
     wait_until(is_told)
     for _ in range(100):
         close(fn.leaves(x, str(note)), silu(values))
     assert note.read_text() == "left\n"
     close(lift(fn.silu, x), silu(values))
+    assert lz_command(site, "restart", fn.THERE.backend).returncode == 0
+
+    def has_left_again() -> bool:
+        with suppress(lz.LayerZeroError):
+            fn.prepare()
+            close(fn.leaves(x, str(note)), silu(values))
+        return note.read_text() == "left\n" * 2
+
+    wait_until(has_left_again)
+
+
+def why_it_hangs(site: Site, note: Path, **options: Any) -> str:
+    """Call it until its report says why it stays in its worker, where it hung when it was tried; that. `options`: of
+    all calls; without, none of those that wait meanwhile may fail that the next worker can serve."""
+    function, prepare = fn.hangs.options(**options), fn.prepare.options(**options)
+    (x, values), told = randn(16, 24), ""
+
+    def is_told() -> bool:
+        nonlocal told
+        try:
+            close(function(x, str(note)), silu(values))
+            told = function.last_report().not_lifted
+        except lz.LayerZeroError:  # the next worker got the call before the GPU: one that follows may have it
+            with suppress(*[lz.DeadlineExceeded] if options else ()):
+                pid = prepare()
+                os.kill(pid, signal.SIGKILL)
+                wait_ended(pid)
+        with suppress(*[lz.DeadlineExceeded] if options else ()):
+            prepare()
+        return not told.startswith("NOT_YET")
+
+    wait_until(is_told)
+    for _ in range(100):
+        close(function(x, str(note)), silu(values))
+    assert note.read_text() == "hung\n"
+    close(lift(fn.silu, x), silu(values))
+    return told
+
+
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LZ_SOFT_TRIAL_S", "2")
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_one_whose_trial_does_not_end_is_ended_and_tried_once(site: Site, tmp_path: Path) -> None:
+    """With its worker, by the broker."""
+    pid = fn.prepare()
+    told = why_it_hangs(site, tmp_path / "note")
+    assert told.startswith(f"TOO_SLOW: {fn.__name__}.hangs: its trial had not ended after 2 s, which ended its worker;")
+    assert fn.prepare() != pid
+
+
+def test_one_whose_trial_ends_by_a_calls_deadline_is_tried_once(site: Site, tmp_path: Path) -> None:
+    """Else each of its workers would end so."""
+    told = why_it_hangs(site, tmp_path / "note", timeout_s=2.0)
+    assert told.startswith(f"TOO_SLOW: {fn.__name__}.hangs: its trial had not ended by the deadline of a call that ")
 
 
 def test_it_ends_with_the_process_that_it_comes_from(site: Site, tmp_path: Path) -> None:
@@ -275,11 +388,61 @@ def test_it_ends_with_the_process_that_it_comes_from(site: Site, tmp_path: Path)
     close(lift(fn.versioned, x, str(path)), silu(silu(values)))
 
 
+def test_one_that_was_refused_is_tried_again_after_a_restart(site: Site, tmp_path: Path) -> None:
+    """Of its worker, as what says why it was refused tells; without one it is not."""
+    (x, values), path = randn(16, 24), tmp_path / "what"
+    path.write_text("counted")
+    told = refused(fn.mended, x, str(path))
+    label = f"NOT_DETERMINISTIC: {fn.__name__}.mended: two runs on the same inputs"
+    command = f"lz restart {fn.THERE.backend}"
+    assert told.startswith(label)
+    assert told.endswith(f"; it is tried again once its file has changed, or after {command}")
+    assert f"  not lifted: {told}" in str(fn.mended.explain(x, str(path)))
+    assert f"  not lifted: {told}" in str(fn.mended.last_report())
+    path.write_text("")
+    for _ in range(100):
+        fn.mended(x, str(path))
+    assert fn.mended.last_report().not_lifted == told
+    assert lz_command(site, *command.split()[1:]).returncode == 0
+    fn.prepare()
+    wait_until(lambda: fn.mended(x, str(path)) is not None and path_of(fn.mended) == "lifted")
+    close(fn.mended(x, str(path)), silu(values))
+    assert "not lifted" not in str(fn.mended.explain(x, str(path)))
+
+
+def test_one_that_was_refused_is_tried_again_once_its_file_has_changed(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the program that has imported it anew, in the same worker."""
+    (x, _), file = randn(16, 24), tmp_path / "edited_functions.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text = """
+import sys
+import layerzero as lz
+@lz.isolated(lz.env("lifted-there", from_interpreter=sys.executable), shapes=lambda x: (x.shape, x.dtype), lift=True)
+def edited(x):
+    return """
+
+    def why(does: str) -> str:
+        file.write_text(text + does)
+        importlib.invalidate_caches()
+        module = importlib.import_module("edited_functions")
+        monkeypatch.delitem(sys.modules, "edited_functions")
+        return refused(module.edited, x)
+
+    pid = fn.prepare()
+    assert why("x * 2.0").startswith("NODE_UNSUPPORTED: edited_functions.edited: ")
+    assert why("x * 2.0 if x.get().any() else x").startswith("NOT_CAPTURABLE: edited_functions.edited: ")
+    assert why("x * 2.0").startswith("NODE_UNSUPPORTED: edited_functions.edited: ")
+    assert fn.prepare() == pid
+
+
 def test_without_cupti_it_stays(site: Site) -> None:
     x, values = randn(16, 24)
     assert lz_command(site, "restart", fn.THERE.backend).returncode == 0
     fn.prepare(False)
-    assert refused(fn.silu, x).startswith("NO_CUPTI: /no/libcupti.so")
+    assert refused(fn.silu, x).startswith(f"NO_CUPTI: {fn.__name__}.silu: /no/libcupti.so")
     close(fn.silu(x), silu(values))
 
 
@@ -317,6 +480,35 @@ def test_the_broker_may_die(site: Site) -> None:
     site.connect()
     fn.prepare()
     close(lift(fn.silu, x), silu(values))
+
+
+def test_the_session_may_be_closed_beside_its_calls(way: None, site: Site) -> None:
+    """Those that are under way give their result, or say that there is no session."""
+    x, values = randn(16, 24)
+    lift(fn.silu, x)
+    is_over, others = threading.Event(), list[BaseException]()
+
+    def call() -> None:
+        while not is_over.is_set():
+            try:
+                close(fn.silu(x), silu(values))
+            except (lz.BrokerLost, lz.NotConnected, lz.Cancelled):
+                pass
+            except BaseException as exc:
+                others.append(exc)
+                return
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        lz.disconnect()
+        site.connect()
+        wait_until(lambda: others or (fn.silu(x) is not None and path_of(fn.silu) == "lifted"))
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert others == []
 
 
 def test_policy_keeps_it_in_its_worker(site: Site) -> None:

@@ -89,14 +89,16 @@ class GpuExpress:
 
     def begin(self, args: tuple[Any, ...], found: Key, loan: Any) -> GpuExpressCall | LiftedCall | None:
         """A call that is on its ring, or that this process has launched; None for one that has to go the longer way."""
-        lifting = self.lifting
-        lifted = None if lifting is None else lifting.run(args, found.key)
+        lifting, start_ns = self.lifting, time.perf_counter_ns()
+        is_skipped = self._skipped < self._pause
+        declared = None if is_skipped and lifting is None else self.called.results(args)
+        lifted = None if lifting is None else lifting.run(args, found.key, declared, start_ns)
         if lifted is not None:
             return lifted
-        if self._skipped < self._pause:
+        if is_skipped:
             self._skipped += 1
             return None
-        session, declared = default_session.session(), self.called.results(args)
+        session = default_session.session()
         key = (found.key, _root_logger.level, declared)
         site = self._sites.get(key)
         if site is None or not site.is_open(session):

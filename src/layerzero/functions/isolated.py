@@ -11,12 +11,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from layerzero.client.connection.report import Candidate as Verdict
-from layerzero.client.connection.report import Copy
 from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
@@ -32,7 +31,7 @@ from layerzero.functions.lifting import LiftedCall, demand_liftable
 from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
-from layerzero.functions.report import FunctionReport
+from layerzero.functions.report import FunctionExplanation, FunctionReport
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, ShapedExpress, takes_out, without_out
 from layerzero.functions.warming import warm_up
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
@@ -45,42 +44,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 TUNE_CALLS = 5
 _log = logging.getLogger("layerzero.functions")
-
-
-@dataclass(frozen=True)
-class FunctionExplanation:
-    """Where a call would run, and what would be copied. `file`, `sha256`: empty for a name of lz.module. `state`: of
-    the environment's worker, or why there is none. `command`: what to run first; empty for nothing. `candidates`: where
-    several workers may serve it, each with its score or every reason against it, the one that would be chosen first.
-    `interpreter`: an existing one that the environment is, as it is now; empty for others. `placement`,
-    `placement_reason`: as of a report."""
-
-    function: str
-    env: str
-    backend: str
-    file: str
-    sha256: str
-    state: str
-    command: str
-    copies: tuple[Copy, ...]
-    uncopied_bytes: int
-    candidates: tuple[Verdict, ...] = ()
-    interpreter: str = ""
-    placement: str = "worker"
-    placement_reason: str = ""
-
-    def __str__(self) -> str:
-        of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
-        lines = [f"{self.function}{of} in {self.backend}: {self.state}"]
-        lines += [f"  {self.placement_reason}"] if self.placement_reason else []
-        lines += [f"  interpreter: {self.interpreter}"] if self.interpreter else []
-        lines += [f"  run: {self.command}"] if self.command else []
-        lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
-        for one in self.candidates:
-            time = "" if one.measured_us is None else f", {one.measured_us:,.0f} us"
-            why = f"score {one.score:g}{time}" if one.accepted else "; ".join(map(str, one.reasons))
-            lines.append(f"  {one.backend}: {why}{''.join(f'; {note}' for note in one.notes)}")
-        return "\n".join(lines)
 
 
 class Isolated(Generic[P, R]):
@@ -307,6 +270,7 @@ class Isolated(Generic[P, R]):
             interpreter,
             "worker",
             placed.reason,
+            self._not_lifted,
         )
 
     def _verdicts(self, given: Arguments) -> tuple[Verdict, ...]:
@@ -406,9 +370,13 @@ class Isolated(Generic[P, R]):
         report = call.report
         assert report is not None
         report = replace(report, not_chunked=why_alone(self, call))
-        if isinstance(call, LiftedCall) or not isinstance(self._express, ShapedExpress):
-            return report
-        return replace(report, not_lifted=self._express.not_lifted)
+        return replace(report, not_lifted=self._not_lifted) if self._options.lift else report
+
+    @property
+    def _not_lifted(self) -> str:
+        """As of a report, of this thread's last call."""
+        is_lifted = isinstance(getattr(self._last, "call", None), LiftedCall)
+        return self._express.not_lifted if isinstance(self._express, ShapedExpress) and not is_lifted else ""
 
     def _bind(self, args: Any, kwargs: Any) -> None:
         if self._signature is None:
@@ -451,8 +419,8 @@ class Isolated(Generic[P, R]):
         return Call(self, given, args, kwargs, options, wrap=wrap)
 
     def _shaped(self, args: Any, kwargs: Any) -> Shaped:
-        assert self._options.shapes is not None
-        return Shaped(self._label, self._options.shapes, args, kwargs)
+        said = self._express.said(args, kwargs) if isinstance(self._express, ShapedExpress) else None
+        return said or Shaped(self._label, cast("Callable[..., Any]", self._options.shapes), args, kwargs)
 
 
 def plain_counts(signature: inspect.Signature) -> range:

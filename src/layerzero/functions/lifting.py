@@ -36,6 +36,7 @@ from layerzero.ipc.vocabulary.ops import COUNTED_AS, FUNCTION_ON_GPU, GPU_ARRAYS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_KNOWN = 256
+MIN_ALIKE = 3  # calls, before it is asked for such: each is tried with ten runs
 NOT_ASKED = "NOT_YET: its calls do not pass the broker by so far"
 UNSUPPORTED = "ARRAYS_UNSUPPORTED"  # beside LiftReason: found here
 
@@ -114,7 +115,8 @@ class Lifting:
         self._called, self._names, self._trial = called, names, trial
         self._known: dict[Hashable, Liftable | str] = {}  # by what calls are alike by; why some are never lifted
         self._by_name: dict[str, Liftable] = {}
-        self._asked_in: dict[Hashable, tuple[Route, int]] = {}  # and of which route in which lift epoch
+        self._counts: dict[Hashable, int] = {}  # likewise: calls before it is asked for such
+        self._asked_in: dict[Hashable, tuple[Route, int, int]] = {}  # and by which route, epoch, `forgotten` of Lifts
         self._last = threading.local()  # `found`: of a thread's last call that was looked at
 
     @property
@@ -125,13 +127,12 @@ class Lifting:
             return last
         return last.route.not_lifted or f"NOT_YET: {last.route.awaits or 'the broker was asked for it'}"
 
-    def run(self, args: tuple[Any, ...], key: Hashable) -> LiftedCall | None:
-        """A call that was launched; None for one that its worker is to run. Raises the error of an earlier call on the
-        GPU that failed after it had returned."""
+    def run(self, args: tuple[Any, ...], key: Hashable, results: Hashable, start_ns: int) -> LiftedCall | None:
+        """A call that was launched; None for one that its worker is to run. `results`: as of Called. Raises the error
+        of an earlier call on the GPU that failed after it had returned."""
         if not self._known:
             return None
-        start_ns, session = time.perf_counter_ns(), default_session.session()
-        found = self._known.get((key, self._called.results(args)))
+        session, found = default_session.session(), self._known.get((key, results))
         if not isinstance(found, Liftable) or found.session is not session or not _is_plain(session):
             self._last.found = found if isinstance(found, str) else NOT_ASKED
             return None
@@ -139,11 +140,14 @@ class Lifting:
         return None if result is MISS else LiftedCall(self._called, found, result)
 
     def ask(self, site: Site, args: tuple[Any, ...], key: Hashable) -> LiftedCall | None:
-        """Whether such calls may be launched here, is asked beside them, once for each epoch; a call that was launched,
-        where that is known. Raises InvalidArgument for what `trial` gives that is no range."""
+        """Whether calls that come again may be launched here, is asked beside them, once for each epoch; a call that
+        was launched, where that is known. Raises InvalidArgument for what `trial` gives that is no range."""
         whole, session, found = (key, site.results), site.session, self._known.get((key, site.results))
         if isinstance(found, Liftable) and not _is_of(found, site):
             found = None
+        if found is None and not self._comes_again(whole):
+            self._last.found = f"NOT_YET: calls like it come too rarely; needed: {MIN_ALIKE}"
+            return None
         if found is None:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
@@ -153,13 +157,19 @@ class Lifting:
         self._last.found = found
         if isinstance(found, str) or not _is_plain(session):
             return None
-        route, epoch = self._asked_in.get(whole, (None, 0))
-        if route is found.route and epoch == site.gpu.order.page.lift_epoch:
-            return None
-        return self._serve(site, found, args, whole)
+        asked_in = found.route, site.gpu.order.page.lift_epoch, session.lifts.forgotten  # all may change meanwhile
+        return None if self._asked_in.get(whole) == asked_in else self._serve(site, found, args, whole, asked_in)
 
-    def _serve(self, site: Site, found: Liftable, args: tuple[Any, ...], whole: Hashable) -> LiftedCall | None:
-        epoch = site.gpu.order.page.lift_epoch  # before it is asked: it may end meanwhile
+    def _comes_again(self, whole: Hashable) -> bool:
+        """Whether calls like this one have come so often that they may be worth a trial."""
+        if len(self._counts) >= MAX_KNOWN:
+            self._counts.clear()
+        count = self._counts[whole] = self._counts.get(whole, 0) + 1
+        return count >= MIN_ALIKE
+
+    def _serve(
+        self, site: Site, found: Liftable, args: tuple[Any, ...], whole: Hashable, when: tuple[Route, int, int]
+    ) -> LiftedCall | None:
         start_ns, asked_in, request = time.perf_counter_ns(), overlay.process(), found.request(args)
         arrays = tuple([None if one is None else describe(one) for one in request.args])
         like, gpu, stream = arrays[0], site.gpu, site.stream()
@@ -171,7 +181,7 @@ class Lifting:
             placed = Placed(request, found.route, arrays, None, like, gpu, stream, address, start_ns, asked_in)
             is_launched = found.session.lifts.serve(placed)
             if placed.has_its_policy:  # else it was not asked
-                self._asked_in[whole] = found.route, epoch
+                self._asked_in[whole] = when
         return LiftedCall(self._called, found, made) if is_launched else None
 
     def _liftable(self, site: Site, args: tuple[Any, ...]) -> Liftable | str:

@@ -1,9 +1,10 @@
-"""How calls of isolated functions went."""
+"""How calls of isolated functions went, and would go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layerzero.client.connection.report import Candidate as Verdict
 from layerzero.client.connection.report import Copy, SelectionReport
 
 
@@ -51,4 +52,42 @@ class FunctionReport:
         lines += [f"  {self.placement_reason}"] if self.placement_reason else []
         lines += [f"  not lifted: {self.not_lifted}"] if self.not_lifted else []
         lines += [f"  not chunked: {self.not_chunked}"] if self.not_chunked else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FunctionExplanation:
+    """Where a call would run, and what would be copied. `file`, `sha256`: empty for a name of lz.module. `state`: of
+    the environment's worker, or why there is none. `command`: what to run first; empty for nothing. `candidates`: where
+    several workers may serve it, each with its score or every reason against it, the one that would be chosen first.
+    `interpreter`: an existing one that the environment is, as it is now; empty for others. `placement`,
+    `placement_reason`: as of a report; `not_lifted`: likewise, of this thread's last call."""
+
+    function: str
+    env: str
+    backend: str
+    file: str
+    sha256: str
+    state: str
+    command: str
+    copies: tuple[Copy, ...]
+    uncopied_bytes: int
+    candidates: tuple[Verdict, ...] = ()
+    interpreter: str = ""
+    placement: str = "worker"
+    placement_reason: str = ""
+    not_lifted: str = ""
+
+    def __str__(self) -> str:
+        of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
+        lines = [f"{self.function}{of} in {self.backend}: {self.state}"]
+        lines += [f"  {self.placement_reason}"] if self.placement_reason else []
+        lines += [f"  interpreter: {self.interpreter}"] if self.interpreter else []
+        lines += [f"  run: {self.command}"] if self.command else []
+        lines += [f"  copied: {copy.arg}, {copy.nbytes:,} bytes: {copy.reason}" for copy in self.copies]
+        for one in self.candidates:
+            time = "" if one.measured_us is None else f", {one.measured_us:,.0f} us"
+            why = f"score {one.score:g}{time}" if one.accepted else "; ".join(map(str, one.reasons))
+            lines.append(f"  {one.backend}: {why}{''.join(f'; {note}' for note in one.notes)}")
+        lines += [f"  not lifted: {self.not_lifted}"] if self.not_lifted else []
         return "\n".join(lines)

@@ -113,7 +113,7 @@ class Loaded:
     modules: Callable[[], Any] | None = (
         None  # a Modules (gpu/lifting/modules.py), of one that watches machine code itself
     )
-    on_change: Callable[[Callable[[str], object]], None] | None = None  # takes what tells the broker why lifts end
+    on_change: Callable[[Callable[[str], object]], None] | None = None  # takes what tells the broker of lifts
 
 
 class Provider(Protocol):

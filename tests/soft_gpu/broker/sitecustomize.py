@@ -1,7 +1,7 @@
 """On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds, and that it tries lifted calls
 on; likewise of `lz`, where LZ_SOFT_CLIENT is set. LZ_SOFT_GPU and LZ_SOFT_DRIVER: its name and the driver's version.
-LZ_SOFT_PROOF_S: how long one proof may take. LZ_SOFT_HELD: a file that says what processes hold of the GPU, as lines of
-a pid and bytes."""
+LZ_SOFT_PROOF_S: how long one proof may take; LZ_SOFT_TRIAL_S: the trial of a function. LZ_SOFT_HELD: a file that says
+what processes hold of the GPU, as lines of a pid and bytes."""
 
 import os
 import sys
@@ -45,6 +45,10 @@ if "layerzero.broker" in sys.orig_argv:
         from layerzero.broker.lifting import proofs
 
         proofs.TIMEOUT_S = float(os.environ["LZ_SOFT_PROOF_S"])
+    if "LZ_SOFT_TRIAL_S" in os.environ:
+        from layerzero.broker.lifting import functions
+
+        functions.TRIAL_S = float(os.environ["LZ_SOFT_TRIAL_S"])
 elif "layerzero.workers.prove" in sys.orig_argv:
     sys.path.append(os.path.abspath(f"{__file__}/../../../.."))
     from tests.soft_gpu import soft_gpu, soft_kernels

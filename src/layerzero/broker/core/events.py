@@ -309,12 +309,13 @@ class CallRaised:
 
 @record
 class WorkerMisbehaved:
-    """It sent bytes that break the protocol. `is_silent`: it says nothing, in place of that."""
+    """It broke the protocol; `is_silent`: or says nothing; `is_late`: or is in the trial of a function for too long."""
 
     backend: str
     generation: int
     detail: str
     is_silent: bool = False
+    is_late: bool = False
 
 
 @record

@@ -245,7 +245,9 @@ class WorkerLifecycle:
 
     def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
         worker = self.current(event.backend, event.generation)
-        if worker is not None:
+        if worker is not None and event.is_late:
+            self.fault(worker, DeadlineExceeded(event.detail, backend=event.backend), NOBODY)
+        elif worker is not None:
             self.fault(worker, BackendError(event.detail) if event.is_silent else ProtocolError(event.detail))
 
     def take_exit(self, event: ev.WorkerExited) -> Worker | None:

@@ -1,4 +1,4 @@
-"""What workers say of the calls that they were to lift, checked before anything is made of it."""
+"""What workers say of the calls that they were to lift, checked before anything is made of it; what clients get."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from layerzero.broker.io.peers import Peer
 from layerzero.broker.lifting.known import Known
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.lifting.keys import call_key
@@ -13,6 +14,8 @@ from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.results import has_samples
 from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.shm import memory
+from layerzero.ipc.transport import control
+from layerzero.ipc.transport.messages import LiftedGiven
 
 NO_KERNEL, NO_PAGE = "no kernel serves it at present", "the GPU was not offered to its client yet"
 BUSY = frozenset({LiftReason.WORKER_FAILED, LiftReason.PROOF_LATE, LiftReason.TOO_LARGE})  # of the machine, perhaps
@@ -70,6 +73,16 @@ def refused(reason: LiftReason, detail: str) -> dict[str, Any]:
 def later(why: str) -> dict[str, Any]:
     """What a client is told that is to ask again after some calls."""
     return {"state": "later", "why": why}
+
+
+def give(peer: Peer, digest: str, data: bytes) -> None:
+    """Hand over what a client has asked for by its digest."""
+    fd = memory.create_memfd("layerzero-lifted", len(data))
+    try:
+        os.pwrite(fd, data, 0)
+        control.send(peer.sock, LiftedGiven(digest=digest, nbytes=len(data)), (fd,))
+    finally:
+        os.close(fd)
 
 
 def numbers_in(params: Mapping[str, Any]) -> list[int]:

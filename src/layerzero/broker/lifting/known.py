@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ class Known:
     alignments: tuple[int, ...]
     generation: int = 0  # of the worker that was asked, or is there
     asked_s: float = 0.0
+    begun_s: float = math.inf  # that worker has said that it tries it, of a function
     is_answered: bool = False  # by that worker
     entry: Entry | None = None
     is_compared: bool = False  # its worker was asked for it without a proof: one that was proved may be like it
@@ -80,6 +81,14 @@ class Known:
             "reason": self.entry.reason if self.entry is not None else "",
             "detail": self.entry.detail if self.entry is not None else "",
         }
+
+
+def forget_due(calls: Iterable[Known], now_s: float) -> bool:
+    """Whether some that were refused since the machine was busy may be asked for again."""
+    due = [known for known in calls if known.retry_at_s <= now_s]
+    for known in due:
+        known.entry, known.retry_at_s = None, math.inf
+    return bool(due)
 
 
 def what_of(kernel_id: str, backend: str, gpu: str, identity: Identity | None, spec: CallSpec) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from layerzero.broker.lifting import answers, functions, here
 from layerzero.broker.lifting.answers import bytes_of, is_digest, later, reason_of, refused, specimen_of
 from layerzero.broker.lifting.grown import grown, numbers_of
 from layerzero.broker.lifting.imported import ImportedCalls
-from layerzero.broker.lifting.known import Known, asked_of, what_of
+from layerzero.broker.lifting.known import Known, asked_of, forget_due, what_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.shown import Shown
 from layerzero.broker.lifting.spared import Spared
@@ -42,9 +41,8 @@ from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.logs import log
-from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
-from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
+from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, Refused
 
 MAX_KNOWN = 4096
 _LIFTED = ("lifted", "auto")  # values of backend_isolation
@@ -177,6 +175,8 @@ class Lifts:
         known.granted[spec.device] = spec
         known.codes = known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
+        if self._by_digest.pop(digest, None) is None and len(self._by_digest) >= MAX_KNOWN:
+            del self._by_digest[next(iter(self._by_digest))]
         self._by_digest[digest] = known.entry.form
         epoch = held.page.lift_epoch
         ready = {"state": "ready", "number": known.number, "backend": known.backend, "digest": digest, "epoch": epoch}
@@ -270,6 +270,7 @@ class Lifts:
         if worker.is_joined or worker.state is not WorkerState.READY:
             return
         known.generation, known.asked_s, known.is_answered = worker.generation, time.monotonic(), False
+        known.begun_s = math.inf
         self._asked[known.number] = known
         is_safe, repeats = functions.traits(spec, self._state.engine.kernel(known.kernel_id))
         call, seeds = spec.prepare(known.kernel_id, is_graph_safe=is_safe), list(known.seeds)
@@ -296,12 +297,7 @@ class Lifts:
             text = f"no lifted call or machine code is known as {message.digest!r:.80}"
             control.send(peer.sock, Refused(error=InvalidArgument(text).to_wire()))
             return
-        fd = memory.create_memfd("layerzero-lifted", len(data))
-        try:
-            os.pwrite(fd, data, 0)
-            control.send(peer.sock, LiftedGiven(digest=message.digest, nbytes=len(data)), (fd,))
-        finally:
-            os.close(fd)
+        answers.give(peer, message.digest, data)
 
     def _note_missing(self, code: str) -> None:
         """Machine code is not in the store any more, or does not hold: what needs it is to be lifted anew."""
@@ -341,6 +337,8 @@ class Lifts:
         try:
             if self._functions.have_changed(peer.backend, message):
                 self.take_back()
+                return
+            if self._functions.has_begun(peer.backend, peer.generation, message, self._asked.values()):
                 return
             known = self._asked.get(message.number)
             if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
@@ -422,7 +420,9 @@ class Lifts:
             if other.number in self._asked:
                 self._refuse(other, reason, detail)
         source = "" if known.imported is None else known.imported.file
-        about = (known.kernel_id, known.backend, known.what)
+        about, is_final = (known.kernel_id, known.backend, known.what), known.retries >= MAX_RETRIES
+        is_final |= reason not in answers.BUSY
+        detail = functions.told(known.spec, known.backend, detail, is_final=is_final)
         known.entry = Entry(*about, reason=reason.value, detail=detail, imported=source)
         if reason not in answers.PASSING:
             functions.keep(self.store, known, None)
@@ -430,7 +430,7 @@ class Lifts:
             self._imports.note_refused(known.imported, known.entry)
         elif reason not in answers.PASSING:
             self._note_staying(known, reason.value)
-        elif reason in answers.BUSY and known.retries < MAX_RETRIES:
+        elif not is_final:
             known.retry_at_s = time.monotonic() + RETRY_S * 2**known.retries
             known.retries += 1
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
@@ -440,6 +440,10 @@ class Lifts:
         if not functions.is_function(known.spec):
             engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)), reason)
 
+    def note_restart(self, backend: str) -> None:
+        """Somebody has asked for another worker."""
+        self._functions.forgive(self._state.workers[backend])
+
     # --- leave, and its end ------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -447,14 +451,18 @@ class Lifts:
         now_s, asked = time.monotonic(), list(self._asked.values())
         for known in asked:
             is_gone = self._links.get(known.backend, known.generation) is None
-            if not self._proofs.has(known.number) and (is_gone or now_s > known.asked_s + WORKER_S):
-                self._functions.note_ended(known, asked, self._state.workers[known.backend], is_gone=is_gone)
+            if not is_gone and (late := self._functions.late(known, now_s)) is not None:
+                self._handle(late)
+            is_due = now_s > known.asked_s + WORKER_S and not functions.is_function(known.spec)  # which may still begin
+            if not self._proofs.has(known.number) and (is_gone or is_due):
+                self._functions.note_ended(known, asked, self._state.workers[known.backend])
                 del self._asked[known.number]
                 known.tried = None
                 self._shown.ended(known.number)  # who waited has waited as long
         self._spared.look(functions.spared(self._known.values(), {one.backend for one in self._asked.values()}), now_s)
-        self._retry(now_s)
-        if functions.is_outdated(self._known.values(), self._state.workers):
+        if forget_due(self._known.values(), now_s):
+            self.take_back()
+        if self._functions.look(self._known, self._state.workers):
             self.take_back()
         self.switches.look(self._pages.uuids())
         engine = self._state.engine
@@ -471,14 +479,6 @@ class Lifts:
                 if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best, allowed) is not None:
                     self.take_back()
                     return
-
-    def _retry(self, now_s: float) -> None:
-        """Who was refused since the machine was busy may ask again."""
-        due = [known for known in self._known.values() if known.retry_at_s <= now_s]
-        for known in due:
-            known.entry, known.retry_at_s = None, math.inf
-        if due:
-            self.take_back()
 
     def take_back(self) -> None:
         """All leave ends, then all leases: calls on rings, too, come by the way on which clients see that what was

@@ -59,6 +59,7 @@ def restart(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
             server.state.engine.note_env(name, server.launcher.env_ids().get(name, ""))
         missing = server.launcher.missing(name)
     before = restarting(server, {"backend": name})
+    server.lifts.note_restart(name)
     server.handle(ev.RestartAsked(name, missing, until_s, is_forced))
     if name in server.joined.names:
         server.joined.offer(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 MODULES_CHANGED = "MODULES_CHANGED"  # what a worker says, of no call: functions that it has lifted may be others now
+TRIAL_BEGUN = "TRIAL_BEGUN"  # likewise, of a function: it is at the oldest one of those that it was asked for
 
 
 class LiftReason(str, Enum):

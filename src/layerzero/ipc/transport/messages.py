@@ -260,11 +260,11 @@ class Lift(Message):
 
 @named_record
 class Lifted(Message):
-    """worker -> broker, with a memfd of a packed Specimen, or why there is none; number 0: leave for its calls ends."""
+    """worker -> broker, with a memfd of a packed Specimen, or why there is none; number 0: of functions, no answer."""
 
     kind: ClassVar[str] = "lifted"
     number: int
-    reason: str = ""  # a LiftReason; of number 0 MODULES_CHANGED
+    reason: str = ""  # a LiftReason; of number 0 MODULES_CHANGED or TRIAL_BEGUN
     detail: str = ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
-from layerzero.ipc.lifting.reasons import MODULES_CHANGED, LiftReason
+from layerzero.ipc.lifting.reasons import MODULES_CHANGED, TRIAL_BEGUN, LiftReason
 from layerzero.workers.functions.device import Span, device
 from layerzero.workers.functions.there import AgainThere, Server, demand_again_there
 from layerzero.workers.gpu.lifting.refusal import CannotLift
@@ -22,15 +22,16 @@ class LiftableCalls:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._tell_changed: Callable[[], object] = lambda: None
+        self._tell: Callable[[str], object] = lambda _: None
 
     def on_change(self, tell: Callable[[str], object]) -> None:
-        """As Loaded: `tell` is to be called when what was lifted may be of modules that are here no more."""
-        self._tell_changed = lambda: tell(MODULES_CHANGED)
+        """As Loaded: `tell` is to be called when what was lifted may be of modules that are here no more, and when a
+        trial begins, whose end the broker may have to bring about."""
+        self._tell = tell
 
     def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """As provider.Bind, of `function_on_gpu`. Raises InvalidArgument for what is no such call."""
-        self._server._modules.on_change = self._tell_changed
+        self._server._modules.on_change = lambda: self._tell(MODULES_CHANGED)
         memories = [Span.of(block.device) for block in (*inputs, *outputs) if block is not None]
         head = bytes.fromhex(call.attrs["call"])
         try:
@@ -41,6 +42,7 @@ class LiftableCalls:
             raise InvalidArgument("allowed: functions of arrays, numbers and texts by their place, with one result")
 
         took_s = 0.0
+        self._tell(TRIAL_BEGUN)
 
         def bound() -> None:
             nonlocal took_s

@@ -66,6 +66,23 @@ def test_pinned_call_that_comes_while_a_worker_ends_to_rest_is_served() -> None:
 # --- restarts ------------------------------------------------------------------------------------------------
 
 
+def test_worker_that_is_in_a_trial_for_too_long_ends_and_its_calls_go_to_the_next_one() -> None:
+    """It was at no call of theirs; and it has not crashed."""
+    driver = Driver("alpha", restart_budget=0)
+    driver.route(2, backend="alpha")
+    run = driver.serve(1, 2)
+    assert kinds(driver(ev.WorkerMisbehaved("alpha", 1, "a trial ran too long", is_late=True))) == ["Kill"]
+    assert not driver(ev.WorkerMisbehaved("alpha", 1, "a trial ran too long", is_late=True))
+    driver.call(2, 2)
+    assert not [one for one in driver.dies("alpha", exit_code=-9) if type(one).__name__ == "Refuse"]
+    worker = driver.state.workers["alpha"]
+    assert (worker.state, len(worker.deaths_s)) == (WorkerState.BACKOFF, 0)
+    driver.tick(1.0)
+    driver.ready("alpha")
+    assert [call.seq for call in worker.running] == [1, 2]
+    assert worker.running[0].dispatch != run.dispatch
+
+
 def test_restarts_back_off_and_end_at_the_budget_with_a_repair() -> None:
     """A backend that keeps dying must not eat the machine, and somebody must learn how to repair it."""
     driver = Driver("alpha", restart_budget=2)

@@ -61,11 +61,11 @@ class Lifts:
         self._session, self._calls = session, calls
         self.known: dict[Key, Site | HereSite | int] = {}
         self._asked: dict[Key, Asked] = {}
+        self.forgotten = 0  # how often all that was known was
         self._rooms: dict[str, ScratchRooms] = {}
         self._lock = threading.Lock()
         self._fetch = fetch_from(link)
-        self._background = Background()
-        self._growth = Growth()
+        self._background, self._growth = Background(), Growth()
         self._prefetch = Prefetch(session.ask, self._hold_ahead)
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
         self._here = Here(session, self._faults, self._stop_here)
@@ -78,9 +78,8 @@ class Lifts:
     # --- a call that was made before
 
     def run(self, request: Request, start_ns: int) -> Any:
-        """The result of a call that is lifted; of others what `GpuCalls.run_again` gives.
-
-        `run_again` is this, in C where that was compiled."""
+        """The result of a call that is lifted; of others what `GpuCalls.run_again` gives. `run_again` is this, in C
+        where that was compiled."""
         result = self._run(request, start_ns)
         return self._calls.run_again(request, start_ns) if result is MISS else result
 
@@ -214,6 +213,7 @@ class Lifts:
             if len(self._asked) >= MAX_KNOWN:
                 self._asked.clear()
                 self.known.clear()
+                self.forgotten += 1
             if self._asked.setdefault(key, asked) is not asked:
                 return  # another thread's
         if call.like.kind == DESCRIBED or call.route.beside:
