@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from layerzero.envs.build.progress import Progress
 from layerzero.envs.declared import Declared
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S, probe_cached
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError, EnvError
 from layerzero.ipc.vocabulary import pools
 
@@ -94,9 +94,9 @@ def declare(declared: Declared, store: Path) -> EnvManifest:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if is_locked(declared):
-                _write(path.parent / f"{declared.backend}.cpu.txt", str(declared.lock_text))
-            _write(path.with_suffix(".json"), json.dumps(_descriptor(declared), indent=1) + "\n")
-            _write(path, _manifest(declared))
+                files.put(path.parent / f"{declared.backend}.cpu.txt", str(declared.lock_text))
+            files.put(path.with_suffix(".json"), json.dumps(_descriptor(declared), indent=1) + "\n")
+            files.put(path, _manifest(declared))
         except OSError as exc:
             raise ConfigError(f"{path} cannot be written: {exc.strerror or exc}; set LAYERZERO_STORE") from exc
     return manifests.load(path)
@@ -267,12 +267,6 @@ def of_worker(capability: Capability, backend: str) -> Capability:
         for op, kernels in capability.ops.items()
     }
     return capability.model_copy(update={"backend": backend, "ops": ops})
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def _manifest(declared: Declared) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from layerzero.capabilities.profiles import PROFILES, Profile
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
@@ -48,9 +48,7 @@ def write(profile: Profile, store: Path) -> Path:
     if profile.name in PROFILES:
         raise ConfigError(f"the profile {profile.name!r} is LayerZero's own; learn one by another name")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps({"schema": SCHEMA, "calls": profile.to_json()}, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    files.put(path, json.dumps({"schema": SCHEMA, "calls": profile.to_json()}, indent=1) + "\n")
     return path
 
 

@@ -1,7 +1,9 @@
-"""Files that others may have put there: read whole only when they are regular and not too large."""
+"""Files that others read and write, too: read whole only when they are regular and not too large, written whole or not
+at all."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -25,3 +27,16 @@ def read(path: Path, most: int, *, is_own: bool = False) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes, the most that is allowed")
     return bytes(data)
+
+
+def put(path: Path, data: bytes | str) -> None:
+    """A file with this content, text in UTF-8. Whoever reads it finds all of it, or what was there before; of threads
+    and processes that put it at once the last one's stays. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        draft.write_bytes(data.encode() if isinstance(data, str) else data)
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise

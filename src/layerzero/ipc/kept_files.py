@@ -40,10 +40,9 @@ def unseal(sealed: bytes) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Raises OSError; there is no part of the file then."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft.unlink(missing_ok=True)  # of an earlier process with this number
         with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
         draft.replace(path)

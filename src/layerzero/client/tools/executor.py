@@ -236,10 +236,8 @@ class Executor:
             text = json.dumps(value, indent=1, allow_nan=False)
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"{self.op} cannot be exported: {exc}; allowed: plain values") from exc
-        draft = Path(path).with_name(f".{Path(path).name}.tmp")
         try:
-            draft.write_text(text + "\n", encoding="utf-8")
-            draft.replace(path)
+            files.put(Path(path), text + "\n")
         except OSError as exc:
             raise InvalidArgument(f"name a file that can be written: {path}: {exc.strerror}") from exc
 

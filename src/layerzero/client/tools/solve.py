@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from layerzero.client.facade import api, default_session
 from layerzero.client.tools.calls import Call, calls_of
 from layerzero.client.tools.tune import BUDGET_S, Progress, tune_calls
 from layerzero.client.tools.tune_report import TuneReport
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 from layerzero.ipc.wording import counted
 
@@ -135,15 +134,7 @@ def solve_calls(
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: a broker may read it at any time. Raises ConfigError."""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+        files.put(path, text)
     except OSError as exc:
         raise ConfigError(f"{path} cannot be written: {exc.strerror}; give another path") from exc
 

@@ -7,7 +7,6 @@ its bytes. What it does not name is not taken.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -191,9 +190,7 @@ def _unusable(manifest: EnvManifest, cause: str, repair: str) -> EnvError:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_bytes(data)
-        aside.replace(path)
+        files.put(path, data)
     except OSError as exc:
         raise ConfigError(f"make {path.parent} writable: {path} cannot be written: {exc.strerror or exc}") from exc

@@ -30,6 +30,7 @@ from layerzero.envs.matrix.resolver import Refused, Resolved, resolve
 from layerzero.envs.matrix.subjects import FOLDER, Subject
 from layerzero.envs.matrix.verdict import Kind, Verdict, judge
 from layerzero.envs.probe.child import Ended, kill_group, run_process
+from layerzero.ipc import files
 from layerzero.ipc.errors import EnvError
 
 VERSION = 2  # of what is kept; raise it when a trial says more or something else
@@ -164,9 +165,7 @@ def attempt(lab: Lab, subjects: Sequence[Subject], *, with_care: bool) -> Verdic
     if not verdict.is_lasting:
         return verdict
     cell.parent.mkdir(parents=True, exist_ok=True)
-    aside = cell.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
-    aside.write_text(json.dumps(verdict.to_json()), encoding="utf-8")
-    aside.replace(cell)
+    files.put(cell, json.dumps(verdict.to_json()))
     return verdict
 
 

@@ -22,6 +22,7 @@ from layerzero.envs.matrix.subjects import Subject
 from layerzero.envs.matrix.target import Target
 from layerzero.envs.matrix.trial import Lab
 from layerzero.envs.probe.child import Ended
+from layerzero.ipc import files
 
 _TAIL = 3000
 
@@ -82,9 +83,7 @@ def _kept(path: Path, version: str) -> Tried | None:
 
 def _keep(path: Path, tried: Tried) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps({**asdict(tried), "outcome": tried.outcome.value}), encoding="utf-8")
-    aside.replace(path)
+    files.put(path, json.dumps({**asdict(tried), "outcome": tried.outcome.value}))
 
 
 def _judge(version: str, ended: Ended, timeout_s: float, seconds: float) -> Tried:

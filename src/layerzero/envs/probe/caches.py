@@ -4,12 +4,12 @@ as code. Compilers keep the code of several GPU architectures apart; what is not
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from layerzero.envs.build.env import Env
 from layerzero.envs.build.store import locked
+from layerzero.ipc import files
 from layerzero.ipc.compile_caches.folder import NOTES
 from layerzero.ipc.compile_caches.manifest import OURS
 
@@ -39,6 +39,4 @@ def note_compiled(env: Env, key: str, units: Iterable[tuple[str, str]]) -> None:
     path = make_folder(env) / OURS / NOTES
     with locked(path):
         known = dict.fromkeys((*compiled(env, key), *units))
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps({"key": key, "units": list(known)[-MAX_UNITS:]}), encoding="utf-8")
-        aside.replace(path)
+        files.put(path, json.dumps({"key": key, "units": list(known)[-MAX_UNITS:]}))

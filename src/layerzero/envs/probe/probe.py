@@ -27,6 +27,7 @@ from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.build.stage import stage
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe.child import Ended, run, run_process
+from layerzero.ipc import files
 
 DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
 _STDERR_TAIL = 4000
@@ -191,9 +192,7 @@ def probe_cached(
 def keep_record(path: Path, record: ProbeRecord) -> None:
     """For `cached_record`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(record.to_json()), encoding="utf-8")
-    aside.replace(path)
+    files.put(path, json.dumps(record.to_json()))
 
 
 def record_path(env: Env, manifest: EnvManifest, profile: Profile = ALL) -> Path:

@@ -7,7 +7,6 @@ folder for each backend that was not installed, but added from a folder or a whe
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from layerzero.envs.build import store
 from layerzero.envs.trust.bundle import Bundle, check_name
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.vocabulary.policy import KERNEL_SOURCE, KERNEL_SOURCES
 
@@ -86,9 +86,7 @@ def _changing(backends: Path) -> Iterator[dict[str, str]]:
         with store.locked(path):
             record = read_record(backends)
             yield record
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_text(json.dumps({KERNEL_SOURCES: record}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            aside.replace(path)
+            files.put(path, json.dumps({KERNEL_SOURCES: record}, indent=1, sort_keys=True) + "\n")
     except OSError as exc:
         raise ConfigError(f"{exc.filename or path}: {exc.strerror or exc}") from exc
 

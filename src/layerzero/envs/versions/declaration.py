@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from layerzero.capabilities.descriptor import MAX_BYTES, DescriptorError, read_t
 from layerzero.envs import manifest as manifests
 from layerzero.envs.build import store as locks
 from layerzero.envs.manifest import EnvManifest, Problem, VariantName
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 
 MAX_KERNEL_NAME = 64
@@ -86,9 +85,9 @@ def write(declared: Declared, base: EnvManifest, store: Path) -> EnvManifest:
     try:
         ours.mkdir(parents=True, exist_ok=True)
         with locks.locked(ours / declared.name):
-            _put(ours / f"{declared.name}.json", _descriptor(declared, base))
-            _put(ours / f"{declared.name}.py", _provider(declared, base))
-            _put(ours / f"{declared.name}.toml", _manifest(declared, base))
+            files.put(ours / f"{declared.name}.json", _descriptor(declared, base))
+            files.put(ours / f"{declared.name}.py", _provider(declared, base))
+            files.put(ours / f"{declared.name}.toml", _manifest(declared, base))
     except OSError as exc:
         raise ConfigError(f"{ours} cannot be written to: {exc.strerror or exc}; set LAYERZERO_STORE") from exc
     return manifests.load(ours / f"{declared.name}.toml")
@@ -127,12 +126,6 @@ def renew(found: dict[str, EnvManifest], store: Path) -> list[Problem]:
             del found[name]
             problems.append(Problem(name, manifest.path, str(exc)))
     return problems
-
-
-def _put(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def _hash(base: EnvManifest) -> str:

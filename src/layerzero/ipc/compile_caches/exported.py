@@ -177,9 +177,7 @@ def note(target: Path, exported: Exported) -> None:
     """Take over what is noted to be compiled, where nothing is noted yet. Raises OSError."""
     notes = target / manifests.OURS / folders.NOTES
     if exported.units and not notes.exists():
-        draft = notes.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"key": exported.key, "units": list(exported.units)}), encoding="utf-8")
-        draft.replace(notes)
+        files.put(notes, json.dumps({"key": exported.key, "units": list(exported.units)}))
 
 
 def _read(source: Path, file: File) -> bytes:

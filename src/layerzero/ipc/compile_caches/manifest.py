@@ -126,7 +126,4 @@ def _entry(path: str, value: tuple[int, str, int]) -> Entry:
 
 def write(folder: Path, entries: Mapping[str, Entry]) -> None:
     """Whole or not at all. Raises OSError."""
-    path = manifest_path(folder)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps({"schema": SCHEMA, "files": dict(sorted(entries.items()))}), encoding="utf-8")
-    draft.replace(path)
+    files.put(manifest_path(folder), json.dumps({"schema": SCHEMA, "files": dict(sorted(entries.items()))}))
