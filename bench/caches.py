@@ -199,7 +199,11 @@ def one_round(what: str, backend: str, top: Path, manifests: Path, file: str) ->
     )
     small, row = ROWS[what]
     first(what, small, **here)
-    shutil.copytree(top / "here" / "probes", top / "there" / "probes")  # a probe may take minutes
+    for folder in (
+        "probes",
+        "stage",
+    ):  # what each store has once: a probe may take minutes, and our own code for workers
+        shutil.copytree(top / "here" / folder, top / "there" / folder)
     found = {"nothing compiled": first(what, row, file, **here), "a warm cache": first(what, row, file, **here)}
     command("export", str(top / "exported"), "--unsigned", "-b", backend, **here)
     command("import", str(top / "exported"), "--allow-unsigned", **there)

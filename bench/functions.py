@@ -130,7 +130,7 @@ def arrays(*, is_quick: bool) -> None:
         ("what", "the least", "of twenty the least one", "the least, of null"),
         rows,
         (
-            "In turns of 60 calls, behind 10 of the same kind. The machine was shared with other work.",
+            "In turns of 60 calls, behind 10 of the same kind.",
             "Before, when arguments became a frame in Python and were read anew by the worker, in the same turns: "
             "null 10.4, a number 11.2, 64 bytes 25.2, 1 MiB 26.0, every second element 27.1, three arrays 37.5 "
             "(of null 3.6).",
@@ -251,8 +251,8 @@ def main() -> None:
     )
     versions = {"bench": {"numpy": "1.26.4"}}
     notes = (
-        "In brackets the middle of the rounds' medians; before it, the least. The machine was shared with other work, "
-        "so that figures vary by a factor of two and more between runs.",
+        "In brackets the middle of the rounds' medians; before it, the least. Where other work shares the machine, "
+        "figures vary by a factor of two and more between runs.",
         "The pipe and the peers copy the array there and back, and have no other environment; take() sends it one way. "
         "Appose's array was put into shared memory by hand before, and goes by name; executorlib looks each 10 ms.",
     )

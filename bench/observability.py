@@ -418,8 +418,9 @@ def main() -> None:
         "looked at in Python: some microseconds each.",
         "Predicted: counting under 1 % of a compiled call, since it is three additions to words and no call of a clock "
         "that was not made before; a scrape of 10,000 series 40 to 60 ms, nearly all of it rendering "
-        f"in the exporter's process. Load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} at the end: the "
-        "machine was busy with other work, so ratios count, not times. A page of counters is 128 KiB of a client's.",
+        f"in the exporter's process. Load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} at the "
+        "end: where that is more than the bench's own, ratios count, not times. A page of counters is 128 KiB "
+        "of a client's.",
         "History: predicted 0.5 to 1 %. A sample costs the recorder and the broker 0.9 ms together for the question, "
         "by a connection that stays (2.3 ms by a new one each second), and the recorder 0.7 ms to keep it. What is "
         "more is the lane's: an end that finds no free core at that moment does not watch for the other one for 10 ms "
