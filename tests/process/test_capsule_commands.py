@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from tests.backends.toy import SEGV, fault
 from tests.process.capsule_site import Sites, capsules, crash, deadly, kept, new, only
-from tests.process.harness import Site
+from tests.process.harness import Site, is_running, processes
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
+import layerzero as lz_
 from layerzero.client.capsules import form, store
+from layerzero.client.tools.replay import own_broker
 from layerzero.ipc.errors import InvalidArgument
 
 __all__ = ["capsules", "kept", "new"]
@@ -55,6 +57,16 @@ def test_replay_makes_the_call_again_on_every_backend(kept: tuple[Site, form.Cap
     assert healthy.returncode == DONE, healthy.stderr
     assert "ok 2" in healthy.stdout
     assert max(map(len, healthy.stdout.splitlines())) <= 100
+
+
+def test_the_broker_of_a_replay_ends_with_it(new_site: Sites) -> None:
+    """It went on for a second, and now and then wrote to its folder as that was removed, which cost the result."""
+    with new_site().environment(), own_broker() as session:
+        folder, pid = Path(os.environ["LAYERZERO_RUNTIME_DIR"]), session.broker_pid
+        lz_.silu(np.zeros(4, np.float32), backend="alpha")
+    assert not is_running(pid)
+    assert not folder.exists()
+    assert not processes(folder)
 
 
 def test_list_show_and_remove(kept: tuple[Site, form.Capsule]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from unittest import mock
 
 from layerzero.client.arrays.recognition import CPU
 from layerzero.client.capsules.form import ALIGNMENTS, CUDA, WRONG, Argument, Capsule, Segment
+from layerzero.client.connection import start
 from layerzero.client.connection.call import Request
 from layerzero.client.facade import api, default_session
 from layerzero.client.facade.memory import empty
@@ -39,6 +40,7 @@ SETTINGS = {
     "LAYERZERO_STANDBY": "0",
 }
 MAX_LOG_BYTES = 1 << 20
+END_S = 10.0  # of a broker that is told to end
 START_S = 300.0  # until a worker has answered its first call
 
 
@@ -139,11 +141,14 @@ def own_broker(**more: str) -> Iterator[Any]:
         tempfile.TemporaryDirectory(prefix="lz-replay-") as folder,
         mock.patch.dict(os.environ, {**SETTINGS, **more, "LAYERZERO_RUNTIME_DIR": folder}),
     ):
-        default_session.connect(runtime_dir=Path(folder))
+        session = default_session.connect(runtime_dir=Path(folder))
         try:
-            yield default_session.session()
+            yield session
         finally:
+            with suppress(LayerZeroError):  # it is gone already
+                session.ask("shutdown")
             default_session.disconnect()
+            start.wait_for_end(start.endpoints(Path(folder)), END_S)  # it writes to the folder
 
 
 def lay_out(
