@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,20 @@ from tests.process import isolated_functions as fn
 from tests.process.harness import Site
 
 import layerzero as lz
+from layerzero.functions.environment import FunctionEnv
 
-__all__ = ["site", "store"]
+__all__ = ["serving", "site", "store"]
+
+
+@contextmanager
+def serving(site: Site, env: FunctionEnv) -> Iterator[Site]:
+    """Its broker, which knows the environment, and this process as a client; nothing of them is left."""
+    with site.environment():
+        env.build(quiet=True)
+        site.start().connect()
+        yield site
+        lz.disconnect()
+    site.stop()
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +39,5 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(store: Path) -> Iterator[Site]:
     """A broker that knows the environment `plain`, and this process as its client."""
     one = Site(store, restart_budget=100, backoff_s=0.01)
-    with one.environment():
-        fn.PLAIN.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.PLAIN):
         yield one
-        lz.disconnect()
-    one.stop()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.process import forks
 from tests.process import gpu_functions as fn
+from tests.process.function_site import serving
 from tests.process.gpu_site import SOFT, soft
 from tests.process.harness import Site, wait_until
 
@@ -29,12 +30,8 @@ def site(soft: None, store: Path) -> Iterator[Site]:
     """A broker with the GPU, whose workers may open others' memory as a driver does."""
     forks.start_server()
     one = new_site(store)
-    with one.environment():
-        fn.THERE.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.THERE):
         yield one
-        lz.disconnect()
-    one.stop()
 
 
 def new_site(store: Path, **settings: Any) -> Site:
@@ -54,13 +51,9 @@ def own(site: Site, store: Path) -> Iterator[Site]:
     """A broker for one test, whose worker dies: what has died is not given a ring for a while."""
     lz.disconnect()
     one = new_site(store, timeout_s=30)
-    with one.environment():
-        fn.THERE.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.THERE):
         fn.prepare()
         yield one
-        lz.disconnect()
-    one.stop()
     with site.environment():
         site.connect()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.process import forks
 from tests.process import isolated_functions as fn
+from tests.process.function_site import serving
 from tests.process.harness import ROOT, Site, wait_until
 
 import layerzero as lz
@@ -25,12 +26,8 @@ BACKEND = fn.PLAIN.backend
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     forks.start_server()
     one = Site(tmp_path_factory.mktemp("store"))
-    with one.environment():
-        fn.PLAIN.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.PLAIN):
         yield one
-        lz.disconnect()
-    one.stop()
 
 
 def attach(site: Site, *name: str) -> subprocess.Popen[str]:

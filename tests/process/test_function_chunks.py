@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.process import isolated_chunks as fn
+from tests.process.function_site import serving
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
@@ -16,12 +17,8 @@ import layerzero as lz
 @pytest.fixture(scope="module", autouse=True)
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     one = Site(tmp_path_factory.mktemp("store"), restart_budget=100, backoff_s=0.01)
-    with one.environment():
-        fn.PLAIN.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.PLAIN):
         yield one
-        lz.disconnect()
-    one.stop()
 
 
 @pytest.mark.parametrize("chunksize", [1, 2, 7, 70, 1000])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.process import forks
 from tests.process import isolated_coroutines as fn
+from tests.process.function_site import serving
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
@@ -22,12 +23,8 @@ store: Any = fn.Store
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     forks.start_server()
     one = Site(tmp_path_factory.mktemp("store"), restart_budget=100, backoff_s=0.01)
-    with one.environment():
-        fn.PLAIN.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.PLAIN):
         yield one
-        lz.disconnect()
-    one.stop()
 
 
 pytestmark = pytest.mark.usefixtures("site")

@@ -13,6 +13,7 @@ from tests.process import boxed_functions as boxed
 from tests.process import forks
 from tests.process import isolated_functions as fn
 from tests.process import isolated_pools as pools
+from tests.process.function_site import serving
 from tests.process.harness import Site, wait_ended, wait_until
 from tests.process.join_site import Agent
 
@@ -24,12 +25,8 @@ from layerzero.envs import functions
 def site(tmp_path: Path) -> Iterator[Site]:
     forks.start_server()
     one = Site(tmp_path / "store", joined=fn.PLAIN.backend, backoff_s=0.01)
-    with one.environment():
-        fn.PLAIN.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.PLAIN):
         yield one
-        lz.disconnect()
-    one.stop()
 
 
 def is_ready(site: Site) -> bool:

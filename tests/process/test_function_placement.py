@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.process import forks
 from tests.process import placed_functions as fn
+from tests.process.function_site import serving
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
@@ -23,12 +24,8 @@ import layerzero as lz
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     forks.start_server()
     one = Site(tmp_path_factory.mktemp("store"), restart_budget=100, backoff_s=0.01)
-    with one.environment():
-        fn.ELSEWHERE.build(quiet=True)
-        one.start().connect()
+    with serving(one, fn.ELSEWHERE):
         yield one
-        lz.disconnect()
-    one.stop()
 
 
 pytestmark = pytest.mark.usefixtures("site")
