@@ -35,7 +35,7 @@ def rows_of(table: Any, index: Any) -> Any:
 def version() -> tuple[str, int]:
     import torch
 
-    return torch.__version__, os.getpid()
+    return str(torch.__version__), os.getpid()
 
 
 @lz.isolated(THERE, shapes=like, lift=True)

@@ -86,7 +86,7 @@ def test_a_rank_dies_while_another_gpu_waits_for_its(site: Site, wait: bool) -> 
     reason, took_s, total = ranks[0].told()
     assert reason == "RANK_DIED"
     assert total == 2000.0
-    assert took_s < 5, "the GPU has waited for the dead rank's kernel"
+    assert took_s < 1, "the GPU has waited for the dead rank's kernel, or the caller for all of NCCL's abort"
     print(f"told after {took_s:.2f} s")
     ranks[1].close()
     ranks[1] = Rank(site)

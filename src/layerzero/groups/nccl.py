@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import sys
@@ -28,7 +29,8 @@ from layerzero.ipc.errors import GroupBroken
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
-GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes: NCCL's abort takes a second more
+GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes
+_teardowns: list[threading.Thread] = []  # of what was aborted: the driver takes half a second for each
 _log = logging.getLogger("layerzero.groups")
 
 
@@ -40,7 +42,8 @@ class Nccl:
         self._rank, self.device = rank, device
         self._group: Any = None
         self._is_connected = False
-        self._open: Any = None  # an event behind the calls that were not waited for
+        self._latest: Any = None  # an event behind the last call
+        self._open: Any = None  # likewise, of those that were not waited for
         self._open_count = 0
         self._watch: _Watch | None = None
 
@@ -58,6 +61,7 @@ class Nccl:
 
     def start(self, peers: Peers, size: int, until_s: float) -> None:
         """With all other ranks; connections are made with the first call."""
+        finish_teardowns(until_s)
         self._group = self._made(size)
 
     def started(self) -> None:
@@ -71,7 +75,7 @@ class Nccl:
             else:  # it waits for all other ranks within
                 self._in_thread(peers, lambda: self._enqueue(call), call.until_s)
             self._is_connected = True
-            event = self._recorded()
+            event = self._latest = self._recorded()
             if call.is_waited:
                 self._wait_for(event, peers, call.until_s)
                 self._open, self._open_count = None, 0  # what was enqueued before is done, too
@@ -112,6 +116,7 @@ class Nccl:
             while not self._is_done() and time.monotonic() < end_s:
                 time.sleep(NAP_S)
         self.drop()
+        finish_teardowns()
 
     def _wait_for(self, event: Any, peers: Peers, until_s: float) -> None:
         spin_s = time.monotonic() + SPIN_S
@@ -165,10 +170,19 @@ class Nccl:
         return event is None or bool(event.query())
 
     def _abort(self) -> None:
+        """Until its kernels have ended, some milliseconds. What else there is of it is taken down behind that, which
+        may go on for half a second: the next one that is started waits for that, and the end of the process."""
         group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        if group is None:
+            return
+        teardown = threading.Thread(target=_take_down, args=(group,), name="nccl-teardown")
+        _teardowns.append(teardown)
+        teardown.start()
+        if self._latest is None:  # its first call may be about to be enqueued
+            teardown.join()
+        with contextlib.suppress(RuntimeError):
+            while teardown.is_alive() and not self._latest.query():
+                time.sleep(NAP_S)
 
     # --- torch's
 
@@ -275,6 +289,19 @@ class _Watch:
             self.has_aborted = True
             self._abort()
             _log.error("a rank went during calls that nobody has waited for: what they gave is void")
+
+
+def _take_down(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
+
+
+def finish_teardowns(until_s: float = math.inf) -> None:
+    """Of what was aborted before, in this process."""
+    for teardown in list(_teardowns):
+        teardown.join(None if until_s == math.inf else max(until_s - time.monotonic(), 0.0))
+        if not teardown.is_alive():
+            _teardowns.remove(teardown)
 
 
 def _op(kinds: Any, name: str) -> Any:

@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from layerzero.groups.nccl import _Watch
+from layerzero.groups import nccl
+from layerzero.groups.nccl import Nccl, _Watch
 
 PATIENCE_S = 60.0
 
@@ -58,3 +60,45 @@ def test_a_group_that_closes_ends_its_watch() -> None:
     watch.close()
     rank.close()
     assert (threading.active_count(), watch.has_aborted) == (before, False)
+
+
+class Communicator:
+    """One whose kernels end as soon as it is aborted, and which is taken down once `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.has_stopped, self.may_end = threading.Event(), threading.Event()
+
+    def abort(self) -> None:
+        self.has_stopped.set()
+        assert self.may_end.wait(PATIENCE_S)
+
+    def query(self) -> bool:
+        """As the event behind its last call."""
+        return self.has_stopped.is_set()
+
+
+def test_who_is_told_of_a_death_waits_for_kernels_and_not_for_the_rest(tmp_path: Path) -> None:
+    """That is for the next one, and for the end of the process."""
+    made, one = Nccl(tmp_path, "group", 1, 0, 0), Communicator()
+    made._group = made._latest = one
+    made.drop()
+    assert one.has_stopped.is_set()
+    nccl.finish_teardowns(0.0)
+    (teardown,) = nccl._teardowns
+    assert teardown.is_alive()
+    assert not teardown.daemon, "the process would end in the middle of it"
+    one.may_end.set()
+    nccl.finish_teardowns()
+    assert not nccl._teardowns
+
+
+def test_without_a_call_to_wait_for_all_of_it_is_awaited(tmp_path: Path) -> None:
+    made, one = Nccl(tmp_path, "group", 1, 0, 0), Communicator()
+    made._group = one
+    dropping = threading.Thread(target=made.drop)
+    dropping.start()
+    assert one.has_stopped.wait(PATIENCE_S)
+    assert dropping.is_alive()
+    one.may_end.set()
+    dropping.join(PATIENCE_S)
+    assert not any(teardown.is_alive() for teardown in nccl._teardowns)
