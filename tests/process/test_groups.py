@@ -382,6 +382,7 @@ def test_micro_batches_go_through_stages_and_come_out_as_one_process_makes_them(
     ranks = connected(formed)
     for micro_batches in (1, 4):
         told = on(ranks, "flow", "two", micro_batches, [0, 1, 2])
+        assert isinstance(told[1], str), told
     assert told[1].startswith("rank 1 of 2: 2 stages, here 1\n  4 micro-batches, 5 ticks: 1 to fill, 3 steady, 1 to dr")
     told = on(ranks, "flow", "four", 4, [3, 4])
     assert told[0].startswith("rank 0 of 2: 4 stages, here 0, 2\n  4 micro-batches, 9 ticks: ")

@@ -24,6 +24,9 @@ class SoftGraph:
     def time_us(self) -> float | None:
         return None
 
+    def destroy(self) -> None:
+        raise NotImplementedError("for plans that are split, which are of torch")
+
 
 class SoftFence:
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,7 @@ class Nccl:
         self._open: Any = None  # likewise, of those that were not waited for
         self._open_count = 0
         self._watch: _Watch | None = None
+        self._held: list[weakref.WeakMethod[Callable[[], None]]] = []  # let go of graphs with its calls in them
 
     def why_not(self) -> str:
         """Why it cannot be started here; empty where it can."""
@@ -80,11 +82,29 @@ class Nccl:
                 self._wait_for(event, peers, call.until_s)
                 self._open, self._open_count = None, 0  # what was enqueued before is done, too
             else:
-                self._open, self._open_count = event, self._open_count + 1
-                self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
+                self._leave_open(event, peers)
         except RuntimeError as exc:  # torch's, and NCCL's
             raise self._failed(peers, exc) from exc
         return self._copies(call)
+
+    def launch(self, peers: Peers, work: Callable[[], None]) -> None:
+        """What enqueues calls of all ranks by itself: a CUDA graph with them. Raises GroupBroken."""
+        try:
+            work()
+            self._latest = self._recorded()
+            self._leave_open(self._latest, peers)
+        except RuntimeError as exc:
+            if self._watch is not None and self._watch.has_aborted:  # a moment ago, and has destroyed the graph
+                peers.look(math.inf)
+            raise self._failed(peers, exc) from exc
+
+    def hold(self, let_go: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """`let_go` destroys a graph with its calls, before which NCCL cannot be taken down."""
+        self._held.append(let_go)
+
+    def _leave_open(self, event: Any, peers: Peers) -> None:
+        self._open, self._open_count = event, self._open_count + 1
+        self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
 
     def wait(self, peers: Peers, until_s: float) -> None:
         """Until the GPU has done all calls. Raises GroupBroken."""
@@ -181,8 +201,13 @@ class Nccl:
         if self._latest is None:  # its first call may be about to be enqueued
             teardown.join()
         with contextlib.suppress(RuntimeError):
-            while teardown.is_alive() and not self._latest.query():
+            while teardown.is_alive() and self._latest is not None and not self._latest.query():
                 time.sleep(NAP_S)
+        held, self._held = self._held, []
+        for one in held:
+            let_go = one()
+            if let_go is not None:
+                let_go()
 
     # --- torch's
 
@@ -238,6 +263,22 @@ class Nccl:
                 self._group.broadcast([result], options).wait()
         if call.op.reduces and call.detail == "mean":
             result /= call.size
+
+    def begin_sum(self, x: Any) -> Any:
+        """In place, of contiguous memory: what has `wait`, which the current stream does. While that is captured."""
+        from torch.distributed import distributed_c10d as kinds
+
+        return self._group.allreduce([x.view(-1)], kinds.AllreduceOptions())
+
+    def gather(self, x: Any) -> Any:
+        """Of all ranks, along the first dimension. While the current stream is captured."""
+        from torch.distributed import distributed_c10d as kinds
+
+        torch, size = sys.modules["torch"], self._group.size()
+        out, x = x.new_empty((size * x.shape[0], *x.shape[1:])), x.contiguous()
+        flat, result = (one.view(-1).view(torch.uint8) for one in (x, out))
+        self._group._allgather_base(result, flat, kinds.AllgatherOptions()).wait()
+        return out
 
     @staticmethod
     def _copies(call: calls.Call) -> tuple[Copy, ...]:

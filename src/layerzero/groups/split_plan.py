@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from layerzero.client.arrays.recognition import CPU, describe
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import overlay
 from layerzero.client.connection.report import html_of_text
 from layerzero.client.facade import default_session, running
-from layerzero.client.facade.memory import empty
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.execution_plan import COLD, FROZEN, WARM, ExecutionPlan, plan
 from layerzero.client.plans.guards import arrays_of, key_of, label_of, modes_of
@@ -25,8 +23,11 @@ from layerzero.client.plans.showing import PlanExplanation
 from layerzero.client.plans.traced import map_leaves
 from layerzero.client.plans.verifying import largest_difference
 from layerzero.groups.group import Group
-from layerzero.groups.splitting import Collective, Split, split
-from layerzero.groups.stretches import LocalStretch, Weights, joined
+from layerzero.groups.joint_graph import JointGraph
+from layerzero.groups.split_run import Item, Part, go
+from layerzero.groups.splitting import Collective, Split, Stretch, dtype_of, shape_of, split
+from layerzero.groups.stretches import LocalStretch, Weights
+from layerzero.groups.tiles import Tiled, TiledSum, tiled
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.wording import counted
 
@@ -38,7 +39,8 @@ _OTHER_OPTIONS = ("warmup", "bake_constants", "fixed_weights", "timed")
 class SplitExplanation:
     """What became of a split plan. `weights`: steps whose weights are in parts, a line each; `collectives`: calls of
     all ranks in one run; `whole`: steps with weights that every rank makes whole, and why; `difference`: of its first
-    run from the function, relative to the largest number; `stretches`: of the plans between them."""
+    run from the function, relative to the largest number; `stretches`: of the plans between them; `graph`: on GPUs, the
+    CUDA graph of all of it, and `replays` of that."""
 
     phase: str
     arguments: str
@@ -50,6 +52,8 @@ class SplitExplanation:
     weight_bytes: int
     difference: float
     stretches: tuple[PlanExplanation, ...]
+    graph: str
+    replays: int
 
     def __str__(self) -> str:
         lines = [f"{self.phase}: {self.arguments}, rank {self.rank} of {self.size}"]
@@ -60,6 +64,8 @@ class SplitExplanation:
         lines += [f"    whole: {line}" for line in self.whole]
         if self.stretches:
             lines.append(f"  differed from the function by {self.difference:.1e} of the largest number")
+        if self.graph:
+            lines.append(f"  {self.graph}")
         for stretch in self.stretches:
             first, *rest = str(stretch).splitlines()
             lines += [f"  a plan, {first}", *(f"  {line}" for line in rest)]
@@ -77,7 +83,8 @@ class _Variant:
         self.recording: Recording | None = None
         self.split: Split | None = None
         self.weights: Weights | None = None
-        self.items: list[ExecutionPlan | LocalStretch | Collective] = []
+        self.items: list[Item] = []
+        self.graph: JointGraph | None = None  # of all of it, on a GPU
         self.difference = 0.0
 
 
@@ -189,11 +196,25 @@ class SplitPlan:
         made.recording.let_go({storage.number for storage in storages if storage.origin == CONSTANT})
         variant.recording = None
         weights = variant.weights = Weights(made.recording, self._group.rank, self._group.size)
+        device = made.recording.device
         variant.items = [
-            item if isinstance(item, Collective) else self._plan(LocalStretch(item, weights, self._group.rank))
-            for item in made.items
+            self._item(item, made, weights) for item in (made.items if device in (None, CPU) else tiled(made))
         ]
+        has_calls = any(not isinstance(item, Part) for item in variant.items)  # of all ranks
+        if device not in (None, CPU) and self._group.size > 1 and has_calls:
+            inputs, outputs = made.recording.inputs, made.outputs()
+            first = made.recording.values[inputs[0]] if inputs else None
+            dtype, shape = ("", ()) if first is None else (dtype_of(first), shape_of(first))
+            name = getattr(self, "__qualname__", "a function")
+            variant.graph = JointGraph(self._group, variant.items, (inputs, outputs), (name, dtype, shape), device)
         variant.phase = FROZEN
+
+    def _item(self, item: Stretch | Collective | Tiled, made: Split, weights: Weights) -> Item:
+        if isinstance(item, Collective):
+            return item
+        if isinstance(item, Tiled):
+            return TiledSum(made, item, weights, self._group.rank)
+        return Part(self._plan(LocalStretch(item, weights, self._group.rank)), item.takes, item.makes)
 
     def _plan(self, stretch: LocalStretch) -> ExecutionPlan | LocalStretch:
         """The function's own code alone is no plan."""
@@ -209,7 +230,7 @@ class SplitPlan:
         told = self._told(_SAME if error is None else _UNLIKE, b"")
         wrong = [rank for rank, one in enumerate(told) if one[0] != _SAME]
         if wrong:
-            variant.phase, variant.recording, variant.split, variant.items = COLD, None, None, []
+            variant.phase, variant.recording, variant.split, variant.items, variant.graph = COLD, None, None, [], None
             why = "" if error is None else f": {error.message}"
             ranks = ", ".join(map(str, wrong))
             raise InvalidArgument(f"leave lz.split_plan out: split, it gave something else on ranks {ranks}{why}")
@@ -221,21 +242,10 @@ class SplitPlan:
         assert made is not None
         assert weights is not None
         known = dict(zip(made.recording.inputs, inputs, strict=True))
-        stretches = iter(one for one in made.items if not isinstance(one, Collective))
-        is_open = False  # the GPU may not have come to the end of the group's calls
-        last = next((item for item in reversed(variant.items) if isinstance(item, Collective)), None)
-        for item in variant.items:
-            if isinstance(item, Collective):
-                arrays = [known[number] for number in item.values]
-                is_here = describe(arrays[0]).device != CPU and all(map(_asks_no_worker, variant.items))
-                is_open = is_here and item is not last  # whose caller may ask a worker next
-                known.update(collect(self._group, item, arrays, wait=not is_open))
-                continue
-            if is_open and not _asks_no_worker(item):  # leave has ended since
-                self._group.synchronize()
-                is_open = False
-            stretch = next(stretches)
-            known.update(zip(stretch.makes, item(*(known[number] for number in stretch.takes)), strict=True))
+        if variant.graph is None:
+            go(variant.items, known, self._group)
+        else:
+            variant.graph.run(known)
 
         def filled(leaf: Any) -> Any:
             if not isinstance(leaf, Use):
@@ -245,64 +255,34 @@ class SplitPlan:
         return map_leaves(made.recording.output, filled)
 
 
-def _asks_no_worker(item: ExecutionPlan | LocalStretch | Collective) -> bool:
-    return not isinstance(item, ExecutionPlan) or item.runs_here
-
-
-def collect(group: Group, collective: Collective, arrays: list[Any], *, wait: bool) -> dict[int, Any]:
-    """Sums, or what ranks have in parts, whole. Without `wait` only where this rank asks no worker of anything behind
-    it: one that serves several ranks may have to wait for a call of this rank, whose GPU waits for another rank, which
-    this worker has not served yet. Raises as the group's calls do."""
-    if collective.dim is not None:
-        (value,) = arrays
-        return {collective.values[0]: joined(list(group.all_gather(value[None], wait=wait)), collective.dim)}
-    if len(arrays) == 1:
-        out = arrays[0] if _may_be_written(arrays[0]) else None
-        return {collective.values[0]: group.all_reduce(arrays[0], out=out, wait=wait)}
-    counts = [math.prod(array.shape) for array in arrays]
-    first = describe(arrays[0])
-    if first.device != CPU:
-        whole = arrays[0].new_empty(sum(counts))
-    else:
-        whole = empty((sum(counts),), arrays[0].dtype if first.kind == "torch" else first.spec.dtype)
-    ends = np.cumsum(counts).tolist()
-    rows = [
-        whole[end - count : end].reshape(array.shape) for end, count, array in zip(ends, counts, arrays, strict=True)
-    ]
-    for row, array in zip(rows, arrays, strict=True):
-        row[...] = array
-    group.all_reduce(whole, out=whole, wait=wait)
-    return dict(zip(collective.values, rows, strict=True))
-
-
-def _may_be_written(array: Any) -> bool:
-    """What a plan has made is its own: nobody else has it."""
-    found = describe(array)
-    return found.writable and not found.needs_copy and found.spec.is_contiguous and not found.requires_grad
-
-
 def _explained(variant: _Variant, group: Group) -> SplitExplanation:
     made, weights = variant.split, variant.weights
     if made is None or weights is None or variant.phase != FROZEN:
-        facts: tuple[Any, ...] = ((), (), (), 0, 0.0, ())
+        facts: tuple[Any, ...] = ((), (), (), 0, 0.0, (), "", 0)
         return SplitExplanation(variant.phase, variant.label, group.rank, group.size, *facts)
     names = {step.number: f"{step.number} {step.name} at {step.where}" for step in made.recording.steps}
     split_ones = [one for one in made.steps() if one.applied.how]
     lines = tuple(f"{names[one.step.number]}: {one.applied.how}" for one in split_ones)
     makers = {number: step for step in made.recording.steps for number in step.made}
-    collectives = tuple(_line_of(made, item, makers) for item in made.items if isinstance(item, Collective))
+    tiles = {item.collective: item.tiles for item in variant.items if isinstance(item, TiledSum)}
+    collectives = tuple(
+        _line_of(made, item, makers, tiles.get(item, 1)) for item in made.items if isinstance(item, Collective)
+    )
     whole = tuple(f"{names[number]}: {why}" for number, why in sorted(made.whole.items()))
-    stretches = tuple(item.explain() for item in variant.items if isinstance(item, ExecutionPlan))
-    facts = (lines, collectives, whole, weights.nbytes, variant.difference, stretches)
+    plans = [item.run for item in variant.items if isinstance(item, Part)]
+    stretches = tuple(plan.explain() for plan in plans if isinstance(plan, ExecutionPlan))
+    graph = ("", 0) if variant.graph is None else (str(variant.graph), variant.graph.replays)
+    facts = (lines, collectives, whole, weights.nbytes, variant.difference, stretches, *graph)
     return SplitExplanation(variant.phase, variant.label, group.rank, group.size, *facts)
 
 
-def _line_of(made: Split, collective: Collective, makers: Mapping[int, Any]) -> str:
+def _line_of(made: Split, collective: Collective, makers: Mapping[int, Any], tiles: int) -> str:
     after = " and ".join(f"{makers[number].number} {makers[number].name}" for number in collective.values)
     what = ", ".join(made.text_of(number) for number in collective.values)
     if collective.dim is not None:
         return f"all_gather after {after}, {what} along dimension {collective.dim}"
-    return f"all_reduce after {after}, {what}" + (" as one" if len(collective.values) > 1 else "")
+    how = " as one" if len(collective.values) > 1 else f" in {tiles} tiles" if tiles > 1 else ""
+    return f"all_reduce after {after}, {what}{how}"
 
 
 def split_plan(function: Callable[..., Any], group: Group, **options: Any) -> SplitPlan:

@@ -58,6 +58,10 @@ class Split:
             if isinstance(item, Stretch):
                 yield from item.steps
 
+    def outputs(self) -> list[int]:
+        """Values of the function's result."""
+        return list(dict.fromkeys(_uses_of(self.recording.output)))
+
     def lines(self) -> list[str]:
         """The same on all ranks that have split the same function alike."""
         told = []

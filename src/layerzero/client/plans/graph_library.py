@@ -29,6 +29,9 @@ class Graph(Protocol):
     def time_us(self) -> float | None:
         """The GPU's time of the last replay that was timed and is over; None for none."""
 
+    def destroy(self) -> None:
+        """Now, whoever still has it. Its last replay is over."""
+
 
 class GraphLibrary(Protocol):
     """Works on arrays of one kind, on the GPU `device`, in the current stream."""
@@ -107,6 +110,9 @@ class TorchGraph:
             return float(self._events[0].elapsed_time(self._events[1])) * 1e3
         except (RuntimeError, ValueError):  # never recorded
             return None
+
+    def destroy(self) -> None:
+        self._graph.reset()
 
     def pool(self) -> Any:
         return self._graph.pool()

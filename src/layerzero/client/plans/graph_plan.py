@@ -159,6 +159,17 @@ class GraphPlan:
             outputs = self._steps.run(inputs)
             return map_leaves(self.program.recording.output, partial(self._plain, outputs))
 
+    def enqueue(self, inputs: Sequence[Any]) -> tuple[Any, list[tuple[str, str]]]:
+        """Its steps, for a CUDA graph of somebody else's, which the current stream is captured for: the function's
+        result, in that graph's memory, and op and kernel of each call. Raises NotCapturable."""
+        with self._library.on(self.device):
+            self._steps.served = {}
+            outputs = self._steps.run(inputs, is_captured=True)
+            if not all(one.is_here for one in self._steps.served.values()):
+                raise NotCapturable("a worker makes a call of it")
+            value = map_leaves(self.program.recording.output, partial(self._plain, outputs))
+            return value, list(self._kernels(self._steps.served))
+
     def walk(self, inputs: Sequence[Any]) -> Any:
         """A generator that goes step by step: each step with its results."""
         with self._library.on(self.device):
@@ -334,16 +345,16 @@ class GraphPlan:
                 self.problem = str(exc)
             return
         self._failed, self.failure, self.served = 0, "", dict(self._steps.served)
-        self._rows = counter_rows(self.session, self._kernels(), GRAPH)
+        self._rows = counter_rows(self.session, self._kernels(self.served), GRAPH)
         self._is_all_here = all(one.is_here for one in self.served.values())
         self._epoch, self._has_leave = epoch, True
         if not self.program.recording.writes_outside:
             self._check(inputs, expected)
 
-    def _kernels(self) -> Iterator[tuple[str, str]]:
-        """Of the calls in the graph: op and kernel."""
+    def _kernels(self, by_step: Mapping[int, Served]) -> Iterator[tuple[str, str]]:
+        """Of these calls: op and kernel."""
         for step in self.program.steps:
-            served = self.served.get(step.number)
+            served = by_step.get(step.number)
             if served is not None and served.kernel_id and step.request is not None:
                 yield step.request.op, served.kernel_id
 

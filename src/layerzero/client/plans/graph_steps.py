@@ -98,7 +98,7 @@ class GraphSteps:
             wish = self._wishes.get(step.number)
             with contextlib.nullcontext() if wish is None else Scope(wish):
                 result = self._session.run(replace(step.request, args=args, out=kwargs.get("out")))
-            self.served[step.number] = _served(self._session.last_record)
+            self.served[step.number] = served_by(self._session.last_record)
         else:
             assert step.function is not None
             result = self._strictly(step, args, kwargs) if is_strict else step.function(*args, **kwargs)
@@ -151,7 +151,8 @@ def _why(route: Any) -> str:
     return str(route.not_lifted or waits)
 
 
-def _served(record: Any) -> Served:
+def served_by(record: Any) -> Served:
+    """A thread's last call, by its record (Session.last_record)."""
     kernel_id, path, _ = kernel_of(record)
     if path in HERE:
         return Served(path, kernel_id, str(record[8]))

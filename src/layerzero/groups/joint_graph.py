@@ -1,0 +1,238 @@
+"""A run of a split plan as one CUDA graph on each rank, its calls of all ranks included (docs/groups.md).
+
+Until all ranks can launch all of it themselves, runs go step by step. In each run the ranks say first how far they are,
+and go as the one does that is least far: a graph that is launched on some ranks alone would wait for ever.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from layerzero.client.connection.counters import Row
+from layerzero.client.facade import default_session
+from layerzero.client.plans.counting import GRAPH, count_steps, counter_rows
+from layerzero.client.plans.execution_plan import ExecutionPlan
+from layerzero.client.plans.graph_library import LIBRARIES, Fence, Graph
+from layerzero.client.plans.graph_steps import NotCapturable
+from layerzero.client.plans.verifying import largest_difference
+from layerzero.client.session.session import Session
+from layerzero.groups import choices
+from layerzero.groups.group import Group
+from layerzero.groups.joint import Captured, launch, meet, nccl_of
+from layerzero.groups.split_run import Item, Part, go, runs_here
+from layerzero.groups.splitting import Collective
+from layerzero.ipc.errors import InvalidArgument
+
+STEPS, READY, CAPTURED, PROVED = range(4)
+"""How far a rank is: it runs the steps; may capture its graph; has one; whose result was that of the steps."""
+SAME_RUNS = 8  # with arguments in the same memory; then a graph is captured that works on it
+MAX_FAILED = 3  # captures in a row
+
+
+class _Made(NamedTuple):
+    """A graph and what it works on. `inputs`: memory for the arguments, empty where it works on the caller's own, at
+    `addresses`; `kept`: what it makes, by value; `copies` makes new ones of what the caller gets."""
+
+    graph: Graph
+    inputs: list[Any]
+    addresses: tuple[int, ...]
+    kept: dict[int, Any]
+    fill: Callable[[Sequence[Any]], None]
+    copies: Callable[[], list[Any]]
+
+
+class JointGraph:
+    """Of one split of a function and one generation of the group. For one thread at a time."""
+
+    def __init__(
+        self,
+        group: Group,
+        items: Sequence[Item],
+        values: tuple[Sequence[int], Sequence[int]],
+        what: tuple[str, str, tuple[int, ...]],
+        device: int,
+    ) -> None:
+        """`values`: of the function's arguments and of its result; `what`: the function's name, and what arrays it
+        takes, which all ranks are to agree on."""
+        name, dtype, shape = what
+        self._group, self._items, self._device = group, items, device
+        self._inputs, self._wanted = list(values[0]), list(dict.fromkeys(values[1]))
+        self._what = ("split_plan", name, dtype, list(shape), choices.NCCL)
+        last = max(n for n, item in enumerate(items) if not isinstance(item, Part))
+        is_own_code = all(
+            isinstance(item, Part) and not isinstance(item.run, ExecutionPlan) for item in items[last:][1:]
+        )
+        # Own code behind the last call makes what its caller gets: nothing of the graph is copied then.
+        self._head = items[: last + 1] if is_own_code else items
+        self._tail = items[len(self._head) :]
+        made = {number for item in self._head for number in _made_by(item)}
+        self._given = [number for number in self._wanted if number in made]
+        taken = {number for item in self._tail if isinstance(item, Part) for number in item.takes}
+        self._kept = [number for number in made if number in taken or number in self._given]
+        self._library = LIBRARIES["torch"]
+        self._session: Session | None = None
+        self._epoch = -1
+        self._fence: Fence | None = None
+        self._made: _Made | None = None
+        self._direct: _Made | None = None
+        self._is_held = self._is_proved = False
+        self._rows: list[tuple[Row, int]] = []
+        self._last_at: tuple[int, ...] = ()
+        self._same = self._failed = 0
+        self.problem, self.failure, self.waits_for = "", "", ""
+        self.runs = self.replays = 0
+        self.difference: float | None = None  # of the first replay from the steps
+
+    def __str__(self) -> str:
+        if self._made is None:
+            return f"no graph of all of it: {self.problem or self.failure or self.waits_for or 'not run yet'}"
+        nodes = self._made.graph.nodes
+        told = f"one CUDA graph of {nodes} nodes, with the calls of all ranks: {self.replays} of {self.runs} runs"
+        return told + (f"; the last was none: {self.waits_for}" if self.waits_for else "")
+
+    def run(self, known: dict[int, Any]) -> None:
+        """`known`: the arguments by value, which gets the results. Raises as the group's calls do, and as steps do."""
+        self.runs += 1
+        with self._library.on(self._device):
+            inputs = [known[number] for number in self._inputs]
+            state = self._state()
+            least = meet(self._group, self._what, state)
+            if least == PROVED:
+                self._replay(inputs, known)
+                self.waits_for = ""
+                return
+            if state > least:
+                self.waits_for = "another rank cannot launch it yet"
+            go(self._items, known, self._group)
+            if least == CAPTURED:
+                self._prove(inputs, known)
+            elif least == READY and self._made is None:
+                self._capture_first(inputs)
+
+    def let_go(self) -> None:
+        """Destroy its graphs, whose last replay is over."""
+        made, self._made, self._direct, self._is_proved = (self._made, self._direct), None, None, False
+        for one in made:
+            if one is not None:
+                one.graph.destroy()
+
+    def _state(self) -> int:
+        session = default_session.session()
+        if self.problem:
+            return STEPS
+        if not runs_here(self._items):
+            self.waits_for = "a worker has a part in it, or it was not run yet"
+            return STEPS
+        if self._made is not None and (self._session is not session or self._epoch != self._page_epoch(session)):
+            self._group.synchronize()
+            self.let_go()
+        if self._made is None:
+            return READY
+        return PROVED if self._is_proved else CAPTURED
+
+    def _page_epoch(self, session: Session) -> int:
+        return session.gpus.gpu(self._device).order.page.lift_epoch
+
+    # --- capturing
+
+    def _capture_first(self, inputs: Sequence[Any]) -> None:
+        session = default_session.session()
+        self._session, self._epoch = session, self._page_epoch(session)
+        try:
+            self._made = self._capture([self._library.static(one) for one in inputs], ())
+        except NotCapturable as exc:
+            self._failed, self.failure = self._failed + 1, str(exc)
+            if self._failed >= MAX_FAILED:
+                self.problem = self.failure
+            return
+        self._failed, self.failure = 0, ""
+
+    def _capture(self, inputs: list[Any], addresses: tuple[int, ...]) -> _Made:
+        """Raises NotCapturable."""
+        session, nccl = default_session.session(), nccl_of(self._group)
+        assert nccl is not None
+        driver = session.gpus.gpu(self._device).memory.context.driver
+        if self._fence is None:
+            self._fence = self._library.fence(self._device)
+        if not self._is_held:
+            nccl.hold(weakref.WeakMethod(self.let_go))
+            self._is_held = True
+        kernels: list[tuple[str, str]] = []
+
+        def work() -> dict[int, Any]:
+            known = dict(zip(self._inputs, inputs, strict=True))
+            kernels.extend(go(self._head, known, Captured(nccl)))
+            return {number: known[number] for number in self._kept}
+
+        plans = [item.run for item in self._items if isinstance(item, Part) and isinstance(item.run, ExecutionPlan)]
+        graphs = [one.graph for plan in plans if (one := plan.latest().graph) is not None and one.graph is not None]
+        beside = self._made.graph if self._made is not None else max(graphs, key=lambda one: one.nbytes, default=None)
+        try:
+            graph, kept = self._library.capture(work, self._device, driver, beside, is_timed=False)
+        except RuntimeError as exc:  # torch's, at the capture's end
+            raise NotCapturable(f"no CUDA graph can hold it: {str(exc).splitlines()[0][:300]}") from exc
+        self._rows = counter_rows(session, kernels, GRAPH)
+        own = [] if addresses else inputs
+        copies = self._library.copier([kept[number] for number in self._given])
+        return _Made(graph, own, addresses, kept, self._library.filler(own), copies)
+
+    def _prove(self, inputs: Sequence[Any], known: dict[int, Any]) -> None:
+        """That the graph gives what the steps gave. All ranks launch it."""
+        found = dict(zip(self._inputs, inputs, strict=True))
+        self._replay(inputs, found)
+        try:
+            its, others = ([one[number] for number in self._wanted if number in one] for one in (known, found))
+            self.difference = largest_difference(its, others)
+            self._is_proved = True
+        except InvalidArgument as exc:
+            self.problem = f"the graph gave something else than its steps: {exc.message}"
+            self.let_go()
+
+    # --- replaying
+
+    def _replay(self, inputs: Sequence[Any], known: dict[int, Any]) -> None:
+        start_ns, made = time.perf_counter_ns(), self._direct_for(inputs) or self._made
+        assert made is not None
+        assert self._fence is not None
+        assert self._session is not None
+        self._fence.enter(made.inputs)
+        if made.inputs:
+            made.fill(inputs)
+        launch(self._group, made.graph.replay)
+        known.update(made.kept)
+        known.update(zip(self._given, made.copies(), strict=True))
+        go(self._tail, known, self._group)
+        self._fence.leave()
+        self.replays += 1
+        count_steps(self._session, self._rows, time.perf_counter_ns() - start_ns)
+
+    def _direct_for(self, inputs: Sequence[Any]) -> _Made | None:
+        """A graph that works on this very memory."""
+        addresses = tuple([self._library.address(one) for one in inputs])
+        if self._direct is not None and self._direct.addresses == addresses:
+            self._same = SAME_RUNS
+            return self._direct
+        self._same = self._same + 1 if addresses == self._last_at else 0
+        self._last_at = addresses
+        if self._same < SAME_RUNS or not inputs:
+            return None
+        self._same = 0
+        if self._direct is not None:  # they come and go: copies it is, unless these last longer
+            self._group.synchronize()
+            self._direct.graph.destroy()
+            self._direct, self._same = None, -SAME_RUNS
+            return None
+        try:
+            self._direct = self._capture(list(inputs), addresses)
+        except NotCapturable:
+            self._same = -(1 << 16)
+        return self._direct
+
+
+def _made_by(item: Item) -> tuple[int, ...]:
+    if isinstance(item, Part):
+        return item.makes
+    return item.values if isinstance(item, Collective) else (item.value,)

@@ -1,0 +1,273 @@
+"""Runs of split plans as one graph on each rank: how far all ranks must be, and what is given; without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from layerzero.client.facade import default_session
+from layerzero.client.plans.graph_steps import NotCapturable
+from layerzero.groups import joint_graph
+from layerzero.groups.joint import Captured
+from layerzero.groups.joint_graph import CAPTURED, PROVED, READY, SAME_RUNS, STEPS, JointGraph
+from layerzero.groups.split_run import Part
+from layerzero.groups.splitting import Collective
+
+X, H, SUM, OUT = range(4)  # values
+OTHER = 1000.0  # what the other rank adds
+
+
+class Graph:
+    """Does its work at each replay."""
+
+    nodes, nbytes = 3, 10
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self.is_destroyed = work, False
+
+    def replay(self) -> None:
+        assert not self.is_destroyed
+        self._work()
+
+    def destroy(self) -> None:
+        self.is_destroyed = True
+
+
+class Library:
+    """Graphs of NumPy's arrays. `fails`: captures that do."""
+
+    def __init__(self) -> None:
+        self.made: list[Graph] = []
+        self.fails = 0
+
+    def capture(self, work: Callable[[], Any], *_: Any, **__: Any) -> tuple[Graph, Any]:
+        if self.fails:
+            self.fails -= 1
+            raise NotCapturable("a step waits")
+        kept = {number: array.copy() for number, array in work().items()}
+        self.made.append(Graph(lambda: [kept[number].__setitem__(..., one) for number, one in work().items()]))
+        return self.made[-1], kept
+
+    def on(self, device: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def address(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def static(self, array: Any) -> Any:
+        return np.empty_like(array)
+
+    def filler(self, targets: Any) -> Callable[[Any], None]:
+        return lambda sources: [one.__setitem__(..., other) for one, other in zip(targets, sources, strict=True)]
+
+    def copier(self, arrays: Any) -> Callable[[], list[Any]]:
+        return lambda: [array.copy() for array in arrays]
+
+    def fence(self, device: int) -> Any:
+        return SimpleNamespace(enter=lambda arrays: None, leave=lambda: None)
+
+
+class Nccl:
+    """Whose sums are those with the other rank."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def hold(self, let_go: Any) -> None:
+        self.held.append(let_go)
+
+    def begin_sum(self, x: Any) -> Any:
+        x += OTHER
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Group:
+    """Of two ranks: this one, and one that has always added OTHER. `other`: how far that is."""
+
+    def __init__(self) -> None:
+        self.other, self.launches = PROVED, 0
+        self.nccl = Nccl()
+
+    def all_reduce(self, x: Any, *, out: Any = None) -> Any:
+        return x + OTHER
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    """And the group's functions, of one rank."""
+
+    def meet(group: Group, what: Any, state: int) -> int:
+        assert list(what) == ["split_plan", "block", "float64", [4], "nccl"]
+        return min(state, group.other)
+
+    def launch(group: Group, work: Callable[[], None]) -> None:
+        group.launches += 1
+        work()
+
+    made, page = Library(), SimpleNamespace(lift_epoch=1)
+    gpu = SimpleNamespace(
+        order=SimpleNamespace(page=page), memory=SimpleNamespace(context=SimpleNamespace(driver=None))
+    )
+    session = SimpleNamespace(gpus=SimpleNamespace(gpu=lambda device: gpu))
+    monkeypatch.setattr(joint_graph, "meet", meet)
+    monkeypatch.setattr(joint_graph, "launch", launch)
+    monkeypatch.setattr(joint_graph, "nccl_of", lambda group: group.nccl)
+    monkeypatch.setattr(joint_graph, "counter_rows", lambda *_: [])
+    monkeypatch.setattr(joint_graph, "count_steps", lambda *_: None)
+    monkeypatch.setitem(joint_graph.LIBRARIES, "torch", made)
+    with mock.patch.object(default_session, "session", return_value=session):
+        yield made
+
+
+def joint(group: Group) -> JointGraph:
+    """(x * 2, summed) + 1, of which the last is behind the graph."""
+    parts: list[Any] = [lambda x: (x * 2,), lambda x: (x,), lambda x: (x + 1,)]
+    first, middle, last = (Part(run, (n,), (n + 1,)) for run, n in zip(parts, (X, H, SUM), strict=True))
+    items = [first, Collective((H,)), middle, last]
+    return JointGraph(group, items, ([X], [OUT]), ("block", "float64", (4,)), 0)  # type: ignore[arg-type]
+
+
+def ran(made: JointGraph, x: Any) -> Any:
+    known = {X: x}
+    made.run(known)
+    np.testing.assert_array_equal(known[OUT], x * 2 + OTHER + 1)
+    return known[OUT]
+
+
+def test_a_graph_is_captured_compared_and_replayed(library: Library) -> None:
+    group = Group()
+    made = joint(group)
+    x = np.arange(4.0)
+    ran(made, x)
+    assert (len(library.made), group.launches) == (1, 0)
+    ran(made, x + 1)  # beside its steps
+    assert (made.difference, group.launches, made.replays) == (0.0, 1, 1)
+    found = [ran(made, x + n) for n in range(4)]
+    assert (group.launches, made.replays, made.runs) == (5, 5, 6)
+    for n, one in enumerate(found):  # nobody overwrites it
+        np.testing.assert_array_equal(one, (x + n) * 2 + OTHER + 1)
+    assert str(made) == "one CUDA graph of 3 nodes, with the calls of all ranks: 5 of 6 runs"
+
+
+def test_it_goes_as_the_rank_does_that_is_least_far(library: Library) -> None:
+    """Nothing is launched before all can, and nothing compared."""
+    group = Group()
+    made = joint(group)
+    x = np.arange(4.0)
+    for other, graphs, launches in (
+        (STEPS, 0, 0),
+        (READY, 1, 0),
+        (READY, 1, 0),
+        (STEPS, 1, 0),
+        (CAPTURED, 1, 1),
+        (CAPTURED, 1, 2),
+        (STEPS, 1, 2),
+        (PROVED, 1, 3),
+    ):
+        group.other = other
+        ran(made, x)
+        assert (len(library.made), group.launches) == (graphs, launches), other
+        if other == STEPS and graphs:
+            assert str(made).endswith("the last was none: another rank cannot launch it yet")
+
+
+def test_arguments_in_the_same_memory_are_not_copied(library: Library) -> None:
+    group = Group()
+    made = joint(group)
+    x = np.arange(4.0)
+    for n in range(2 * SAME_RUNS):
+        x[:] = n
+        ran(made, x)
+    assert len(library.made) == 2
+    ran(made, np.arange(4.0))
+    ran(made, x)
+    assert len(library.made) == 2
+
+
+def test_what_asks_a_worker_goes_step_by_step_until_it_does_not(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, is_here = Group(), True
+    monkeypatch.setattr(joint_graph, "runs_here", lambda items: is_here)
+    made = joint(group)
+    x = np.arange(4.0)
+    for is_here, launches in ((False, 0), (True, 0), (True, 1), (True, 2), (False, 2), (True, 3)):  # noqa: B007
+        ran(made, x)
+        assert group.launches == launches
+    assert len(library.made) == 1
+
+
+def test_another_leave_to_launch_kernels_wants_another_graph(library: Library) -> None:
+    group = Group()
+    made = joint(group)
+    x = np.arange(4.0)
+    for _ in range(3):
+        ran(made, x)
+    default_session.session().gpus.gpu(0).order.page.lift_epoch = 2
+    ran(made, x)
+    assert [one.is_destroyed for one in library.made] == [True, False]
+    assert group.launches == 2
+    ran(made, x)
+    ran(made, x)
+    assert group.launches == 4
+
+
+def test_a_group_that_ends_destroys_the_graph(library: Library) -> None:
+    group = Group()
+    made = joint(group)
+    for _ in range(3):
+        ran(made, np.arange(4.0))
+    (let_go,) = group.nccl.held
+    let_go()()
+    assert library.made[0].is_destroyed
+    library.made.clear()
+    del made
+    assert let_go() is None, "the group keeps what nobody else has"
+
+
+def test_what_cannot_be_captured_goes_step_by_step(library: Library) -> None:
+    library.fails = 3
+    group = Group()
+    made = joint(group)
+    for _ in range(6):
+        ran(made, np.arange(4.0))
+    assert (len(library.made), group.launches) == (0, 0)
+    assert str(made) == "no graph of all of it: a step waits"
+
+
+def test_a_graph_that_gives_something_else_is_none(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group()
+    made = joint(group)
+    ran(made, np.arange(4.0))
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    for n in range(3):
+        ran(made, np.arange(4.0) + n + 1)
+    assert (group.launches, library.made[0].is_destroyed) == (1, True)
+    assert str(made).startswith("no graph of all of it: the graph gave something else than its steps")
+
+
+def test_sums_of_a_graph_do_not_touch_what_others_have() -> None:
+    class Given(np.ndarray):  # type: ignore[type-arg]
+        """With torch's methods."""
+
+        def new_empty(self, shape: Any) -> Any:
+            return np.empty(shape).view(Given)
+
+        def copy_(self, other: Any) -> None:
+            self[...] = other
+
+    x = np.arange(3.0)
+    given, ranks = x.view(Given), Captured(Nccl())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(ranks.all_reduce(given), np.arange(3.0) + OTHER)
+    np.testing.assert_array_equal(x, np.arange(3.0))
+    assert ranks.all_reduce(given, out=given) is given
+    np.testing.assert_array_equal(x, np.arange(3.0) + OTHER)
