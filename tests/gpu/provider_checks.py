@@ -152,7 +152,9 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
             for values, kind in zip(problem.inputs, problem.kinds, strict=False)
         ]
         if op == "speculative_verify":  # whose probabilities are none below zero
-            inputs = [inputs[0] and Values(problem.inputs[0].shape, problem.inputs[0].flat[::-1]), *problem.inputs[1:]]
+            target, *drafts = problem.inputs
+            assert target is not None
+            inputs = [Values(target.shape, target.flat[::-1]), *drafts]
         if op == "batch_norm":  # whose variances are none below zero
             inputs[2] = problem.inputs[2]
         other = Problem(op, f"{problem.name}, other numbers", problem.attrs, tuple(inputs), problem.kinds)
@@ -237,7 +239,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims[:3])
             queries, keys = ([rng.choice((0, *FEWER[:8])) for _ in range(2)] for _ in "qk")
             attrs = {"is_causal": bool(number % 2), "scale": sign * dim**-0.5}
-            attrs |= [{}, {"window_left": 3}, {"softcap": 2.0}][number % 3]
+            options: tuple[dict[str, Any], ...] = ({}, {"window_left": 3}, {"softcap": 2.0})
+            attrs |= options[number % 3]
             q = numbers(sum(queries), group * kv_heads, dim)
             ends = [Values((3,), list(itertools.accumulate(n, initial=0))) for n in (queries, keys)]
             beside = [numbers(q.shape[1]) if number % 4 == 1 else None, None]
