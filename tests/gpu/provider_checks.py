@@ -22,8 +22,9 @@ from typing import Any
 import random_experts
 import vision_calls
 
-from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
+from layerzero.ipc.vocabulary.numerics import MAGNITUDES, difference, gather, nearest, scatter, tolerance, unpack
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
+from layerzero.ipc.vocabulary.quantized_shapes import SCALED_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers import boot
 from layerzero.workers.certify.cases import Case, cases
@@ -370,7 +371,28 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         shapes = [list(values.shape) for values in inputs if values is not None]
         # Whose bounds these are; a weight of x's dtype
         families = ("float",) if op == "clamp" else ("int", "uint") if op == "scaled_linear" else ()
-        yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
+        made = Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
+        yield scaled(made, kernel, number, rng) if "k_scale" in kernel.get("required_args", ()) else made
+
+
+def scaled(problem: Problem, kernel: Claims, number: int, rng: random.Random) -> Problem:
+    """With caches of 8 bits, and a scale for all heads or for each: powers of two, which nothing is rounded by."""
+    dtypes = kernel["supports_kv_cache_dtypes"]
+    dtype = dtypes[number % len(dtypes)]
+    names = OPS[problem.op].inputs
+    inputs, kinds = dict(zip(names, problem.inputs, strict=True)), dict(zip(names, problem.kinds, strict=True))
+    for name in ("k", "v"):
+        cache = inputs[f"{name}_cache"]
+        assert cache is not None
+        wide = [nearest(32 * x, dtype) if dtype in MAGNITUDES else round(32 * x) for x in cache.flat]
+        steps = [2.0 ** -rng.randrange(4, 7) for _ in range(rng.choice((1, cache.shape[2])))]
+        inputs |= {f"{name}_cache": Values(cache.shape, wide), f"{name}_scale": Values((len(steps),), steps)}
+        kinds |= {f"{name}_cache": dtype, f"{name}_scale": "float32"}
+    attrs, families = problem.attrs, SCALED_DTYPES
+    if problem.op == "gather_kv":  # whose data are the caches
+        attrs, families = {**attrs, "dtype": rng.choice(kernel["attrs"]["dtype"])}, (dtype,)
+    title = f"{problem.name}, {dtype}"
+    return Problem(problem.op, title, attrs, tuple(inputs.values()), tuple(kinds.values()), families)
 
 
 def sampling_inputs(op: str, rng: random.Random, rows: int, size: int) -> list[Values | None]:
