@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.gpu.lifting_calls import Kind, certified, kinds
+from tests.gpu.test_lifting import MUST
 
 import layerzero
 from layerzero.ipc.vocabulary.ops import OPS
@@ -54,3 +55,10 @@ def test_there_is_a_call_of_each_class_that_computes_something(op: str, kernel: 
     for call in (kind.call for kind in found):
         assert all(spec.numel for spec in call.outputs)
         assert all(spec.numel for spec in call.inputs if spec is not None) or not OPS[op].in_place
+
+
+def test_what_must_be_lifted_is_among_them() -> None:
+    """Each start of a name is one of calls that workers are asked to lift."""
+    kernels: list[Any] = [param.values for param in KERNELS]
+    names = [kind.name for op, kernel in kernels if kernel.get("is_cuda_graph_safe") for kind in kinds(op, kernel)]
+    assert [start for start in MUST if not any(name.startswith(start) for name in names)] == []
