@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -57,7 +58,7 @@ NAMES = {
 }
 
 
-def block(x: object) -> object:
+def block(x: Any) -> Any:
     return lz.matmul(lz.silu(lz.matmul(x, W1)), W2)
 
 
@@ -76,8 +77,9 @@ def compiled(folder: Path) -> Path:
     library = HERE.parent / "c"
     subprocess.run(["make", "-s", "-C", library, f"BUILD={folder}", folder / "liblayerzero.a"], check=True)
     program = folder / "c_api"
-    command = ["cc", "-O2", "-D_GNU_SOURCE", "-I", library, HERE / "c_api.c", folder / "liblayerzero.a", "-o", program]
-    subprocess.run([*command, "-ldl", "-lm", "-pthread"], check=True)
+    paths = map(str, (library, HERE / "c_api.c", folder / "liblayerzero.a"))
+    command = ["cc", "-O2", "-D_GNU_SOURCE", "-I", *paths, "-o", str(program), "-ldl", "-lm", "-pthread"]
+    subprocess.run(command, check=True)
     return program
 
 
@@ -90,7 +92,7 @@ class Program:
     """One that reads lines of "WHAT COUNT"."""
 
     def __init__(self, *command: object) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.running = subprocess.Popen([str(part) for part in command], **pipes)
 
     def ask(self, what: str, count: int) -> tuple[float, float, str]:

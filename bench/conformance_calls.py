@@ -107,7 +107,7 @@ def gemm(node: Node) -> Call:
     if is_plain:
         return partial(lz.linear, x, weight, None if c is None else c.reshape(-1))
     need(c is not None, "a product without a bias, scaled")
-    return partial(lz.addmm, c, x, weight.T, beta=beta, alpha=alpha)
+    return partial(lz.addmm, node.array(2), x, weight.T, beta=beta, alpha=alpha)
 
 
 def layer_norm(node: Node) -> Call:
@@ -261,7 +261,7 @@ def qlinear_matmul(node: Node) -> Call:
     points = [np.asarray(one, np.int32).reshape(-1) for one in (a_zero, b_zero, y_zero)]
 
     def product(x: Array, weight: Array, backend: str) -> Array:
-        options = {"x_zero_point": points[0], "weight_zero_point": points[1], "backend": backend}
+        options: dict[str, Any] = {"x_zero_point": points[0], "weight_zero_point": points[1], "backend": backend}
         made = lz.scaled_linear(x, np.ascontiguousarray(weight.T), steps[1], steps[0], **options)
         return lz.quantize(made, steps[2], points[2], dtype=str(y_zero.dtype), backend=backend)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from conformance_calls import Call, Node, need
@@ -83,7 +84,7 @@ def of_everything(node: Node, op: Call) -> Call:
     return partial(op, node.array(0), 1)
 
 
-CALLS = {
+CALLS: dict[str, Callable[[Node], Call]] = {
     "AveragePool": partial(pool, op=lz.avg_pool, is_max=False),
     "Conv": conv,
     "ConvTranspose": conv_transpose,

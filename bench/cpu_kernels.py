@@ -63,6 +63,7 @@ def row(rounds: int, name: str, backend: str, op: str, given: tuple[Any, ...], *
     ours_us, torchs_us = map(statistics.median, times.values())
     ratio = statistics.median(map(operator.truediv, times["torch"], times[backend]))
     chosen = lz.explain(op, *given, **more).kernel_id
+    assert chosen is not None
     return [name, backend, f"{ours_us:,.0f} us", f"{torchs_us:,.0f} us", f"{ratio:.2f}", chosen]
 
 

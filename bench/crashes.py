@@ -19,7 +19,7 @@ from common import at_most, p50_us, verdict
 
 import layerzero as lz
 from layerzero.client.capsules import store, taking
-from layerzero.client.facade.api import session
+from layerzero.client.facade.default_session import session
 
 Row = tuple[str, str, str, str]
 NAME, DEADLY = "crasher", 6661.0

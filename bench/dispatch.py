@@ -47,7 +47,7 @@ from dispatch_floors import (
 )
 
 import layerzero as lz
-from layerzero.client.facade.api import session
+from layerzero.client.facade.default_session import session
 
 HERE = Path(__file__).parent
 
@@ -67,7 +67,7 @@ def null_rate(count: int) -> float:
     return submit_rate(count, lz.null)
 
 
-def submit_rate(count: int, op: Callable[..., Any], *args: Any) -> float:
+def submit_rate(count: int, op: str | Callable[..., Any], *args: Any) -> float:
     futures: deque[Any] = deque()
     start = time.perf_counter()
     for _ in range(count):
@@ -106,7 +106,7 @@ def large_rows(rounds: int, threads: str) -> Iterator[Row]:
         data = x.tobytes()
         pipe_us = p50_us(lambda: (pipe.send_bytes(data), pipe.recv_bytes()), 5)
     with in_process(python) as local, behind_pyzmq(python) as bare:
-        ours = {
+        ours: dict[str, Callable[[], Any]] = {
             "silu": functools.partial(lz.silu, x, out=out, backend="torch"),
             "softmax": functools.partial(lz.softmax, x, -1, out=out, backend="torch"),
         }
@@ -150,12 +150,14 @@ def deaths_ms(count: int) -> list[float]:
         pid = lz.last_report().worker_pid  # of the one that will serve the next call as well
         future = lz.submit(lz.softmax, x, -1, out=out)
         threading.Event().wait(0.003)
+        assert pid is not None
         killed_s = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
         future.result()
         took_s = time.perf_counter() - killed_s
         report = lz.last_report()
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-7)
+        assert report.kernel_us is not None
         if len(report.attempts) == 2:  # else the kill came after the answer
             found.append(took_s * 1e3 - report.kernel_us / 1e3)
     return found
@@ -213,7 +215,9 @@ def kernel_us(call: Callable[[], Any]) -> float:
     found = []
     for _ in range(ROUND // 4):
         call()
-        found.append(lz.last_report().kernel_us)
+        took_us = lz.last_report().kernel_us
+        assert took_us is not None
+        found.append(took_us)
     return statistics.median(found)
 
 

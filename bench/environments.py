@@ -34,7 +34,7 @@ def clone_times(folder: Path, caches: Mapping[str, str]) -> dict[str, float]:
     clone, python = folder / "clone", folder / "clone/.venv/bin/python"
     own = {"LAYERZERO_STORE": str(folder / "store"), "LAYERZERO_RUNTIME_DIR": str(folder / "run"), **caches}
     (folder / "run").mkdir(mode=0o700)
-    steps = {
+    steps: dict[str, list[str | Path]] = {
         "clone": ["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", clone],
         "venv": [sys.executable, "-m", "venv", clone / ".venv"],
         "install": [python, "-m", "pip", "install", "--quiet", f"{clone}[envs]", "numpy"],

@@ -49,7 +49,7 @@ def stub() -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tens
     from layerzero.torch import registration
     from layerzero.torch.fakes import silu as fake
     from layerzero.torch.gradients import silu as formula
-    from layerzero.torch.table import ANY, OpEntry
+    from layerzero.torch.op_entry import ANY, OpEntry
 
     entry = OpEntry("bench_stub", "Tensor input", fake, formula, {"input": ANY})
     call: Callable[..., torch.Tensor] = lambda input, **_: torch.empty_like(input)  # noqa: E731

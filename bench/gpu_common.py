@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.ipc.cuda import driver
 
 try:
-    import torch
+    import torch as torch  # the benches have it of here
 except ImportError:
     sys.exit("this bench needs torch")
 F = torch.nn.functional

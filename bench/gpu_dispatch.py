@@ -63,7 +63,7 @@ def compare(ours: Callable[[], Any], floor: Callable[[], Any], measure: Measure,
     columns = [statistics.median(column) for column in zip(*samples, strict=True)]
     host = statistics.median(ours_host / floor_host for ours_host, _, floor_host, _ in samples)
     wall = statistics.median(ours_wall / floor_wall for _, ours_wall, _, floor_wall in samples)
-    return Figures(*columns, host, wall)
+    return Figures._make((*columns, host, wall))
 
 
 def learnt(tensors: Any) -> Any:

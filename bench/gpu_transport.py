@@ -32,6 +32,7 @@ from layerzero.ipc.cuda.handles import ArenaHandle
 from layerzero.ipc.cuda.mappings import Mapping, Mappings
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
+from layerzero.ipc.errors import CudaError
 from layerzero.ipc.shm.timeline_page import create_page
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 
@@ -70,9 +71,9 @@ class Worker:
             stream = driver.create_stream()
             self._sock.send(msgpack.packb(opened_us))
             while data := self._sock.recv(1 << 16):
-                lane, first, count, is_synchronous = msgpack.unpackb(data)
-                for number in range(first, first + count):
-                    point = TimelinePoint(lane, number)
+                timeline, first, count, is_synchronous = msgpack.unpackb(data)
+                for value in range(first, first + count):
+                    point = TimelinePoint(timeline, value)
                     if not is_synchronous:
                         order.await_ready(stream, point)
                     _work(driver, mapping, stream)
@@ -107,14 +108,14 @@ class Link(NamedTuple):
         self.arena.collect(self.transport, NBYTES, NBYTES, stream)
         return point
 
-    def expect(self, lane: int, first: int, count: int) -> None:
-        self.sock.send(msgpack.packb([lane, first, count, False]))
+    def expect(self, timeline: int, first: int, count: int) -> None:
+        self.sock.send(msgpack.packb([timeline, first, count, False]))
 
     def ask(self, stream: int, driver: cuda.Driver) -> None:
         """The peer: both CPUs wait."""
         driver.synchronize_stream(stream)
         point = self.order.begin(stream)
-        self.sock.send(msgpack.packb([point.lane, point.number, 1, True]))
+        self.sock.send(msgpack.packb([point.timeline, point.value, 1, True]))
         self.sock.recv(16)
         self.order.await_done(stream, point)
 
@@ -156,12 +157,12 @@ def measure(context: cuda.Context, transports: tuple[str, ...], rounds: int) -> 
     for transport in transports:
         with link(context, transport, next(numbers)) as made, context:
             stream = driver.create_stream()
-            lane = made.order.begin(stream).lane  # settles which lane the stream has
-            made.expect(lane, 1, 1)
+            timeline = made.order.begin(stream).timeline  # settles which one the stream has
+            made.expect(timeline, 1, 1)
             driver.synchronize_stream(stream)
             figures = []
             for _ in range(rounds):
-                figures.append(_round(driver, made, stream, lane))
+                figures.append(_round(driver, made, stream, timeline))
             host_us, wall_us, local_us, peer_us = (statistics.median(column) for column in zip(*figures, strict=True))
             yield [
                 transport,
@@ -175,10 +176,10 @@ def measure(context: cuda.Context, transports: tuple[str, ...], rounds: int) -> 
             driver.destroy_stream(stream)
 
 
-def _round(driver: cuda.Driver, made: Link, stream: int, lane: int) -> tuple[float, float, float, float]:
+def _round(driver: cuda.Driver, made: Link, stream: int, timeline: int) -> tuple[float, float, float, float]:
     """us per call: the client's CPU, start to end, in this process alone, and with both CPUs waiting."""
-    first = made.order.begin(stream).number
-    made.expect(lane, first, BATCH + 1)
+    first = made.order.begin(stream).value
+    made.expect(timeline, first, BATCH + 1)
     host_ns = 0
     start_ns = time.perf_counter_ns()
     for _ in range(BATCH):
@@ -240,7 +241,7 @@ def main() -> None:
         return
     try:
         gpus = cuda.load().gpus()
-    except (OSError, cuda.CudaError) as exc:
+    except (OSError, CudaError) as exc:
         sys.exit(f"no NVIDIA GPU: {exc}")
     if not gpus:
         sys.exit("the NVIDIA driver sees no GPU")

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common import at_most, finish, own_broker, parser
 
@@ -102,7 +103,7 @@ WAYS = ("lz.split_plan", "lz.pipeline, 4 micro-batches")
 
 def start(python: str | Path, code: str, *args: str) -> list[subprocess.Popen[str]]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environ}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environ}
     argv = [[str(python), "-c", code + LOOP, str(rank), str(RANKS), *args] for rank in range(RANKS)]
     return [subprocess.Popen(one, **pipes) for one in argv]
 

@@ -20,7 +20,7 @@ from common import RESULTS, parser
 def main() -> None:
     args = parser(__doc__, "the report is printed").parse_args()
     command = [sys.executable, "-m", "layerzero.client.cli.app", "matrix", "--yes", "--json"]
-    command += [] if args.quick else ["--html", RESULTS / "matrix.html"]
+    command += [] if args.quick else ["--html", str(RESULTS / "matrix.html")]
     made = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     report = "\n".join(lines(made)) + "\n"
     if args.quick:

@@ -96,9 +96,9 @@ def rows(rounds: int, threads: int) -> Iterator[list[str]]:
         [torch_python(), "-c", IN_PROCESS, str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdin is not None
-    assert child.stdout is not None
 
     def floor_us(name: str, lengths: list[int]) -> float:
+        assert child.stdout is not None
         print(name, *lengths, file=child.stdin, flush=True)
         return float(child.stdout.readline())
 

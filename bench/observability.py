@@ -38,7 +38,7 @@ import layerzero as lz
 from layerzero.client.connection import observing
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.link import Link
-from layerzero.client.facade.api import session
+from layerzero.client.facade.default_session import session
 from layerzero.client.session import repeats
 from layerzero.client.traces.recorder import recorder
 from layerzero.ipc.shm.counter_words import Label

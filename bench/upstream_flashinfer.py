@@ -190,8 +190,8 @@ def rope(original: Any, *, by_ids: bool, in_place: bool) -> Callable[..., Any]:
                 "original_max_position_embeddings": int(call["old_context_len"]),
             }
         cos, sin = rotary.tables(positions.numpy(), dim, parameters, theta=call["rope_theta"], dtype="float32")
-        tables = (torch.from_numpy(table).to(q.device) for table in (cos, sin))
-        made = turned(q, k, *tables, call["interleave"])
+        of_cos, of_sin = (torch.from_numpy(table).to(q.device) for table in (cos, sin))
+        made = turned(q, k, of_cos, of_sin, call["interleave"])
         if not in_place:
             return made
         q.copy_(made[0])
@@ -206,8 +206,8 @@ def rope_by_cache(original: Any, *, in_place: bool) -> Callable[..., Any]:
         call = given(original, args, options, "positions", "query", "key", "head_size", "cos_sin_cache", "is_neox")
         q, k = call["query"], call["key"]
         cos, sin = call["cos_sin_cache"][call["positions"].long()].float().chunk(2, -1)
-        heads = (x.reshape(x.shape[0], -1, call["head_size"]) for x in (q, k))
-        made = turned(*heads, cos.contiguous(), sin.contiguous(), not call["is_neox"])
+        of_q, of_k = (x.reshape(x.shape[0], -1, call["head_size"]) for x in (q, k))
+        made = turned(of_q, of_k, cos.contiguous(), sin.contiguous(), not call["is_neox"])
         shaped = [one.reshape(x.shape) for one, x in zip(made, (q, k), strict=True)]
         if not in_place:
             return tuple(shaped)

@@ -6,6 +6,7 @@ What Liger computes in place of its input is a new tensor here. "llama" rounds b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import liger_kernel.ops as ops
@@ -122,7 +123,7 @@ def embedding(table: Tensor, indices: Tensor) -> Any:
 
 def patch() -> None:
     """The classes stay, since tests have their names; what `apply` does is ours."""
-    pairs = {
+    pairs: dict[Any, Callable[..., Any]] = {
         rms_norm.LigerRMSNormFunction: rms,
         layer_norm.LigerLayerNormFunction: layer,
         ops.LigerFusedAddRMSNormFunction: add_rms,

@@ -69,6 +69,7 @@ def rows(rounds: int) -> Iterator[list[str]]:
                 if name == "arena":
                     report = lz.last_report()
                     assert report is not None
+                    assert report.kernel_us is not None
                     kernel_us.append(report.kernel_us)
         kept, copied, written = (
             statistics.median(a / b for a, b in zip(found[name], found["arena"], strict=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.lifting.form import ALIGNMENTS
+from layerzero.ipc.vocabulary.ops import ACTIVATIONS, GATED, OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify.cases import cases
@@ -43,17 +44,23 @@ def kinds(op: str, kernel: Claims) -> Iterator[Kind]:
 
 def certified(op: str, kernel: Claims) -> Iterator[Kind]:
     """A call for each class of shapes that a kernel is certified in, dtypes taken together; of those that compute
-    something, since the others are not launched."""
+    something, since the others are not launched, or enqueue nothing."""
     seen: set[str] = set()
     problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
     for dtype in dtypes(op, kernel):
         for case in cases(op, kernel, problems, dtype):
-            if case.shape_class in seen or not all(spec.numel for spec in case.outputs):
+            if case.shape_class in seen or not is_computing(op, case.inputs, case.outputs):
                 continue
             seen.add(case.shape_class)
             call = Call(op, kernel["kernel_id"], case.inputs, case.outputs, dict(case.attrs))
             alignments = tuple(0 if spec is None else _WELL for spec in (*case.inputs, *case.outputs))
             yield Kind(f"{kernel['kernel_id']}: {case.shape_class}", call, alignments)
+
+
+def is_computing(op: str, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> bool:
+    """Whether a call has elements to write; one in place, whether anything goes there."""
+    specs = inputs if OPS[op].in_place else outputs
+    return all(spec.numel for spec in specs if spec is not None)
 
 
 _Made = tuple[str, tuple[TensorSpec | None, ...], tuple[TensorSpec, ...], dict[str, object], int]
@@ -73,6 +80,8 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         for name, given, (out,), attrs, alignment in _attention(dtype):
             q, k, v, mask, *_ = given
             assert q is not None
+            assert k is not None
+            assert v is not None
             lse = of(*q.shape[:3], dtype="float32")
             if op == "attention_forward":
                 yield name, given, (out, lse), attrs, alignment
@@ -84,24 +93,32 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
             attrs = {"is_causal": True, "scale": 128**-0.5, "causal_alignment": alignment}
             yield "4 sequences, 900 tokens, causal", (q, k, k, ends, ends), (q,), attrs, _WELL
     elif op == "paged_attention":
-        q, cache = of(8, 32, 128), of(256, 16, 8, 128)
-        tables, lengths = of(8, 32, dtype="int32"), of(8, dtype="int32")
-        yield "8 x 512 keys, grouped", (q, cache, cache, tables, lengths), (q,), {"scale": 128**-0.5}, _WELL
+        q, lengths = of(8, 32, 128), of(8, dtype="int32")
+        for blocks, page in ((256, 16), (16, 256)):
+            tables = of(8, 512 // page, dtype="int32")
+            for name, stored, scale in _caches(kernel, of(blocks, page, 8, 128)):
+                given = (q, stored, stored, tables, lengths, scale, scale)
+                yield f"8 x 512 keys in pages of {page}, grouped{name}", given, (q,), {"scale": 128**-0.5}, _WELL
     elif op == "mla_decode":
         queries, caches = (of(8, 16, 512), of(8, 16, 64)), (of(256, 16, 512), of(256, 16, 64))
         where, sums = (of(8, 32, dtype="int32"), of(8, dtype="int32")), of(8, 16, dtype="float32")
         yield "8 x 512 keys", (*queries, *caches, *where), (queries[0], sums), {"scale": 0.0625}, _WELL
     elif op == "append_kv":
         key, cache = of(64, 8, 128), of(256, 16, 8, 128)
-        for index in ("int64", "int32"):
-            slots = of(64, dtype=index)
-            yield "64 tokens", (key, key, cache, cache, slots, None, None), (cache, cache), {}, _WELL
-    elif op in ("gather_kv", "copy_kv_blocks"):
+        for name, stored, scale in _caches(kernel, cache):
+            for index in ("int64", "int32"):
+                given = (key, key, stored, stored, of(64, dtype=index), scale, scale)
+                yield f"64 tokens{name}", given, (stored, stored), {}, _WELL
+    elif op == "gather_kv":
         cache, places = of(256, 16, 8, 128), of(64, dtype="int64")
-        if op == "gather_kv":
-            yield "64 tokens", (cache, cache, places), (of(64, 8, 128),) * 2, {}, _WELL
-        else:
-            yield "64 blocks", (cache, cache, places, places), (cache, cache), {}, _WELL
+        yield "64 tokens", (cache, cache, places, None, None), (of(64, 8, 128),) * 2, {}, _WELL
+        for name, stored, scale in _caches(kernel, cache):
+            if scale is not None:
+                rows = (of(64, 8, 128, dtype="bfloat16"),) * 2
+                yield f"64 tokens{name}", (stored, stored, places, scale, scale), rows, {"dtype": "bfloat16"}, _WELL
+    elif op == "copy_kv_blocks":
+        cache, places = of(256, 16, 8, 128), of(64, dtype="int64")
+        yield "64 blocks", (cache, cache, places, places), (cache, cache), {}, _WELL
     elif op == "rope":
         x, cos = of(1, 512, 32, 128), of(1, 512, 64)
         for interleaved in (False, True):
@@ -184,9 +201,9 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
             sums = (weight, weight) if op == "layer_norm_backward" else (weight,)
             yield f"{rows} x {columns}", (x, x, weight), (x, *sums), attrs, alignment
             yield f"{rows} x {columns}, no weight", (x, x, None), (x, *sums), attrs, alignment
-    elif op in ("gelu", "silu", "swiglu"):
-        count = 2 if op == "swiglu" else 1
-        attrs = {"approximate": "none"} if op == "gelu" else {}
+    elif op in ("gelu", "silu", "swiglu", *ACTIVATIONS, *GATED):
+        count = 2 if op in ("swiglu", *GATED) else 1
+        attrs = {"approximate": "none"} if op in ("gelu", "geglu") else {}
         for name, spec, alignment in (
             ("1024 x 4096", of(1024, 4096), _WELL),
             ("1000, at an element", of(1000), TensorSpec.contiguous(dtype, (1,)).itemsize),
@@ -246,6 +263,34 @@ def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
         yield "512 of 32000", (of(512, 32000), of(512, dtype="int64"), None), (of(),), attrs, _WELL
     elif op == "embedding":
         yield "512 of 32000", (of(4, 512, dtype="int64"), of(32000, 1024)), (of(4, 512, 1024),), {}, _WELL
+    elif op == "penalize_logits":
+        logits, penalty = of(8, 32000), of(8, dtype="float32")
+        given = (logits, of(8, 512, dtype="int64"), penalty, penalty, penalty)
+        yield "8 rows of 32000, 512 tokens", given, (logits,), {}, _WELL
+    elif op in ("filter_logits", "sample"):
+        logits, one = of(8, 32000), of(1, dtype="float32")
+        filters = (one, of(8, dtype="int64"), one, one)
+        if op == "filter_logits":
+            yield "8 rows of 32000", (logits, *filters), (logits,), {}, _WELL
+        else:
+            seeds = (of(1, dtype="int64"), of(8, dtype="int64"))
+            yield "8 rows of 32000", (logits, *seeds, *filters), (of(8, dtype="int64"),), {}, _WELL
+    elif op == "speculative_verify":
+        drafts, seeds = of(8, 4, dtype="int64"), (of(1, dtype="int64"), of(8, dtype="int64"))
+        outs = (of(8, 5, dtype="int64"), of(8, dtype="int64"))
+        yield "8 rows of 4 drafts", (of(8, 5, 32000), drafts, of(8, 4, 32000), *seeds), outs, {}, _WELL
+    elif op == "tree_accept":
+        ids, nodes = of(8, 32), of(8, 32, dtype="int64")
+        yield "8 trees of 32 nodes", (ids, nodes, ids), (nodes, nodes, of(8, dtype="int64")), {}, _WELL
+
+
+def _caches(kernel: Claims, cache: TensorSpec) -> Iterator[tuple[str, TensorSpec, TensorSpec | None]]:
+    """What a name says of it, a cache of keys and values, and its scale: one of the kernel's own dtype, and those that
+    it scales."""
+    yield "", cache, None
+    for dtype in kernel.get("supports_kv_cache_dtypes", ()):
+        scale = TensorSpec.contiguous("float32", cache.shape[2:3])
+        yield f", {dtype}", TensorSpec.contiguous(dtype, cache.shape), scale
 
 
 def _attention(dtype: str) -> Iterator[_Made]:
@@ -255,6 +300,7 @@ def _attention(dtype: str) -> Iterator[_Made]:
         ("decode, 2048 keys, grouped", 4, 32, 8, 1, 2048, 128, False),
         ("decode, 4096 keys", 1, 16, 16, 1, 4096, 128, False),
         ("100 on 70, head_dim 64", 1, 4, 4, 100, 70, 64, False),
+        ("512 causal, head_dim 192", 1, 16, 16, 512, 512, 192, True),
     ):
         scale = dim**-0.5
         for alignment in ("top_left", "bottom_right"):

@@ -26,6 +26,7 @@ from tests.gpu.lifting_calls import Kind, certified, kinds
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.lifting.form import Kernel
+from layerzero.ipc.lifting.gpu_digest import GpuDigest
 from layerzero.ipc.lifting.launch import LoadedCall
 from layerzero.ipc.lifting.proof import prove_bytes
 from layerzero.ipc.lifting.results import is_like
@@ -109,14 +110,16 @@ def launch(files: list[str]) -> None:
     context = Context(driver, driver.gpus()[0].uuid)
     assert "torch" not in sys.modules
     with context:
-        stream = driver.create_stream()
+        stream, digests = driver.create_stream(), GpuDigest(driver)
         for file in files:
             specimen = Specimen.unpack(Path(file).read_bytes())
             with ExitStack() as stack:
-                say(file=file, **launched(driver, specimen, stream, stack))
+                say(file=file, **launched(driver, specimen, stream, digests, stack))
 
 
-def launched(driver: cuda.Driver, specimen: Specimen, stream: int, stack: ExitStack) -> dict[str, Any]:
+def launched(
+    driver: cuda.Driver, specimen: Specimen, stream: int, digests: GpuDigest, stack: ExitStack
+) -> dict[str, Any]:
     """What is wrong, with `verdict` "equal" when nothing is."""
     lifted = specimen.lifted
     start_s = time.perf_counter()
@@ -146,7 +149,7 @@ def launched(driver: cuda.Driver, specimen: Specimen, stream: int, stack: ExitSt
             for name, address in zip(OPS[lifted.op].inputs, inputs, strict=True):
                 spec = specs[name]
                 if spec is not None and spec.span_bytes:
-                    write(driver, address, spec.span_bytes, pattern(lifted.op, name, specs, seed), stream)
+                    write(driver, address, spec.span_bytes, pattern(lifted.op, name, specs, seed, lifted.attrs), stream)
             for n, (spec, address) in enumerate(zip(lifted.outputs, outputs, strict=True)):
                 if n not in aliases:
                     write(driver, address, spec.span_bytes, UNWRITTEN, stream)
@@ -156,7 +159,7 @@ def launched(driver: cuda.Driver, specimen: Specimen, stream: int, stack: ExitSt
                 call.launch(inputs, outputs, scratch, stream, padding=filling)
                 driver.synchronize_stream(stream)
                 for n, (spec, address) in enumerate(zip(lifted.outputs, outputs, strict=True)):
-                    if not is_like(driver, address, spec, seed, wanted[n], stream):
+                    if not is_like(driver, address, spec, seed, wanted[n], stream, digests):
                         wrong.append(f"output {n} of seed {seed}, filled with {filling:#04x}, launch {again + 1}")
     start_s = time.perf_counter()
     for _ in range(ROUNDS):

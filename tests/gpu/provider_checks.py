@@ -22,8 +22,9 @@ from typing import Any
 import random_experts
 import vision_calls
 
-from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
+from layerzero.ipc.vocabulary.numerics import MAGNITUDES, difference, gather, nearest, scatter, tolerance, unpack
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, GATED, OPS
+from layerzero.ipc.vocabulary.quantized_shapes import SCALED_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers import boot
 from layerzero.workers.certify.cases import Case, cases
@@ -152,7 +153,9 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
             for values, kind in zip(problem.inputs, problem.kinds, strict=False)
         ]
         if op == "speculative_verify":  # whose probabilities are none below zero
-            inputs = [inputs[0] and Values(problem.inputs[0].shape, problem.inputs[0].flat[::-1]), *problem.inputs[1:]]
+            target, *drafts = problem.inputs
+            assert target is not None
+            inputs = [Values(target.shape, target.flat[::-1]), *drafts]
         if op == "batch_norm":  # whose variances are none below zero
             inputs[2] = problem.inputs[2]
         other = Problem(op, f"{problem.name}, other numbers", problem.attrs, tuple(inputs), problem.kinds)
@@ -237,7 +240,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims[:3])
             queries, keys = ([rng.choice((0, *FEWER[:8])) for _ in range(2)] for _ in "qk")
             attrs = {"is_causal": bool(number % 2), "scale": sign * dim**-0.5}
-            attrs |= [{}, {"window_left": 3}, {"softcap": 2.0}][number % 3]
+            options: tuple[dict[str, Any], ...] = ({}, {"window_left": 3}, {"softcap": 2.0})
+            attrs |= options[number % 3]
             q = numbers(sum(queries), group * kv_heads, dim)
             ends = [Values((3,), list(itertools.accumulate(n, initial=0))) for n in (queries, keys)]
             beside = [numbers(q.shape[1]) if number % 4 == 1 else None, None]
@@ -367,7 +371,28 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
         shapes = [list(values.shape) for values in inputs if values is not None]
         # Whose bounds these are; a weight of x's dtype
         families = ("float",) if op == "clamp" else ("int", "uint") if op == "scaled_linear" else ()
-        yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
+        made = Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds, families)
+        yield scaled(made, kernel, number, rng) if "k_scale" in kernel.get("required_args", ()) else made
+
+
+def scaled(problem: Problem, kernel: Claims, number: int, rng: random.Random) -> Problem:
+    """With caches of 8 bits, and a scale for all heads or for each: powers of two, which nothing is rounded by."""
+    dtypes = kernel["supports_kv_cache_dtypes"]
+    dtype = dtypes[number % len(dtypes)]
+    names = OPS[problem.op].inputs
+    inputs, kinds = dict(zip(names, problem.inputs, strict=True)), dict(zip(names, problem.kinds, strict=True))
+    for name in ("k", "v"):
+        cache = inputs[f"{name}_cache"]
+        assert cache is not None
+        wide = [nearest(32 * x, dtype) if dtype in MAGNITUDES else round(32 * x) for x in cache.flat]
+        steps = [2.0 ** -rng.randrange(4, 7) for _ in range(rng.choice((1, cache.shape[2])))]
+        inputs |= {f"{name}_cache": Values(cache.shape, wide), f"{name}_scale": Values((len(steps),), steps)}
+        kinds |= {f"{name}_cache": dtype, f"{name}_scale": "float32"}
+    attrs, families = problem.attrs, SCALED_DTYPES
+    if problem.op == "gather_kv":  # whose data are the caches
+        attrs, families = {**attrs, "dtype": rng.choice(kernel["attrs"]["dtype"])}, (dtype,)
+    title = f"{problem.name}, {dtype}"
+    return Problem(problem.op, title, attrs, tuple(inputs.values()), tuple(kinds.values()), families)
 
 
 def sampling_inputs(op: str, rng: random.Random, rows: int, size: int) -> list[Values | None]:

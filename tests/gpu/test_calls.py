@@ -56,7 +56,7 @@ def connected(broker: Site) -> Iterator[Site]:
 def new_site(store: Path) -> Iterator[Callable[..., Site]]:
     made: list[Site] = []
 
-    def make(*names: str, **settings: object) -> Site:
+    def make(*names: str, **settings: Any) -> Site:
         made.append(gpu_site(store, *(names or ("one", "two")), **settings))
         return made[-1]
 
@@ -126,9 +126,9 @@ def test_caches_are_written_as_they_lie(connected: Site, dtype: Any, slot_dtype:
         held = [cache.cpu() for cache in caches]
         for step in range(24):
             slots = [step, -1, 95 - step, 96, -(2**31)]
-            rows = [randn(len(slots), 4, cache.shape[3]).to(dtype) for cache in caches]
-            lz.append_kv(*rows, *caches, torch.tensor(slots, dtype=slot_dtype, device="cuda"))
-            for cache, row in zip(held, rows, strict=True):
+            key, value = (randn(len(slots), 4, cache.shape[3]).to(dtype) for cache in caches)
+            lz.append_kv(key, value, *caches, torch.tensor(slots, dtype=slot_dtype, device="cuda"))
+            for cache, row in zip(held, (key, value), strict=True):
                 for token in (0, 2):
                     cache[slots[token] // 16, slots[token] % 16] = row[token].cpu()
         assert report().copied_bytes == 0
@@ -138,11 +138,11 @@ def test_caches_are_written_as_they_lie(connected: Site, dtype: Any, slot_dtype:
 
 def test_a_worker_that_dies_with_appends_enqueued_is_followed_by_one_that_runs_them_again(connected: Site) -> None:
     """They may have been carried out already: the same values go to the same slots."""
-    caches = [randn(4, 16, 2, 64) for _ in "kv"]
+    caches = (randn(4, 16, 2, 64), randn(4, 16, 2, 64))
     held = [cache.cpu() for cache in caches]
     pid = None
     for step in range(40):
-        rows = [randn(2, 2, 64) for _ in "kv"]
+        rows = (randn(2, 2, 64), randn(2, 2, 64))
         slots = torch.tensor([step, 63 - step // 2], device="cuda")
         lz.append_kv(*rows, *caches, slots)
         for cache, row in zip(held, rows, strict=True):

@@ -13,7 +13,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.gpu.test_functions import interpreter, torch
+from tests.gpu.function_sites import interpreter
+from tests.gpu.test_functions import torch
 from tests.process.harness import Site
 
 import layerzero as lz

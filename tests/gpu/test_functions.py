@@ -209,11 +209,21 @@ def test_writes_to_what_was_lent_are_an_error(fn: ModuleType) -> None:
         fn.written(randn(4))
 
 
+def test_chunks_of_a_map_go_call_by_call(fn: ModuleType) -> None:
+    """Those with a tensor on the GPU, which the report says."""
+    xs = [randn(n) for n in (2, 300, 2, 5)]
+    found = list(fn.scaled.map(xs, chunksize=2))
+    assert all(torch.equal(y, x * 2) for x, y in zip(xs, found, strict=True))
+    assert fn.scaled.last_report().not_chunked
+    assert [y.tolist() for y in fn.scaled.map([x.cpu() for x in xs], chunksize=2)] == [(x * 2).tolist() for x in xs]
+    assert not fn.scaled.last_report().not_chunked
+    fn.scaled(xs[0])
+    assert not fn.scaled.last_report().not_chunked
+
+
 def test_what_cannot_go_is_refused_by_name(fn: ModuleType) -> None:
     with pytest.raises(lz.InvalidArgument, match=r"return it with \.cpu\(\)"):
         fn.made_there()
-    with pytest.raises(lz.InvalidArgument, match="leave chunksize out"):
-        list(fn.scaled.map([randn(2)] * 4, chunksize=2))
     with pytest.raises(lz.InvalidArgument, match="requires gradients"):
         fn.scaled(randn(4).requires_grad_())
     if torch.cuda.device_count() > 1:

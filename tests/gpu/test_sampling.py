@@ -28,7 +28,7 @@ def on_both(op: str, inputs: list[Any], outs: list[Any]) -> tuple[list[Any], lis
     """What comes out on the CPU, and on the GPU from a replayed graph that was captured on other numbers."""
     call = Call(op, "", (), (), {})
     Sampling(torch, is_gpu=False).builders()[op](inputs, call)(outs if len(outs) > 1 else outs[0])
-    there = [None if one is None else one.cuda() for one in inputs]
+    there: list[Any] = [None if one is None else one.cuda() for one in inputs]
     found = [one.cuda() for one in outs]
     run = Sampling(torch, is_gpu=True).builders()[op](there, call)
     targets = found if len(found) > 1 else found[0]

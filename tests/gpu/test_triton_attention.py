@@ -94,9 +94,9 @@ def test_lengths_groups_and_widths(bind: Bind, kernel: str, queries: int, dim: i
 @pytest.mark.parametrize("batch", [1, 16, 300])
 def test_every_replay_of_decode_is_right(bind: Bind, batch: int) -> None:
     """The kernel that adds the parts up is launched before they are there."""
-    tensors = [random(batch, heads, n, 64) for heads, n in ((16, 1), (2, 3000), (2, 3000))]
-    out = torch.empty_like(tensors[0])
-    bound = bind("decode", tensors, out)
+    q, k, v = (random(batch, heads, n, 64) for heads, n in ((16, 1), (2, 3000), (2, 3000)))
+    out = torch.empty_like(q)
+    bound = bind("decode", [q, k, v], out)
     bound()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -105,11 +105,11 @@ def test_every_replay_of_decode_is_right(bind: Bind, batch: int) -> None:
         bound()
     first = None
     for _ in range(20):
-        for tensor in tensors:
+        for tensor in (q, k, v):
             tensor.copy_(random(*tensor.shape))
         out.fill_(float("nan"))
         graph.replay()
-        check(out, expected(*tensors, None))
+        check(out, expected(q, k, v, None))
     for _ in range(3):
         graph.replay()
         first = out.clone() if first is None else first
@@ -118,9 +118,9 @@ def test_every_replay_of_decode_is_right(bind: Bind, batch: int) -> None:
 
 def test_calls_on_two_streams_do_not_share_parts(bind: Bind, loaded: Loaded) -> None:
     """They may run at the same time."""
-    tensors = [random(1, heads, n, 128) for heads, n in ((32, 1), (4, 4096), (4, 4096))]
-    out = torch.empty_like(tensors[0])
-    bound, wanted = bind("decode", tensors, out), expected(*tensors, None)
+    q, k, v = (random(1, heads, n, 128) for heads, n in ((32, 1), (4, 4096), (4, 4096)))
+    out = torch.empty_like(q)
+    bound, wanted = bind("decode", [q, k, v], out), expected(q, k, v, None)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     assert loaded.on_stream is not None
@@ -136,16 +136,16 @@ def test_calls_on_two_streams_do_not_share_parts(bind: Bind, loaded: Loaded) -> 
 @pytest.mark.parametrize("is_bshd", [False, True])
 def test_prefill_writes_in_place(bind: Bind, dim: int, is_bshd: bool) -> None:
     """A copy of the result, or of an input, would take memory."""
-    tensors = [random(2, 8, 300, dim) for _ in "qkv"]
-    out = torch.zeros_like(tensors[0])
+    q, k, v = (random(2, 8, 300, dim) for _ in "qkv")
+    out = torch.zeros_like(q)
     if is_bshd:
-        *tensors, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (*tensors, out))
-    bound = bind("prefill", tensors, out, "top_left")
+        q, k, v, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, out))
+    bound = bind("prefill", [q, k, v], out, "top_left")
     bound()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     bound()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    check(out, expected(*tensors, "top_left"))
+    check(out, expected(q, k, v, "top_left"))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

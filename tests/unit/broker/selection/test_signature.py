@@ -23,6 +23,8 @@ from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
 FLOAT = ["float32", [4], [1]]
 QKV = ["float32", [1, 2, 3, 8], [48, 24, 8, 1]]
+PAGES = ["float32", [4, 16, 2, 8], [256, 16, 8, 1]]
+PAGED = [["float32", [1, 2, 8], [16, 8, 1]], PAGES, PAGES, ["int32", [1, 4], [4, 1]], ["int32", [1], [1]], None, None]
 ATTENTION = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
 DESCRIPTORS = sorted((Path(descriptor.__file__).parent / "descriptors").glob("*.json"))
 OURS = {path.stem: descriptor.load(path) for path in DESCRIPTORS}
@@ -55,6 +57,11 @@ def route(op: str = "silu", **fields: Any) -> bytes:
             route("attention", inputs=[FLOAT, QKV, QKV, None, None, None], outputs=[QKV], attrs=ATTENTION),
             InvalidArgument,
             "4 dimensions",
+        ),
+        (
+            route("paged_attention", inputs=PAGED[:5], outputs=PAGED[:1], attrs={"scale": 1.0}),
+            ProtocolError,
+            "paged_attention has 7 inputs and 1 outputs",
         ),
     ],
 )
