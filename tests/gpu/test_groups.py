@@ -59,10 +59,15 @@ def test_a_plan_is_split_over_two_gpus(both: list[Rank]) -> None:
     assert on_all(both, "split") == [["FROZEN", 7, 2, "nccl"]] * 2
 
 
-def test_a_split_plan_asks_no_worker_on_either_gpu(both: list[Rank]) -> None:
-    """What was lifted for one rank is lifted for the other's GPU, too; from then on calls of the group are not waited
-    for."""
-    assert on_all(both, "split_and_lifted") == [[["lifted"], 40]] * 2
+def test_a_split_plan_is_one_graph_on_each_gpu(both: list[Rank]) -> None:
+    """What was lifted for one rank is lifted for the other's GPU, too."""
+    first, second = on_all(both, "split_and_lifted")
+    assert first == second == [True, 40, ["float32[6, 64]"] * 2]
+
+
+def test_large_sums_are_made_in_tiles(both: list[Rank]) -> None:
+    first, second = on_all(both, "split_and_lifted", 8, 512)
+    assert first == second == [True, 40, ["float32[8, 64] in 4 tiles"] * 2]
 
 
 def test_two_ranks_on_one_gpu_are_refused(site: Site) -> None:
@@ -94,5 +99,25 @@ def test_a_rank_dies_while_another_gpu_waits_for_its(site: Site, wait: bool) -> 
     ranks[1].ask("form", "dies", 1, 2)
     assert [rank.told() for rank in ranks] == [[2, [[0, 1], [1, -1]]], 2]
     assert on_all(ranks, "sum_of", 2, name="dies") == [[2.0, 2.0]] * 2
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_rank_dies_while_another_gpus_graph_waits_for_its(site: Site) -> None:
+    """Its kernels end, it is destroyed, and the plan is made again with a new rank."""
+    ranks = [Rank(site) for _ in range(2)]
+    assert form(ranks, "graph") == [1, 1]
+    ranks[1].ask("on", f"{CALLS}:die_in_a_graph", name="graph")
+    ranks[0].ask("on", f"{CALLS}:replay_beside_the_dying", name="graph")
+    reason, took_s, total = ranks[0].told()
+    assert (reason, total) == ("RANK_DIED", 2000.0)
+    assert took_s < 1
+    print(f"told after {took_s:.2f} s")
+    ranks[1].close()
+    ranks[1] = Rank(site)
+    ranks[0].ask("reform", name="graph")
+    ranks[1].ask("form", "graph", 1, 2)
+    assert [rank.told() for rank in ranks][1] == 2
+    assert on_all(ranks, "run_again", name="graph") == [[True]] * 2
     for rank in ranks:
         rank.close()
