@@ -126,7 +126,6 @@ class Nccl:
         if watch is not None:
             watch.close()
         self._abort()
-        self._path.unlink(missing_ok=True)
         self._open, self._open_count = None, 0
 
     def close(self) -> None:
@@ -195,7 +194,7 @@ class Nccl:
         group, self._group = self._group, None
         if group is None:
             return
-        teardown = threading.Thread(target=_take_down, args=(group,), name="nccl-teardown")
+        teardown = threading.Thread(target=_take_down, args=(group, self._path), name="nccl-teardown")
         _teardowns.append(teardown)
         teardown.start()
         if self._latest is None:  # its first call may be about to be enqueued
@@ -332,9 +331,10 @@ class _Watch:
             _log.error("a rank went during calls that nobody has waited for: what they gave is void")
 
 
-def _take_down(group: Any) -> None:
+def _take_down(group: Any, store: Path) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
+    store.unlink(missing_ok=True)  # torch looks there until then
 
 
 def finish_teardowns(until_s: float = math.inf) -> None:
