@@ -41,14 +41,12 @@ class Handle(Inside):
     def fetch(self) -> Any:
         """The result itself, as the function would have returned it. Raises InvalidArgument where it cannot cross, and
         as a call does."""
-        options = replace(_plain, timeout_s=self._timeout_s)
-        return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, options).finish()
+        return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, self._plainly).finish()
 
     def value(self, name: str) -> Any:
         """A public attribute of the result, as it is there. Raises AttributeError, and as `fetch` does."""
-        options = replace(_plain, timeout_s=self._timeout_s)
         try:
-            return Use(self._stay, self._owner, frames.GET, name, (), {}, options).finish()
+            return Use(self._stay, self._owner, frames.GET, name, (), {}, self._plainly).finish()
         except RemoteError as exc:
             if exc.facts.get("type") == "AttributeError":
                 raise AttributeError(str(exc.facts["message"]), name=name) from exc
@@ -69,6 +67,11 @@ class Handle(Inside):
         """Let go of the result in the worker; calls that it was given to have it until they end. A second time does
         nothing."""
         self._stay.close(self._timeout_s)
+
+    @property
+    def _plainly(self) -> Options:
+        """Of what runs nothing."""
+        return Options(self._timeout_s, idempotent=True, device=self._owner._options.device)
 
     @property
     def _timeout_s(self) -> float | None:
@@ -107,7 +110,7 @@ class HandleMethod:
         return FunctionFuture(call)
 
     def options(self, **changes: Any) -> HandleMethod:
-        """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
+        """The same method with other options: timeout_s, idempotent, keep, device. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         if options.fallback is not None:
             raise InvalidArgument("lz.isolated: fallback is for functions; what a handle stands for is there alone")
@@ -120,9 +123,6 @@ class HandleMethod:
 
     def __repr__(self) -> str:
         return f"<method {self._name} of {self._handle!r}>"
-
-
-_plain = Options(idempotent=True)  # nothing runs
 
 
 def wrap_of(options: Options, label: str, *, is_stream: bool, given: GpuArguments | None = None) -> Wrap | None:

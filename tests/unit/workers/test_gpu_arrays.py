@@ -51,6 +51,21 @@ def test_a_library_without_cuda_is_refused_with_what_to_do(monkeypatch: pytest.M
         GpuLibraries().open("torch", SPEC, SPAN, 7)
 
 
+def test_a_call_without_arrays_has_a_library_that_can_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is loaded before one that is not; none where others may make arrays."""
+    libraries = GpuLibraries()
+    libraries.enter()
+    has(monkeypatch, "torch", sees_gpus=False)
+    with pytest.raises(InvalidArgument, match=r"\Aleave device= out, or have torch with CUDA .*: torch 2\.4\.1\+cpu"):
+        libraries.enter()
+    monkeypatch.setattr(_gpu_arrays, "_cuda", {})
+    has(monkeypatch, "cupy", sees_gpus=True)
+    libraries.enter()
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(_gpu_arrays, "_is_there", lambda _: pytest.fail("a library is loaded that can use the GPU"))
+    libraries.enter()
+
+
 def test_without_a_library_others_read_the_memory() -> None:
     """Read-only, in the order of the call's stream."""
     array = GpuLibraries().open("torch", SPEC, SPAN, 7)
