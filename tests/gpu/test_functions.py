@@ -410,6 +410,9 @@ def test_jax_arrays_are_read_by_torch(fn: ModuleType) -> None:
     result = fn.scaled(x)
     assert isinstance(result, jax.Array)
     assert (result + 1).tolist() == (x * 2 + 1).tolist()
+    for number, item in enumerate(fn.steps(x, 4)):
+        assert isinstance(item, jax.Array)
+        assert (item * 2).tolist() == ((x + number + 1) * 2).tolist()
 
 
 @pytest.mark.parametrize("how", ["strike", "leave", "endless"])

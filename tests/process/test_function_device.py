@@ -24,6 +24,7 @@ from tests.soft_gpu import soft_cupy, soft_torch
 from tests.soft_gpu.soft_gpu import driver
 
 import layerzero as lz
+from layerzero.functions.express import ExpressCall
 from layerzero.functions.gpu_express import GpuExpressCall
 
 __all__ = ["soft"]
@@ -193,7 +194,8 @@ def test_objects_have_it_for_all_of_their_calls(there: int) -> None:
         check(fn.Model.add(model, 1.0), *[15.0] * 4)
         with pytest.raises(lz.InvalidArgument, match=NO_STREAM):
             model.add.options(device=None)(1.0)
-        assert list(model.numbers.options(device=None)(20)) == list(range(20))
+        assert list(model.numbers.options(device=None)(50)) == list(range(50))
+        assert isinstance(fn.Model._last.call, ExpressCall)
         assert list(model.numbers(20)) == list(range(20))
         model.weights = model.add(0.0)
         check(model.weights, *[16.0] * 4)

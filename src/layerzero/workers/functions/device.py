@@ -374,8 +374,8 @@ class _OnGpu(AbstractContextManager[None]):
 
 
 NO_STREAM = (
-    "call with an array on that GPU among the arguments (of torch or CuPy for items), whose library and stream the "
-    'result is for, or by .options(device="cuda"), for a tensor of torch there, or return it with .cpu() or .get()'
+    "call with an array on that GPU among the arguments, whose library and stream the result is for, or by "
+    '.options(device="cuda"), for a tensor of torch there, or return it with .cpu() or .get()'
 )
 device = Device()
 """Of this worker, which runs one call at a time."""
