@@ -87,6 +87,11 @@ def frames(count: int, size: int) -> Any:
         yield _filled(size + number // 3, number) if number % 3 else {"of": number, "x": _filled(2, number)}
 
 
+@lz.isolated(THERE)
+def arrays(count: int) -> Any:
+    return [_filled(2, number) for number in range(count)]
+
+
 @lz.isolated(THERE, device="cuda")
 async def later(value: float) -> Any:
     return _filled(4, value)

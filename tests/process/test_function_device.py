@@ -224,6 +224,23 @@ def test_what_stays_is_fetched_to_it(there: int) -> None:
         handle.fetch()
 
 
+def test_what_a_method_keeps_is_as_its_own_option_says(there: int) -> None:
+    with fn.Plain(3.0) as plain:
+        with plain.found.options(keep=True, device="cuda")() as handle:
+            check(handle.fetch(), 3, 3, 3, 3)
+            check(handle.copy(), 3, 3, 3, 3)
+            with handle.copy.options(keep=True)() as another:
+                check(another.fetch(), 3, 3, 3, 3)
+        with plain.found.options(keep=True)() as handle:
+            with pytest.raises(lz.InvalidArgument, match=NO_STREAM):
+                handle.fetch()
+            check(handle.copy.options(device="cuda")(), 3, 3, 3, 3)
+    several = fn.arrays.options(keep=True, device="cuda")(3)
+    for number, item in enumerate(several):
+        check(item, number, number)
+    several.close()
+
+
 def test_a_shape_function_saves_the_copy(there: int) -> None:
     for number in range(6):
         check(fn.into(3, float(number)), number, number, number)

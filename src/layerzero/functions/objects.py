@@ -438,5 +438,5 @@ def _proxy_class(cls: type | None, surface: Surface, code: Code) -> type[Proxy]:
     held: dict[str, Any] = {"__slots__": (), "__module__": code.module, "__doc__": cls and cls.__doc__}
     held |= {"_lz_surface": surface, **{name: operator(name) for name in OPERATORS & surface.special}}
     if surface.special & {"__iter__", "__getitem__"}:
-        held["__iter__"] = lambda self: iterate(self._lz, self._lz.owner)
+        held["__iter__"] = lambda self: iterate(self._lz, self._lz.owner, self._lz.owner._options.device)
     return type(code.qualname.rpartition(".")[2], (Proxy,), held)

@@ -137,17 +137,15 @@ class Stream:
         return f"<lz stream of {self._label} in {self._stay.backend}{closed}>"
 
 
-def iterate(stay: Stay, owner: Owner) -> Stream:
-    """Over an object that is there. Raises as a call does."""
+def iterate(stay: Stay, owner: Owner, device: str | None) -> Stream:
+    """Over an object that is there; `device`: of its items. Raises as a call does."""
 
-    device = owner._options.device
     given = Arguments((), {}, (stay.backend,), device=device)
-    like = like_of(given.on_gpu)
+    like, options = like_of(given.on_gpu), replace(owner._options, fallback=None, shadow=0.0, device=device)
 
     def begun(_: Owner, hold: Hold) -> Stream:
-        return Stream(owner, hold, owner._options, stay.label, like)
+        return Stream(owner, hold, options, stay.label, like)
 
-    options = replace(owner._options, fallback=None, shadow=0.0)
     found: Stream = Use(stay, owner, frames.METHOD, "__iter__", (), {}, options, begun, given=given).finish()
     return found
 
