@@ -44,13 +44,13 @@ class GpuLibraries:
         return _OPEN[chosen](spec, span)
 
     def enter(self) -> None:
-        """As device.Libraries. One that is loaded is entered already: to load another one may take seconds."""
-        if any(library in sys.modules and _has_cuda(library) for library in _ENTER):
-            return
-        chosen = _chosen("torch", "leave device= out")
-        if chosen:
-            assert self._entered is not None
-            self._entered.enter(chosen)
+        """As device.Libraries: those that are loaded, by the function's module for one; to load another one may take
+        seconds."""
+        assert self._entered is not None
+        loaded = [library for library in _ENTER if library in sys.modules and _has_cuda(library)]
+        for library in loaded or [_chosen("torch", "leave device= out")]:
+            if library:
+                self._entered.enter(library)
 
     def found(self, value: Any, device: int) -> Found | None:
         """As device.Libraries."""
