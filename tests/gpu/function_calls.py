@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import layerzero as lz
@@ -84,6 +85,87 @@ def made_there() -> Any:
     import torch
 
     return torch.ones(3, device="cuda")
+
+
+@lz.isolated(GPU, device="cuda")
+def load(count: int, value: float, dtype: str = "float32") -> Any:
+    import torch
+
+    return torch.full((count,), value, dtype=getattr(torch, dtype), device="cuda")
+
+
+@lz.isolated(GPU, device="cuda")
+def stored(count: int, value: float, cycles: int) -> Any:
+    """Its stream is busy for a while first."""
+    import torch
+
+    torch.cuda._sleep(cycles)
+    return torch.full((count,), value, device="cuda")
+
+
+@lz.isolated(GPU, device="cuda")
+def draw(prompt: str) -> Any:
+    """Numbers and arrays of the CPU are beside what is on the GPU."""
+    import torch
+
+    image = torch.tensor(list(prompt.encode()), device="cuda").view(1, -1).expand(3, -1)
+    return {"image": image, "half": image.half() / 2, "size": image.shape[1], "on_cpu": image.cpu()}
+
+
+@lz.isolated(GPU, device="cuda")
+def pages(count: int) -> Iterator[Any]:
+    import torch
+
+    for number in range(count):
+        yield torch.arange(number + 1.0, device="cuda") if number % 3 else {"number": number}
+
+
+@lz.isolated(GPU, device="cuda")
+async def later(value: float) -> Any:
+    import torch
+
+    return torch.full((4,), value, device="cuda")
+
+
+@lz.isolated(GPU, device="cuda", idempotent=True)
+def survives(path: str) -> Any:
+    """Ends its process the first time."""
+    import torch
+
+    if not Path(path).exists():
+        Path(path).touch()
+        os._exit(3)
+    return torch.ones(3, device="cuda")
+
+
+@lz.isolated(GPU, device="cuda", process="own")
+class Net:
+    """State on the GPU that is made there."""
+
+    def __init__(self, width: int) -> None:
+        import torch
+
+        self.weights = torch.arange(float(width), device="cuda")
+
+    def run(self, value: float) -> Any:
+        self.weights = self.weights + value
+        return self.weights
+
+    def rows(self, count: int) -> Iterator[Any]:
+        for number in range(count):
+            yield self.weights * number
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def like_many(count: int, *_: Any) -> Any:
+    return (count,), "float32"
+
+
+@lz.isolated(GPU, shapes=like_many, device="cuda")
+def filled(count: int, value: float, *, out: Any) -> Any:
+    return out.fill_(value)
 
 
 @lz.isolated(GPU)

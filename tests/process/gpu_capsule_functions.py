@@ -38,6 +38,15 @@ def struck(x: Any, y: Any = None, by: float = 2.0) -> Any:
 
 
 @lz.isolated(THERE)
+def made(value: float) -> Any:
+    """Of no array; strikes where its number is 13."""
+    found = sys.modules["cupy"].empty((4, 2))
+    found.fill(value)
+    _strike(found)
+    return found
+
+
+@lz.isolated(THERE)
 def left(x: Any, code: int = 0) -> Any:
     """Ends its worker before its stream has come to it."""
     if code:

@@ -16,7 +16,7 @@ from tests.process.capsule_site import hashed
 from tests.process.gpu_express_site import settled
 from tests.process.gpu_site import SOFT, randn, soft
 from tests.process.harness import Site
-from tests.soft_gpu import soft_cupy
+from tests.soft_gpu import soft_cupy, soft_torch
 from tests.soft_gpu.soft_gpu import driver
 
 import layerzero as lz
@@ -95,6 +95,26 @@ def test_arrays_on_a_gpu_are_kept_as_they_lie_and_the_call_ends_there_again(site
     assert beside.tobytes() in memory
     assert values[:7].tobytes() in memory, "as far as the view spans"
     assert replayed(capsule, capsules) == {"exit 3": 1}
+
+
+def test_a_call_whose_results_were_to_be_on_the_gpu_is_made_there_again(site: Site, capsules: Path) -> None:
+    """It has no array there; what comes of others like it is read here."""
+    with soft_torch.installed():
+        made = fn.made.options(device="cuda")
+        np.testing.assert_array_equal(made(2.0).numpy(), np.full((4, 2), 2.0))
+        with pytest.raises(lz.BackendError):
+            made(13.0)
+    capsule = only(capsules)
+    assert (capsule.device, capsule.facts.get("arrays on the GPU")) == ("cuda", None)
+    assert replayed(capsule, capsules) == {"exit 3": 1}
+    function = replaying._again(capsule)
+    told = replaying.function_memory(capsule, form.memory(capsules / capsule.name, capsule), 0)
+    told[0][0][0][1] = 3.0
+    with own_broker() as session:
+        replaying.learn(session, fn.THERE.backend)
+        code = replaying.code_to_call(function, fn.THERE.backend, None, told, is_trusted=True)
+        found = replaying.run(session, function, code, fn.THERE.backend, told, 30.0, 0)
+    np.testing.assert_array_equal(found, np.full((4, 2), 3.0))
 
 
 def test_the_call_is_made_on_the_cpu_where_there_is_no_gpu(site: Site, capsules: Path) -> None:

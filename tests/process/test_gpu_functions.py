@@ -3,6 +3,7 @@ which order, and what is refused. tests/gpu/test_functions.py has torch's on a r
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -16,7 +17,7 @@ from tests.process import forks
 from tests.process import gpu_functions as fn
 from tests.process.gpu_site import SOFT, finish, randn, soft
 from tests.process.harness import Site, wait_until
-from tests.soft_gpu import soft_cupy
+from tests.soft_gpu import soft_cupy, soft_jax
 from tests.soft_gpu.soft_gpu import driver
 
 import layerzero as lz
@@ -192,6 +193,29 @@ def test_items_of_generators_are_on_the_gpu_where_they_were_made_there(there: in
     assert list(stream) == []
     with fn.steps(x, 5) as left:
         assert next(left)["x"].size == 4
+
+
+def test_items_of_a_generator_that_has_jaxs_arrays_are_jaxs(there: int) -> None:
+    """Which shows no stream: they are there for whatever JAX does with them. Methods likewise, and `async for`."""
+    values = np.arange(4, dtype=np.float32)
+    x = soft_jax.array(values)
+    np.testing.assert_array_equal(fn.scaled(x).numpy(), values * 2)
+    kept: list[tuple[soft_jax.Array, np.ndarray]] = []
+    for number, item in enumerate(fn.steps(x, 9)):
+        found = item if number % 3 else item["x"]
+        assert type(found) is soft_jax.Array
+        kept.append((found, (values + np.float32(number + 1))[: len(found.numpy())]))
+    with fn.Total(x) as total:
+        for number, found in enumerate(total.later(x, 3)):
+            kept.append((found, values + values * number))
+
+    async def taken() -> list[soft_jax.Array]:
+        return [item async for item in fn.until(x, 3, "")]
+
+    kept += [(found, values * number) for number, found in enumerate(asyncio.run(taken()))]
+    assert len(kept) == 15
+    for found, expected in kept:
+        np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def test_an_item_does_not_wait_for_the_next_one(there: int, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.call import Request, why_copied
 from layerzero.client.connection.report import Copy
-from layerzero.client.gpu.arrays import is_on_gpu
+from layerzero.client.gpu.arrays import device_name, is_on_gpu
 from layerzero.client.gpu.lent import GpuArguments, GpuLoan, Lent
 from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
+from layerzero.functions.devices import on_that
 from layerzero.functions.ranges import MAX_LENT, Place, Ranges
 from layerzero.functions.results import array_on, of_those, resolve, whole
 from layerzero.functions.warned import Warned
@@ -66,13 +67,19 @@ class Inside:
 
 class Arguments:
     """The arguments of a call, encoded once; `keep` holds them while they are lent. `loans`: of objects among them.
-    `backends`: those that may serve it, which an object among them leaves one of. `library`: of arrays there."""
+    `backends`: those that may serve it, which an object among them leaves one of. `library`: of arrays there.
+    `device`: the GPU that results are on, where that was said."""
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], backends: Sequence[str], library: str = ""
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        backends: Sequence[str],
+        library: str = "",
+        device: str | None = None,
     ) -> None:
-        """`library`: what the worker has arrays of, whose they may be here; each its own when left out. Raises
-        InvalidArgument with the place of what cannot go to another environment."""
+        """`library`: what the worker has arrays of, whose they may be here; each its own when left out. `device`: as of
+        lz.isolated. Raises InvalidArgument with the place of what cannot go to another environment."""
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
         self.loans: list[Loan] = []
@@ -85,6 +92,10 @@ class Arguments:
         given = self._tree(list(args), "args") if args else [values.LIST]
         self.trees = [given, named, _root_logger.level]
         self.ranges = self._lent.close()
+        self.device = ""
+        if device is not None:
+            self.on_gpu = on_that(device, self.on_gpu)
+            self.device = device_name(self.on_gpu.like.device)
         self.nbytes = self._payload.nbytes + self.uncopied_bytes
         self.nbytes += 0 if self.on_gpu is None else self.on_gpu.nbytes
 

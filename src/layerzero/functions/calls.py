@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from layerzero.client.capsules.form import WRONG, Failure
 from layerzero.client.capsules.of_function import CALL
@@ -27,13 +27,14 @@ from layerzero.functions import breakpoints
 from layerzero.functions.agreement import difference
 from layerzero.functions.calling import MIN_ROOM, Answer, Arguments, Exchange, Loan, ObjectLost
 from layerzero.functions.capsules import Asked, Told, take
+from layerzero.functions.devices import why_uncompared, without_gpu
 from layerzero.functions.environment import FunctionEnv
 from layerzero.functions.futures import FunctionFuture
 from layerzero.functions.held import Hold
 from layerzero.functions.options import Options
 from layerzero.functions.places import Places
 from layerzero.functions.ranges import MAX_LENT, Place
-from layerzero.functions.report import FunctionReport
+from layerzero.functions.report import IN_WORKER, FunctionReport
 from layerzero.functions.warned import Warned
 from layerzero.ipc.errors import (
     BackendError,
@@ -59,17 +60,6 @@ SHORT_NS = 10_000_000  # what took no longer there may be sent past the broker, 
 UNKNOWN = "unknown_backend"  # a fact of the broker's error
 
 
-class Placement(NamedTuple):
-    """Whether calls are made in this process, and why, or why not. `cause`: what keeps them out; empty for nothing.
-    `repair`: what would let them in."""
-
-    is_here: bool
-    reason: str
-    cause: str = ""
-    repair: str = ""
-
-
-IN_WORKER = Placement(False, "")
 # What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
 _FINAL = (RemoteError, InvalidArgument, NotConnected)
 
@@ -129,7 +119,7 @@ class Call:
         self._loan: Loan | None = None  # of the object that is called
         self._rebuilds = self._placed_bytes = 0
         self._has_repeated = self._is_taught = self._has_digest = False
-        self._shadow = self._capsule = ""
+        self._shadow = self._capsule = self._device = ""
         self._library = ""  # of arrays of the result; each its own when empty
         self._sent: Sent | None = None
         self._exchange: Exchange | None = None
@@ -313,7 +303,8 @@ class Call:
     def _understood(self, error: LayerZeroError) -> LayerZeroError:
         """The error with the function's name, and what to do about it."""
         if isinstance(error, NoTransport):
-            said = f"pass arrays of the CPU to {self.label}, or have its worker see the GPU: {error.message}"
+            its = without_gpu(self.label, None if self.given is None else self.given.on_gpu)
+            said = f"{its}, or have its worker see the GPU: {error.message}"
             error.message, error.args = said, (said,)
         if isinstance(error, (InvalidArgument, NoBackend)):
             return self.owner._places.explain_failure(error, self._session.ask)
@@ -355,7 +346,8 @@ class Call:
                 return False
             self._rebuilds += 1
             if given.loans:
-                self.given = Arguments(self.args, self.kwargs, self._backends(given), given.library)
+                its = self._backends(given), given.library, self.options.device
+                self.given = Arguments(self.args, self.kwargs, *its)
         except LayerZeroError:
             self._note("")
             raise
@@ -428,7 +420,7 @@ class Call:
         if not others or random.random() >= self.options.shadow:
             return
         if self.given is not None and self.given.on_gpu is not None:
-            self._shadow = "not made: arrays on a GPU among the arguments may be written by now"
+            self._shadow = f"not made: {why_uncompared(self.given.on_gpu)}"
             return
         if self.given is not None and self.given.loans:
             self._shadow = f"not made: objects among the arguments are in {places.env_of(served_by).name} alone"
@@ -460,6 +452,7 @@ class Call:
         if type(self._record) is tuple:
             self.owner._kernel_ns = self._record[4]
         self._uncopied_bytes = self._placed_bytes + (0 if given is None else given.uncopied_bytes)
+        self._device = "" if given is None else given.device
         self.given, self.args, self.kwargs, self._exchange, self._loan, self._wrap = None, (), {}, None, None, None
         self.owner._last.call = self
         if observing.recorder is not None:
@@ -487,6 +480,7 @@ class Call:
             "in_process" if self.placed.is_here else "worker",
             self.placed.reason,
             self._capsule,
+            device=self._device,
         )
 
     def _failed(self, attempts: Sequence[Attempt]) -> list[str]:

@@ -129,7 +129,7 @@ def _placed_there(given: GpuArguments | None, ranges: int) -> tuple[list[Segment
 
 def _facts_of(on_gpu: Sequence[GpuArguments]) -> dict[str, str]:
     """What of arrays on a GPU is not as it was, or not known to be."""
-    if not on_gpu:
+    if not any(one.arrays for one in on_gpu):
         return {}
     said = "as the failed attempts, and who answered, left them: what a function writes there is not known"
     counts = all(version is not None for one in on_gpu for version in one.versions)

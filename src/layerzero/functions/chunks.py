@@ -23,6 +23,7 @@ MAX_SIZE = 65_536
 MAX_OPEN, MAX_CHUNKS = 32, 3  # of a map
 OF_CHUNK = -(-MAX_OPEN // MAX_CHUNKS)  # so many calls a chunk counts for
 ALONE = "an array on a GPU is among the arguments of its chunk, each call of which crossed by itself"
+OF_DEVICE = "results of calls with device= may be on a GPU, and each of them crossed by itself"
 Results: TypeAlias = "tuple[list[Any], LayerZeroError | None]"
 
 
@@ -146,8 +147,10 @@ def _parts(
 
 
 def _given(owner: Owner, items: list[tuple[Any, ...]], number: int) -> Arguments | None:
-    """The arguments of a chunk, the first of which has this number; None where an array on a GPU is among them. Raises
-    InvalidArgument."""
+    """The arguments of a chunk, the first of which has this number; None where calls with arrays on a GPU, or results
+    there, cross by themselves. Raises InvalidArgument."""
+    if owner._options.device is not None:
+        return None
     try:
         return _OfChunk(items, {}, owner._places.backends)
     except _OnGpuError:
@@ -179,7 +182,9 @@ def _alone(owner: Owner, future: FunctionFuture) -> Any:
 
 def why_alone(owner: Owner, call: object) -> str:
     """Why this thread's last call did not cross with others of its chunk; empty where nobody wanted that."""
-    return ALONE if getattr(owner._last, "alone", None) is call else ""
+    if getattr(owner._last, "alone", None) is not call:
+        return ""
+    return ALONE if owner._options.device is None else OF_DEVICE
 
 
 def demand_size(size: object, label: str, options: Options, *, is_plain: bool) -> int:

@@ -34,6 +34,7 @@ def isolated(
     placement: str = "worker",
     lift: bool = False,
     trial: Callable[..., Any] | None = None,
+    device: Any = None,
 ) -> Callable[[Callable[P, R]], Isolated[P, R]]:
     """Let a function of a module run, or the objects of a class live, in an environment of their own: in a worker
     process that the broker keeps.
@@ -55,14 +56,16 @@ def isolated(
     it hard ends this process. lift, of functions with shapes= whose result depends on their arguments alone: kernels
     of calls that repeat, with arrays on a GPU, are proved and then launched by this process; last_report().not_lifted
     says of others why not. trial, with lift=True: takes the same arguments and gives, by the names of those that are
-    arrays of integers, which values these may have: {"index": range(table.shape[0])}. A class becomes an IsolatedClass,
-    whose objects are proxies.
+    arrays of integers, which values these may have: {"index": range(table.shape[0])}. device: "cuda", "cuda:1" or a
+    torch.device: arrays on a GPU that a call without any returns, or gives as items, are tensors of this process's
+    torch on that GPU, in the order of its current stream; "cuda" is torch's current device at each call. A class
+    becomes an IsolatedClass, whose objects are proxies.
 
     Raises InvalidArgument for what no other process can import: lambdas, closures, methods, nested classes.
     """
     given = {"timeout_s": timeout_s, "fallback": fallback, "idempotent": idempotent, "keep": keep, "workers": workers}
     more = {"shapes": shapes, "shadow": shadow, "tolerance": tolerance, "process": process, "placement": placement}
-    options = options_of(Options, **given, **more, lift=lift, trial=trial)
+    options = options_of(Options, **given, **more, lift=lift, trial=trial, device=device)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
         if isinstance(function, type):

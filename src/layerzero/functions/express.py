@@ -21,12 +21,14 @@ from layerzero.client.connection.report import EXPRESS
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import handler
 from layerzero.client.gpu import lent_keys
+from layerzero.client.gpu.lent_keys import Key
 from layerzero.client.session.lanes import OnLane
 from layerzero.client.session.preparation import BYTES, NO_REF, placed_at
 from layerzero.client.session.session import Session
 from layerzero.client.session.shadow import NEVER
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
 from layerzero.functions.calls import Call, Owner
+from layerzero.functions.devices import like_on
 from layerzero.functions.gpu_express import GpuExpress, GpuExpressCall
 from layerzero.functions.lifting import LiftedCall
 from layerzero.functions.ranges import MAX_LENT, Place
@@ -87,6 +89,7 @@ class Express:
         self._ways: dict[int, _Way] = {}  # by how many ranges of memory a call lends beside its frame
         self._pause = self._skipped = 0
         self._on_gpu = GpuExpress(self)
+        self._device = owner._options.device
 
     @property
     def label(self) -> str:
@@ -109,7 +112,7 @@ class Express:
 
     def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
         """A call as others are, for one that was sent and does not end plainly. `loan`: as of `begin`."""
-        given = Arguments(args, {}, self.backends)
+        given = Arguments(args, {}, self.backends, device=self._device)
         return Call(self.owner, given, args, {}, self.owner._options, session=session)
 
     def begin(self, args: tuple[Any, ...], loan: Any = None) -> Begun | None:
@@ -117,8 +120,12 @@ class Express:
         ended."""
         if len(args) not in self._counts:
             return None
-        if lent_keys.types and (on_gpu := lent_keys.key_of(args)) is not None:
-            return self._on_gpu.begin(args, on_gpu, loan)
+        if lent_keys.types or self._device is not None:
+            on_gpu = self.key_of(args)
+            if on_gpu is not None:
+                return self._on_gpu.begin(args, on_gpu, loan)
+            if self._device is not None:
+                return None
         if self._skipped < self._pause:
             self._skipped += 1
             return None
@@ -135,6 +142,13 @@ class Express:
                 return None
             self._ways[count] = way
         return way.begin(args, given, loan)
+
+    def key_of(self, args: tuple[Any, ...]) -> Key | None:
+        """Of a call on a GPU; None for others, and for one that is looked at each time. Raises InvalidArgument where
+        results are to be on a GPU that is not there."""
+        if self._device is not None:
+            return lent_keys.key_of(args, like_on(self._device).device)
+        return lent_keys.key_of(args) if lent_keys.types else None
 
     def arguments(self, session: Session, args: tuple[Any, ...]) -> Given | tuple[bytes, bytes, int, int] | None:
         """As they cross; None where something is copied, or cannot be packed."""

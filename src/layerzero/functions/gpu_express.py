@@ -21,6 +21,7 @@ from layerzero.client.connection.report import EXPRESS, LIFTED, Copy
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
 from layerzero.client.facade.running import handler
+from layerzero.client.gpu.arrays import device_name
 from layerzero.client.gpu.call_cache import capture_watcher, context_watcher, maker, streamer
 from layerzero.client.gpu.calls import READ_EVERY
 from layerzero.client.gpu.device import Gpu
@@ -137,11 +138,13 @@ class GpuExpress:
             return None
         if last._session is not session or session.link.lost is not None or observing.recorder is not None:
             return None
-        given = Arguments(args, {}, called.backends)
+        given = Arguments(args, {}, called.backends, device=owner._options.device)
         lent = given.on_gpu
         if lent is None or given.copies or given.loans or given.ranges or given.memory[0] or not session.gpus.is_used:
             return None
         arrays, count = lent.arrays, len(lent.arrays) + bool(results)
+        if not count:  # the worker is told which GPU it is by the memory that it is lent
+            return None
         is_plain = lent.like.kind in ("torch", "cupy") and count <= MAX_LENT
         if not is_plain or any(one.needs_copy or not one.nbytes for one in arrays) or not all(s.numel for s in results):
             return None
@@ -164,7 +167,7 @@ class GpuExpress:
         if len(head) > frames.MAX_KNOWN_BYTES:
             return None
         sizes = tuple(one.spec.span_bytes for one in arrays)
-        first = next(at for at, one in enumerate(args) if one is lent.like.obj)
+        first = next((at for at, one in enumerate(args) if one is lent.like.obj), None)
         frame, declares = frames.prefix(len(head)) + head, declared is not None
         its = (self, key, session, gpu, route, frame, sizes, tuple(results), lent.like, first)
         return _Site(*its, is_declared=declares)
@@ -184,12 +187,12 @@ class _Site:
         sizes: tuple[int, ...],
         results: tuple[TensorSpec, ...],
         like: Array,
-        first: int,
+        first: int | None,
         *,
         is_declared: bool,
     ) -> None:
-        """`sizes`: bytes that the arguments span; `first`: of them, that results are made like; `is_declared`: these
-        are by a shape function."""
+        """`sizes`: bytes that the arguments span; `first`: of them, that results are made like; None where none is on
+        the GPU, so that they are made like `like`; `is_declared`: these are by a shape function."""
         self.express, self.key, self.session, self.gpu, self.route = express, key, session, gpu, route
         self.owner, self.label = express.called.owner, express.called.label
         self.results, self.asked_in = results, overlay.process()
@@ -198,7 +201,8 @@ class _Site:
         assert route.lease is not None
         self.lease, self._transport = route.lease, gpu.transport
         self._link, self._policy, self._gpus = session.link, overlay.current(), session.gpus
-        self._frame, self._sizes, self._first = frame, sizes, first
+        self._frame, self._sizes, self._first, self._like = frame, sizes, first, like if first is None else None
+        self.device = "" if self.owner._options.device is None else device_name(like.device)
         self.stream, self.make = streamer(like), maker(like, results)
         self.is_capturing, self._is_here = capture_watcher(like, gpu), context_watcher(like, gpu)
         self._result_bytes = layout_of(results).nbytes if results else 0
@@ -238,7 +242,7 @@ class _Site:
         try:
             if self.is_capturing(stream):
                 return None
-            made, address = self.make(args[self._first]) if self.results else (None, 0)
+            made, address = self.make(self.like_of(args)) if self.results else (None, 0)
             refs = self._refs(addresses, address)
             if refs is None:
                 return None
@@ -266,6 +270,10 @@ class _Site:
         if self.session.capsules.is_on:
             call.versions = versions_of(args)
         return call
+
+    def like_of(self, args: tuple[Any, ...]) -> Any:
+        """The array that results of a call are made like."""
+        return args[self._first] if self._like is None else self._like.obj  # type: ignore[index]
 
     def _refs(self, addresses: tuple[int, ...], result: int) -> bytes | None:
         """References to the memory of a call. None where a worker does not reach all of it yet."""
@@ -455,7 +463,7 @@ class GpuExpressCall:
         if given is not None:  # as they were when it was put
             given.stream = self._stream
             given.versions = given.versions if self.versions is None else self.versions
-        like = describe(self._args[site._first])
+        like = describe(site.like_of(self._args))
         lent = Lent(site.gpu, like, self._stream, site.results, list(self._made) if site.results else [])
         lent.uncopied_bytes, lent.pending = site.nbytes, self._asked
         request = call.request_at(block.place, block.whole, lent)
@@ -480,7 +488,8 @@ class GpuExpressCall:
         assert plain is not None
         elapsed_us, nbytes = selection.elapsed_us or 0.0, site.nbytes + plain.placed_bytes
         backend = site.lease.decision.backend
-        return FunctionReport(self.label, site.env, backend, 1, (), plain.copies, nbytes, elapsed_us, selection)
+        its = (self.label, site.env, backend, 1, (), plain.copies, nbytes, elapsed_us, selection)
+        return FunctionReport(*its, device=site.device)
 
 
 class _NotPlainError(Exception):

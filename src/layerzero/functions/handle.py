@@ -26,10 +26,11 @@ class Handle(Inside):
     belongs to its process: it cannot be copied or pickled.
     """
 
-    __slots__ = ("__weakref__", "_owner", "_stay", "_type")
+    __slots__ = ("__weakref__", "_device", "_owner", "_stay", "_type")
 
-    def __init__(self, owner: Owner, hold: Hold) -> None:
-        self._owner, self._type = owner, hold.reference.type
+    def __init__(self, owner: Owner, hold: Hold, device: str | None = None) -> None:
+        """`device`: as of the call whose result it is."""
+        self._owner, self._type, self._device = owner, hold.reference.type, device
         self._stay = Stay(f"{owner._label}'s {self._type}", owner._env)
         self._stay.take(hold)
 
@@ -41,14 +42,12 @@ class Handle(Inside):
     def fetch(self) -> Any:
         """The result itself, as the function would have returned it. Raises InvalidArgument where it cannot cross, and
         as a call does."""
-        options = replace(_plain, timeout_s=self._timeout_s)
-        return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, options).finish()
+        return Use(self._stay, self._owner, frames.ITSELF, "", (), {}, self._plainly).finish()
 
     def value(self, name: str) -> Any:
         """A public attribute of the result, as it is there. Raises AttributeError, and as `fetch` does."""
-        options = replace(_plain, timeout_s=self._timeout_s)
         try:
-            return Use(self._stay, self._owner, frames.GET, name, (), {}, options).finish()
+            return Use(self._stay, self._owner, frames.GET, name, (), {}, self._plainly).finish()
         except RemoteError as exc:
             if exc.facts.get("type") == "AttributeError":
                 raise AttributeError(str(exc.facts["message"]), name=name) from exc
@@ -58,17 +57,22 @@ class Handle(Inside):
         """A public method of the result; whether there is one, its call says."""
         if name.startswith("_"):
             raise AttributeError(f"{self!r} shows no {name}: names with an underscore stay in its environment")
-        options = replace(self._owner._options, keep=False, fallback=None, shadow=0.0)
+        options = replace(self._owner._options, keep=False, fallback=None, shadow=0.0, device=self._device)
         return HandleMethod(self, name, options)
 
     def __iter__(self) -> Stream:
         """The items of what can be iterated over there, one by one. Raises as a call does."""
-        return iterate(self._stay, self._owner)
+        return iterate(self._stay, self._owner, self._device)
 
     def close(self) -> None:
         """Let go of the result in the worker; calls that it was given to have it until they end. A second time does
         nothing."""
         self._stay.close(self._timeout_s)
+
+    @property
+    def _plainly(self) -> Options:
+        """Of what runs nothing."""
+        return Options(self._timeout_s, idempotent=True, device=self._device)
 
     @property
     def _timeout_s(self) -> float | None:
@@ -107,7 +111,7 @@ class HandleMethod:
         return FunctionFuture(call)
 
     def options(self, **changes: Any) -> HandleMethod:
-        """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
+        """The same method with other options: timeout_s, idempotent, keep, device. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         if options.fallback is not None:
             raise InvalidArgument("lz.isolated: fallback is for functions; what a handle stands for is there alone")
@@ -115,20 +119,17 @@ class HandleMethod:
 
     def _start(self, args: Any, kwargs: Any) -> Use:
         handle = self._handle
-        wrap = Handle if self._options.keep else None
+        wrap = wrap_of(self._options, self._name, is_stream=False)
         return Use(handle._stay, handle._owner, frames.METHOD, self._name, args, kwargs, self._options, wrap)
 
     def __repr__(self) -> str:
         return f"<method {self._name} of {self._handle!r}>"
 
 
-_plain = Options(idempotent=True)  # nothing runs
-
-
 def wrap_of(options: Options, label: str, *, is_stream: bool, given: GpuArguments | None = None) -> Wrap | None:
     """What a call gives of a result that stays there; None where none does. `given`: its arrays on a GPU."""
     if options.keep:
-        return Handle
+        return lambda owner, hold: Handle(owner, hold, options.device)
     if not is_stream:
         return None
     like = like_of(given)

@@ -20,9 +20,10 @@ from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import is_on_gpu
 from layerzero.client.session.preparation import BYTES
 from layerzero.functions.calling import MIN_ROOM, Arguments, plan
-from layerzero.functions.calls import IN_WORKER, SHORT_NS, UNKNOWN_NS, Call
+from layerzero.functions.calls import SHORT_NS, UNKNOWN_NS, Call
 from layerzero.functions.chunks import demand_size, each, in_chunks, why_alone
 from layerzero.functions.code import reference
+from layerzero.functions.devices import like_on
 from layerzero.functions.environment import FunctionEnv, env_of
 from layerzero.functions.express import Begun, Express
 from layerzero.functions.futures import FunctionFuture
@@ -31,7 +32,7 @@ from layerzero.functions.lifting import LiftedCall, demand_liftable
 from layerzero.functions.options import Options, options_of
 from layerzero.functions.placement import THIS_PROCESS, CallHere, Placing, Threads
 from layerzero.functions.places import Candidate, Places
-from layerzero.functions.report import FunctionExplanation, FunctionReport
+from layerzero.functions.report import IN_WORKER, FunctionExplanation, FunctionReport
 from layerzero.functions.shapes import OUT, Shaped, ShapedCall, ShapedExpress, takes_out, without_out
 from layerzero.functions.warming import warm_up
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError
@@ -185,13 +186,15 @@ class Isolated(Generic[P, R]):
         if self._function is None:
             raise InvalidArgument(f"{self._label} is a function of its environment alone")
         if self._has_out:
-            like = next((one for one in (*args, *kwargs.values()) if is_on_gpu((one,))), None)
+            device = self._options.device
+            there = [one for one in (*args, *kwargs.values()) if is_on_gpu((one,))]
+            like = there[0] if there else None if device is None else like_on(device).obj
             kwargs[OUT] = self._shaped(args, kwargs).empty(like)
         return self._function(*args, **kwargs)
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent, keep, shapes, workers, shadow,
-        tolerance, placement, lift, trial. `last_report` is of its calls, too. Raises InvalidArgument."""
+        tolerance, placement, lift, trial, device. `last_report` is of its calls, too. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         changed = self._changed(options, self._places.candidates[1:])
         changed._last = self._last
@@ -240,7 +243,7 @@ class Isolated(Generic[P, R]):
             where, code, here = self._env, self._code, "in_process"
             nothing: tuple[Any, ...] = (THIS_PROCESS, "", (), 0, (), "", here, placed.reason)
             return FunctionExplanation(self._label, where.name, where.backend, code.file, code.sha256, *nothing)
-        given = Arguments(args, kwargs, self._places.backends)
+        given = self._given(args, kwargs)
         state, command, joins = "", "", False
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
@@ -271,6 +274,7 @@ class Isolated(Generic[P, R]):
             "worker",
             placed.reason,
             self._not_lifted,
+            given.device,
         )
 
     def _verdicts(self, given: Arguments) -> tuple[Verdict, ...]:
@@ -340,7 +344,7 @@ class Isolated(Generic[P, R]):
         times_us = []
         options = replace(self._options, fallback=None, shadow=0.0)
         for _ in range(TUNE_CALLS):
-            given = Arguments(args, kwargs, self._places.backends_of(where)[:1])
+            given = Arguments(args, kwargs, self._places.backends_of(where)[:1], device=options.device)
             start_ns = time.perf_counter_ns()
             try:
                 self._call_of(given, args, kwargs, options).finish()
@@ -393,7 +397,7 @@ class Isolated(Generic[P, R]):
     def _start(self, args: Any, kwargs: Any) -> Call:
         self._demand_fit(args, kwargs)
         if self._placing is None:
-            return self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
+            return self._call_of(self._given(args, kwargs), args, kwargs, self._options)
         return self._placed(self._placing, args, kwargs)
 
     @property
@@ -408,9 +412,12 @@ class Isolated(Generic[P, R]):
         if found.is_here or refusal is not None:
             function = cast("MethodType", self.local)
             return CallHere(self, function, args, kwargs, self._options, found, refusal, self._threads)
-        call = self._call_of(Arguments(args, kwargs, self._places.backends), args, kwargs, self._options)
+        call = self._call_of(self._given(args, kwargs), args, kwargs, self._options)
         call.placed = found
         return call
+
+    def _given(self, args: Any, kwargs: Any) -> Arguments:
+        return Arguments(args, kwargs, self._places.backends, device=self._options.device)
 
     def _call_of(self, given: Arguments, args: Any, kwargs: Any, options: Options) -> Call:
         if options.shapes is not None:

@@ -83,13 +83,14 @@ class IsolatedClass:
         """A new object, by the class or a method of it. `backend`: where it was before; a worker of its own is another
         one then."""
         if self._options.process == "pool" or maker is not self:
-            given = Arguments(args, kwargs, (backend,) if backend else self._places.backends)
+            backends = (backend,) if backend else self._places.backends
+            given = Arguments(args, kwargs, backends, device=maker._options.device)
             found: Hold = Call(maker, given, args, kwargs, maker._options, wrap=_held).finish()
             return found
         session = default_session.session()
         reserved = Reserved.of(session, self._env)
         try:
-            given = Arguments(args, kwargs, (reserved.backend,))
+            given = Arguments(args, kwargs, (reserved.backend,), device=maker._options.device)
             wrap = functools.partial(_held, reserved=reserved)
             found = Call(maker, given, args, kwargs, maker._options, wrap=wrap).finish()
         except BaseException:
@@ -134,7 +135,7 @@ class IsolatedClass:
         return self._class(*args, **kwargs)
 
     def options(self, **changes: Any) -> IsolatedClass:
-        """The same class with other options: timeout_s, idempotent, on_death, workers, process. Raises
+        """The same class with other options: timeout_s, idempotent, on_death, workers, process, device. Raises
         InvalidArgument."""
         on_death = changes.pop("on_death", self._on_death)
         options = options_of(replace, self._options, **changes)
@@ -208,7 +209,7 @@ class ClassFunction(Isolated[Any, Any]):
         return not self._bits & OF_CLASS and super()._takes_express
 
     def options(self, **changes: Any) -> ClassFunction:
-        """The same method with other options: timeout_s, idempotent, keep. Raises InvalidArgument."""
+        """The same method with other options: timeout_s, idempotent, keep, device. Raises InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         _demand_of_objects(options)
         return ClassFunction(self._of, self._function, self._env, options, self._code, self._bits)
@@ -316,7 +317,7 @@ class Method:
         return FunctionFuture(call)
 
     def options(self, **changes: Any) -> Method:
-        """The same method of the same object with other options: timeout_s, idempotent, keep. Raises
+        """The same method of the same object with other options: timeout_s, idempotent, keep, device. Raises
         InvalidArgument."""
         options = options_of(replace, self._options, **changes)
         _demand_of_objects(options)
@@ -326,7 +327,7 @@ class Method:
         remote, options = self._remote, self._options
         remote.owner._demand_fit(self._name, args, kwargs)
         is_stream = bool(remote.owner._surface.names.get(self._name, 0) & STREAM)
-        given = Arguments(args, kwargs, (remote.backend,))
+        given = Arguments(args, kwargs, (remote.backend,), device=options.device)
         wrap = wrap_of(options, f"{remote.label}.{self._name}", is_stream=is_stream, given=given.on_gpu)
         return Use(remote, remote.owner, frames.METHOD, self._name, args, kwargs, options, wrap, given=given)
 
@@ -437,5 +438,5 @@ def _proxy_class(cls: type | None, surface: Surface, code: Code) -> type[Proxy]:
     held: dict[str, Any] = {"__slots__": (), "__module__": code.module, "__doc__": cls and cls.__doc__}
     held |= {"_lz_surface": surface, **{name: operator(name) for name in OPERATORS & surface.special}}
     if surface.special & {"__iter__", "__getitem__"}:
-        held["__iter__"] = lambda self: iterate(self._lz, self._lz.owner)
+        held["__iter__"] = lambda self: iterate(self._lz, self._lz.owner, self._lz.owner._options.device)
     return type(code.qualname.rpartition(".")[2], (Proxy,), held)

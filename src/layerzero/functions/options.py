@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
@@ -13,6 +14,7 @@ from layerzero.ipc.vocabulary import pools
 
 PROCESSES = ("pool", "own")
 PLACEMENTS = ("worker", "auto", "in_process")
+_DEVICES = re.compile(r"cuda(:\d{1,4})?")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Options:
     placement: str = "worker"
     lift: bool = False
     trial: Callable[..., Any] | None = None
+    device: Any = None  # as torch names it, "cuda", "cuda:1"
 
 
 def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Options:
@@ -63,4 +66,20 @@ def options_of(make: Callable[..., Options], *args: Any, **given: Any) -> Option
     if made.shapes is not None and (made.keep or not callable(made.shapes)):
         text = "what stays there with keep=True needs none" if made.keep else f"shapes is {made.shapes!r:.80}"
         raise InvalidArgument(f"lz.isolated: {text}; allowed: a function of the same arguments, without keep=True")
-    return made
+    return made if made.device is None else replace(made, device=_device_of(made))
+
+
+def _device_of(made: Options) -> str:
+    """As torch names it. Raises InvalidArgument."""
+    device = made.device
+    name = str(device) if type(device).__module__ == "torch" else device
+    if not isinstance(name, str) or _DEVICES.fullmatch(name) is None:
+        text = f"device is {device!r:.80}; allowed: the GPU that results lie on, such as cuda or cuda:1"
+        raise InvalidArgument(f"lz.isolated: {text}; leave it out for results of the CPU")
+    if made.lift:
+        text = "lift is for calls with arrays on a GPU, which say where they are"
+        raise InvalidArgument(f"lz.isolated: leave device out: {text}")
+    if made.placement != "worker":
+        text = "with device=: what a function makes in this process lies where it makes it"
+        raise InvalidArgument(f"lz.isolated: placement is {made.placement!r}; allowed: worker, {text}")
+    return name

@@ -18,9 +18,10 @@ from layerzero.client.connection import overlay
 from layerzero.client.facade.policy import policy
 from layerzero.envs import conflicts
 from layerzero.functions.calling import Inside
-from layerzero.functions.calls import Call, Owner, Placement
+from layerzero.functions.calls import Call, Owner
 from layerzero.functions.environment import HERE, FunctionEnv
 from layerzero.functions.options import Options
+from layerzero.functions.report import Placement
 from layerzero.ipc.errors import EnvError, InvalidArgument, LayerZeroError, RemoteError, kind_of, text_of
 
 if TYPE_CHECKING:

@@ -317,10 +317,13 @@ def run(
     Raises what the call raises."""
     held: list[Reference] = []
     value: Any = None
+    has_arrays = any(_nodes_there(trees) for trees, _, _ in told)
     for part, memory in zip(function.parts, told, strict=True):
         exchange = Exchange(session, (env,), function.label, env.rpartition(".")[0], part.stays)
         exchange.library = "numpy"
         trees, there = _on_gpu(memory, ordinal)
+        if ordinal != CPU and not has_arrays and part.kind != of_function.LOAD:  # its results were to be there
+            there = GpuArguments(describe(GpuArray(ordinal, TensorSpec.contiguous("uint8", (0,))))), len(memory[2])
         loan = None if there is None else lend(session.gpus, there[0], range(there[1], MAX_LENT))
         frame, lent, keep = _frame(part, code, (trees, *memory[1:]), held, loan)
         answer = exchange.run(exchange.request(frame, lent, timeout_s=timeout_s, keep=keep, loan=loan))
@@ -342,7 +345,7 @@ def _on_gpu(memory: Memory, ordinal: int) -> tuple[list[Any], tuple[GpuArguments
     """The trees for one run, with arrays that were on a GPU there, and how many ranges of shared memory come before
     them; with none they are NumPy's, or torch's, in shared memory."""
     trees = copy.deepcopy(memory[0])
-    nodes = [node for node in of_function.nodes(trees) if str(node[1]).startswith(frames.OF_GPU)]
+    nodes = _nodes_there(trees)
     if ordinal == CPU or not nodes:
         for node in nodes:
             library = node[1].removeprefix(frames.OF_GPU)
@@ -365,6 +368,10 @@ def _on_gpu(memory: Memory, ordinal: int) -> tuple[list[Any], tuple[GpuArguments
         given.add(describe(made), node)
     assert given is not None
     return trees, (given, first)
+
+
+def _nodes_there(trees: list[Any]) -> list[list[Any]]:
+    return [node for node in of_function.nodes(trees) if str(node[1]).startswith(frames.OF_GPU)]
 
 
 def _of_host(value: Any) -> Any:

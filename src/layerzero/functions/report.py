@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from layerzero.client.connection.report import Candidate as Verdict
 from layerzero.client.connection.report import Copy, SelectionReport
+
+
+class Placement(NamedTuple):
+    """Whether calls are made in this process, and why, or why not. `cause`: what keeps them out; empty for nothing.
+    `repair`: what would let them in."""
+
+    is_here: bool
+    reason: str
+    cause: str = ""
+    repair: str = ""
+
+
+IN_WORKER = Placement(False, "")
 
 
 @dataclass(frozen=True)
@@ -19,7 +33,8 @@ class FunctionReport:
     `placement_reason`: why, where the function's option left a choice. `capsule`: what names the capsule of its
     failure; empty where there is none. `not_lifted`: of a function with lift=True, why its worker ran it, as a code of
     docs/lifting.md and what it means, or what is waited for; empty where this process has launched it. `not_chunked`:
-    of a call by `map` with `chunksize`, why it crossed by itself; empty where it crossed with others."""
+    of a call by `map` with `chunksize`, why it crossed by itself; empty where it crossed with others. `device`: of a
+    call with the option of that name, the GPU that its results lie on which are on one; empty for others."""
 
     function: str
     env: str
@@ -37,6 +52,7 @@ class FunctionReport:
     capsule: str = ""
     not_lifted: str = ""
     not_chunked: str = ""
+    device: str = ""
 
     def __str__(self) -> str:
         copied = sum(copy.nbytes for copy in self.copies)
@@ -52,6 +68,7 @@ class FunctionReport:
         lines += [f"  {self.placement_reason}"] if self.placement_reason else []
         lines += [f"  not lifted: {self.not_lifted}"] if self.not_lifted else []
         lines += [f"  not chunked: {self.not_chunked}"] if self.not_chunked else []
+        lines += [f"  results on a GPU lie on {self.device}"] if self.device else []
         return "\n".join(lines)
 
 
@@ -61,7 +78,7 @@ class FunctionExplanation:
     the environment's worker, or why there is none. `command`: what to run first; empty for nothing. `candidates`: where
     several workers may serve it, each with its score or every reason against it, the one that would be chosen first.
     `interpreter`: an existing one that the environment is, as it is now; empty for others. `placement`,
-    `placement_reason`: as of a report; `not_lifted`: likewise, of this thread's last call."""
+    `placement_reason`, `device`: as of a report; `not_lifted`: likewise, of this thread's last call."""
 
     function: str
     env: str
@@ -77,6 +94,7 @@ class FunctionExplanation:
     placement: str = "worker"
     placement_reason: str = ""
     not_lifted: str = ""
+    device: str = ""
 
     def __str__(self) -> str:
         of = f" of {self.file} ({self.sha256[:12]})" if self.file else ""
@@ -90,4 +108,5 @@ class FunctionExplanation:
             why = f"score {one.score:g}{time}" if one.accepted else "; ".join(map(str, one.reasons))
             lines.append(f"  {one.backend}: {why}{''.join(f'; {note}' for note in one.notes)}")
         lines += [f"  not lifted: {self.not_lifted}"] if self.not_lifted else []
+        lines += [f"  results on a GPU lie on {self.device}"] if self.device else []
         return "\n".join(lines)

@@ -11,7 +11,6 @@ from typing import Any
 
 from layerzero.client.arrays.recognition import describe
 from layerzero.client.capsules.of_function import CALL
-from layerzero.client.gpu import lent_keys
 from layerzero.client.gpu.arrays import give, new_like
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments
@@ -141,7 +140,7 @@ class ShapedExpress(Express):
 
     def begin(self, args: tuple[Any, ...], loan: Any = None) -> GpuExpressCall | LiftedCall | None:
         """As Express."""
-        if len(args) not in self._counts or not lent_keys.types or (on_gpu := lent_keys.key_of(args)) is None:
+        if len(args) not in self._counts or (on_gpu := self.key_of(args)) is None:
             return None
         try:
             begun = self._on_gpu.begin(args, on_gpu, loan)
@@ -171,7 +170,7 @@ class ShapedExpress(Express):
 
     def call(self, args: Sequence[Any], session: Session, loan: Any) -> Call:
         """As Express."""
-        given, options = Arguments(args, {}, self.backends), self.owner._options
+        given, options = Arguments(args, {}, self.backends, device=self._device), self.owner._options
         shaped = self._of(args)
         return ShapedCall(self.owner, given, args, {}, options, shaped, has_out=self.has_out, session=session)
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.client.arrays.recognition import Array
-from layerzero.client.gpu.lent import GpuArguments, GpuLoan
+from layerzero.client.gpu.arrays import device_name
+from layerzero.client.gpu.lent import GpuArguments, GpuLoan, like_of
 from layerzero.client.gpu.lent_calls import lend
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import Arguments, ObjectLost
@@ -136,14 +137,16 @@ class Stream:
         return f"<lz stream of {self._label} in {self._stay.backend}{closed}>"
 
 
-def iterate(stay: Stay, owner: Owner) -> Stream:
-    """Over an object that is there. Raises as a call does."""
+def iterate(stay: Stay, owner: Owner, device: str | None) -> Stream:
+    """Over an object that is there; `device`: of its items. Raises as a call does."""
+
+    given = Arguments((), {}, (stay.backend,), device=device)
+    like, options = like_of(given.on_gpu), replace(owner._options, fallback=None, shadow=0.0, device=device)
 
     def begun(_: Owner, hold: Hold) -> Stream:
-        return Stream(owner, hold, owner._options, stay.label)
+        return Stream(owner, hold, options, stay.label, like)
 
-    options = replace(owner._options, fallback=None, shadow=0.0)
-    found: Stream = Use(stay, owner, frames.METHOD, "__iter__", (), {}, options, begun).finish()
+    found: Stream = Use(stay, owner, frames.METHOD, "__iter__", (), {}, options, begun, given=given).finish()
     return found
 
 
@@ -158,7 +161,9 @@ class _Next(Call):
         session: Session | None = None,
         like: Array | None = None,
     ) -> None:
-        super().__init__(owner, Arguments((), {}, (backend,)), (), {}, options, label, session=session)
+        given = Arguments((), {}, (backend,))
+        given.device = "" if like is None or options.device is None else device_name(like.device)
+        super().__init__(owner, given, (), {}, options, label, session=session)
         self._reference, self._like = reference, like
 
     def _lent_there(self, given: Arguments) -> GpuLoan | None:
@@ -181,6 +186,7 @@ class ItemExpress(Express):
     def __init__(self, owner: Owner, hold: Hold, options: Options, label: str) -> None:
         super().__init__(owner, range(1), label, (hold.backend,))
         self._options, self._reference = options, hold.reference
+        self._device = None  # of a stream whose items are on none, whatever its class says
 
     def head(self) -> bytes:
         """As Express."""

@@ -41,7 +41,8 @@ class Use(Call):
         """`libraries`: of arrays there and of those of the result here; each its own when empty. `session`, `loan`: of
         one that was sent already. `given`: the arguments, where they were encoded."""
         if given is None:
-            given = Arguments(args, kwargs, (stay.backend if loan is None else loan.backend,), libraries[0])
+            backends = (stay.backend if loan is None else loan.backend,)
+            given = Arguments(args, kwargs, backends, libraries[0], options.device)
         label = f"{stay.label}.{name}" if name else stay.label
         super().__init__(owner, given, args, kwargs, options, label, wrap, session=session)
         self._loan = loan
@@ -65,7 +66,7 @@ class Use(Call):
         if owner is not self.owner:
             return [own], "its object was made by a method of its class"
         try:
-            made = Arguments(args, kwargs, owner._places.backends)
+            made = Arguments(args, kwargs, owner._places.backends, device=owner._options.device)
         except InvalidArgument as exc:  # an object among them is closed by now
             return [own], f"what made its object cannot cross any more: {exc.message}"
         return [Asked(CALL, "", frames.ALL, made), own], ""
@@ -75,7 +76,8 @@ class Use(Call):
         assert self.given is not None
         loan = self._loan = self._stay.lend()
         if loan.backend not in self.given.backends:  # constructed again in another worker
-            self.given = Arguments(self.args, self.kwargs, (loan.backend,), self.given.library)
+            its = ((loan.backend,), self.given.library, self.options.device)
+            self.given = Arguments(self.args, self.kwargs, *its)
         return super()._request()
 
     def _backends(self, given: Arguments) -> Sequence[str]:

@@ -17,6 +17,7 @@ from layerzero.functions import capsules as function_capsules
 from layerzero.functions.calling import Arguments
 from layerzero.functions.calls import Call
 from layerzero.functions.capsules import Asked, Told
+from layerzero.functions.options import Options
 from layerzero.functions.use import Use
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.functions import frames
@@ -41,7 +42,7 @@ def use_of(capsules: Any, maker: tuple[Any, ...] | None, kwargs: Mapping[str, An
     """A method's call whose worker has died."""
     use: Use = object.__new__(Use)
     places = SimpleNamespace(candidates=[SimpleNamespace(code=SimpleNamespace(is_model=False))], backends=("one.fn",))
-    use.owner = SimpleNamespace(_places=places)  # type: ignore[assignment]
+    use.owner = SimpleNamespace(_places=places, _options=Options())  # type: ignore[assignment]
     use._session = SimpleNamespace(capsules=capsules)  # type: ignore[assignment]
     use.given, use.label, use._capsule = Arguments((), kwargs, ("one.fn",)), "Counter.add", ""
     use.options = SimpleNamespace(tolerance=0.0)  # type: ignore[assignment]

@@ -163,3 +163,38 @@ def test_a_function_of_several_environments_is_not_lifted() -> None:
     found = lz.isolated(PLAIN, shapes=shape_of, lift=True)(of_arrays)
     with pytest.raises(lz.InvalidArgument, match="lift is for functions of one environment"):
         found.implementation(lz.env("other"))(into)
+
+
+class device:  # as torch's
+    def __str__(self) -> str:
+        return "cuda:1"
+
+
+device.__module__ = "torch"
+
+
+def test_a_device_is_one_of_torchs_gpus() -> None:
+    for one in ("cuda", "cuda:0", "cuda:12", device()):
+        assert lz.isolated(PLAIN, device=one)(plain)._options.device == str(one)
+    assert lz.isolated(PLAIN)(plain).options(device="cuda").options(device=None)._options.device is None
+    assert lz.isolated(PLAIN, device="cuda")(Class).options(device=device())._options.device == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"device": "cpu"}, "device is 'cpu'; allowed: the GPU that results lie on, such as cuda or cuda:1; leave it"),
+        ({"device": "cuda:"}, "device is 'cuda:'"),
+        ({"device": "cuda:x"}, "device is 'cuda:x'"),
+        ({"device": "mps"}, "device is 'mps'"),
+        ({"device": 0}, "device is 0"),
+        ({"device": True}, "device is True"),
+        ({"device": "cuda", "placement": "auto"}, "placement is 'auto'; allowed: worker, with device="),
+        ({"device": "cuda", "lift": True, "shapes": shape_of}, "leave device out: lift is for calls with arrays"),
+    ],
+)
+def test_what_is_no_device_is_refused_where_it_is_decorated(options: dict[str, Any], what: str) -> None:
+    for target in (of_arrays, Class):
+        with pytest.raises(lz.InvalidArgument) as raised:
+            lz.isolated(PLAIN, **options)(target)  # type: ignore[arg-type]
+        assert what in raised.value.message.splitlines()[0]

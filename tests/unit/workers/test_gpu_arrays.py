@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from typing import Any
@@ -49,6 +50,36 @@ def test_a_library_without_cuda_is_refused_with_what_to_do(monkeypatch: pytest.M
     text = r"\Apass it with \.cpu\(\), or have torch with CUDA .*: torch 2\.4\.1\+cpu"
     with pytest.raises(InvalidArgument, match=text):
         GpuLibraries().open("torch", SPEC, SPAN, 7)
+
+
+def test_a_call_without_arrays_has_a_library_that_can_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its stream and GPU, also one that the function's module has loaded; what is loaded comes before what is not;
+    none where others may make arrays."""
+    entered: list[Any] = []
+
+    def enter(name: str) -> Any:
+        return lambda *its: (lambda: contextlib.nullcontext(entered.append((name, *its))),)
+
+    monkeypatch.setattr(_gpu_arrays, "_ENTER", {name: enter(name) for name in ("torch", "cupy")})
+    libraries = GpuLibraries()
+    with libraries.on_stream(7, 1):
+        libraries.enter()
+        has(monkeypatch, "torch", sees_gpus=False)
+        text = r"\Aleave device= out, or have torch with CUDA .*: torch 2\.4\.1\+cpu"
+        with pytest.raises(InvalidArgument, match=text):
+            libraries.enter()
+        assert entered == []
+        monkeypatch.setattr(_gpu_arrays, "_cuda", {})
+        has(monkeypatch, "cupy", sees_gpus=True)
+        libraries.enter()
+        libraries.enter()
+        assert entered == [("cupy", 7, 1)]
+    monkeypatch.setattr(_gpu_arrays, "_cuda", {})
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(_gpu_arrays, "_is_there", lambda _: pytest.fail("CuPy is loaded, and can use the GPU"))
+    with libraries.on_stream(8, 0):
+        libraries.enter()
+    assert entered[1:] == [("cupy", 8, 0)]
 
 
 def test_without_a_library_others_read_the_memory() -> None:

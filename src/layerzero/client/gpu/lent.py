@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays.recognition import Array, describe
+from layerzero.client.arrays.recognition import Array, array_namespace, describe
 from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import current_stream, device_name, give, new_like, version_of
 from layerzero.client.gpu.device import Gpu
@@ -67,13 +67,24 @@ class GpuArguments:
         return sum(array.nbytes for array in self.arrays)
 
 
+class _OfLibrary:
+    """What stands for an array where it is asked for its library alone."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __array_namespace__(self) -> Any:
+        return self._namespace
+
+
 def like_of(given: GpuArguments | None) -> Array | None:
-    """What later results of a call are made like; it keeps none of the arguments. None where there is no such array, as
-    of libraries that show no stream."""
-    if given is None or given.like.kind not in ("torch", "cupy"):
+    """What later results of a call are made like; it keeps none of the arguments. None where no array is on a GPU."""
+    if given is None:
         return None
-    made, _ = new_like(given.like, TensorSpec.contiguous(given.like.spec.dtype, (0,)))
-    return describe(made)
+    like, empty = given.like, TensorSpec.contiguous(given.like.spec.dtype, (0,))
+    if like.kind == "dlpack":
+        return Array("dlpack", empty, 0, _OfLibrary(array_namespace(like.obj)), None, device=like.device)
+    return describe(new_like(like, empty)[0])
 
 
 def demand_uncaptured(context: Context, stream: int) -> None:

@@ -19,11 +19,12 @@ class Key(NamedTuple):
     addresses: tuple[int, ...]
 
 
-def key_of(args: tuple[Any, ...]) -> Key | None:
-    """None for a call without an array on a GPU, and for what is looked at each time."""
-    if types.isdisjoint(map(type, args)):
+def key_of(args: tuple[Any, ...], device: int | None = None) -> Key | None:
+    """None for a call without an array on a GPU, and for what is looked at each time. `device`: of a call whose results
+    are on that GPU, with such an array or without."""
+    if device is None and types.isdisjoint(map(type, args)):
         return None
-    key: list[Any] = []
+    key: list[Any] = [device]
     addresses: list[int] = []
     for arg in args:
         kind = type(arg)
@@ -47,7 +48,7 @@ def key_of(args: tuple[Any, ...]) -> Key | None:
             key.append((address % ALIGNMENT, arg.shape, arg.strides, arg.dtype, arg.device.id))
         else:
             return None
-    if not addresses:
+    if not addresses and device is None:
         return None
     return Key(tuple(key), tuple(addresses))
 

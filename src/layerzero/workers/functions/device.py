@@ -123,6 +123,10 @@ class Libraries(Protocol):
     def found(self, value: Any, device: int) -> Found | None:
         """An array on that GPU; None for what is none. Raises InvalidArgument for what cannot cross."""
 
+    def enter(self) -> None:
+        """The present call opens no array, and may return some: the library that it has, as torch's caller would have
+        it, is entered. Raises InvalidArgument where there are some and none can use a GPU."""
+
     def writes_of(self, array: Any) -> int:
         """How many writes to it, or to what it is a view of, its library has counted."""
 
@@ -142,6 +146,7 @@ class Device:
         self.driver: Driver | None = None
         self._known: set[str] = set()  # functions that have run on a GPU
         self._is_captured = False  # the present call
+        self._is_entered = False  # by an array of the present call: its library enqueues on the call's stream
         self._is_settled = False  # the stream of the present call waits for all that the function has told others
 
     @contextlib.contextmanager
@@ -200,6 +205,7 @@ class Device:
 
     def end(self) -> None:
         self.results = None
+        self._is_entered = False
         self._lent.clear()
 
     @contextlib.contextmanager
@@ -244,8 +250,13 @@ class Device:
 
     def begin(self, label: str) -> None:
         """A function is about to run. Its first time it may import what then asks for the current stream too late: its
-        inputs are waited for."""
-        if self._stream is not None and self.results is not None and label not in self._known:
+        inputs are waited for. Raises InvalidArgument for a call without any, where no library can use a GPU."""
+        if self._stream is None or self.results is None:
+            return
+        if not self._is_entered:
+            assert self.libraries is not None
+            self.libraries.enter()
+        if label not in self._known:
             _driver().synchronize_stream(self._stream)
             self._known.add(label)
 
@@ -263,6 +274,7 @@ class Device:
         assert self._stream is not None
         libraries = self.libraries
         array = libraries.open(library, spec, span, self._stream)
+        self._is_entered = True
         self._lent.append((array, libraries.writes_of(array)))
         return array
 
@@ -362,8 +374,8 @@ class _OnGpu(AbstractContextManager[None]):
 
 
 NO_STREAM = (
-    "call with an array on that GPU among the arguments (of torch or CuPy for items), whose library and stream the "
-    "result is for, or return it with .cpu() or .get()"
+    "call with an array on that GPU among the arguments, whose library and stream the result is for, or by "
+    '.options(device="cuda"), for a tensor of torch there, or return it with .cpu() or .get()'
 )
 device = Device()
 """Of this worker, which runs one call at a time."""

@@ -43,6 +43,15 @@ class GpuLibraries:
         self._entered.enter(chosen)
         return _OPEN[chosen](spec, span)
 
+    def enter(self) -> None:
+        """As device.Libraries: those that are loaded, by the function's module for one; to load another one may take
+        seconds."""
+        assert self._entered is not None
+        loaded = [library for library in _ENTER if library in sys.modules and _has_cuda(library)]
+        for library in loaded or [_chosen("torch", "leave device= out")]:
+            if library:
+                self._entered.enter(library)
+
     def found(self, value: Any, device: int) -> Found | None:
         """As device.Libraries."""
         torch: Any = sys.modules.get("torch")
@@ -103,9 +112,9 @@ class _Entered(AbstractContextManager[None]):
             raise error
 
 
-def _chosen(library: str) -> str:
+def _chosen(library: str, repair: str = "pass it with .cpu()") -> str:
     """What an array of this library is here; empty for none of those that we make arrays of. Raises
-    InvalidArgument where there are some and none can use a GPU."""
+    InvalidArgument, with `repair`, where there are some and none can use a GPU."""
     able = []
     for one in dict.fromkeys((library, "torch", "cupy")):
         if _cuda.get(one):  # it is here: to look for others takes longer than the call
@@ -116,7 +125,7 @@ def _chosen(library: str) -> str:
                 return one
     if able:
         told = ", ".join(f"{one} {getattr(sys.modules.get(one), '__version__', '')}".rstrip() for one in able)
-        text = f"pass it with .cpu(), or have {' or '.join(able)} with CUDA in its environment"
+        text = f"{repair}, or have {' or '.join(able)} with CUDA in its environment"
         raise InvalidArgument(f"{text}: {told} there sees no GPU")
     return ""
 
