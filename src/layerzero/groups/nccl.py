@@ -1,4 +1,5 @@
-"""Calls of all ranks on GPUs, by NCCL: the process's own torch has the tensors, and makes the calls.
+"""Calls on GPUs, of all ranks and from one to another, by NCCL: the process's own torch has the tensors, and makes the
+calls.
 
 A call is enqueued on the caller's stream. One that is waited for returns when the GPU has done it. A kernel of NCCL
 waits for the other ranks, and does not see that one is gone: whoever waits for it sees that, and aborts it; of calls
@@ -29,6 +30,7 @@ from layerzero.ipc.errors import GroupBroken
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
 GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes: NCCL's abort takes a second more
+_ALL = -1  # in the place of a rank: the communicator of all
 _log = logging.getLogger("layerzero.groups")
 
 
@@ -39,22 +41,32 @@ class Nccl:
         self._path = runtime / "groups" / f"{group}.{generation}.nccl"
         self._rank, self.device = rank, device
         self._group: Any = None
-        self._is_connected = False
+        self._reach: tuple[str, str] | None = None
+        self._connected: set[int] = set()  # the ranks of _ALL, or one, that a communicator was made with
         self._open: Any = None  # an event behind the calls that were not waited for
-        self._open_count = 0
+        self._open_count = 0  # of them, how many of all ranks
         self._watch: _Watch | None = None
 
     def why_not(self) -> str:
         """Why it cannot be started here; empty where it can."""
-        torch = sys.modules["torch"]
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return "import torch on this rank: a tensor of a GPU is the process's own torch's"
         if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
             return f"install a torch with NCCL on this rank: torch {torch.__version__} here has none"
-        return ""
+        return "" if torch.cuda.is_available() else "give this rank a GPU: its torch sees none"
 
     def place(self) -> str:
         """The GPU, as all processes of the machine name it."""
         properties = sys.modules["torch"].cuda.get_device_properties(self.device)
         return f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+
+    def reach(self) -> tuple[str, str]:
+        """`why_not`, or the place."""
+        if self._reach is None:
+            why = self.why_not()
+            self._reach = (why, "" if why else self.place())
+        return self._reach
 
     def start(self, peers: Peers, size: int, until_s: float) -> None:
         """With all other ranks; connections are made with the first call."""
@@ -65,22 +77,49 @@ class Nccl:
 
     def run(self, peers: Peers, call: calls.Call) -> tuple[Copy, ...]:
         """Raises GroupBroken."""
+        work = (lambda: self._enqueue(call)) if call.given.nbytes else None
+        self._go(peers, _ALL, work, call.until_s, is_waited=call.is_waited)
+        return self._copies(call)
+
+    def send(self, peers: Peers, tensor: Any, to: int, until_s: float, *, is_waited: bool) -> None:
+        """A contiguous one, to a rank that takes it. Raises GroupBroken."""
+        peers.look(until_s)  # the other has agreed, and a third one may be gone
+        work = (lambda: self._live().send([_bytes_of(tensor)], to, 0).wait()) if tensor.numel() else None
+        self._go(peers, to, work, until_s, is_waited=is_waited)
+
+    def receive(self, peers: Peers, tensor: Any, source: int, until_s: float, *, is_waited: bool) -> None:
+        """Into a contiguous one, from a rank that sends as many bytes. Raises GroupBroken."""
+        peers.look(until_s)
+        work = (lambda: self._live().recv([_bytes_of(tensor)], source, 0).wait()) if tensor.numel() else None
+        self._go(peers, source, work, until_s, is_waited=is_waited)
+
+    def _live(self) -> Any:
+        """Raises RuntimeError once it was aborted, as another thread may do."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("a rank has gone")
+        return group
+
+    def _go(
+        self, peers: Peers, other: int, work: Callable[[], object] | None, until_s: float, *, is_waited: bool
+    ) -> None:
+        """`work` enqueues; the first time with `other`, a rank or _ALL, it waits for those within. None: there is
+        nothing to do. Raises GroupBroken."""
         try:
-            if self._is_connected:
-                self._enqueue(call)
-            else:  # it waits for all other ranks within
-                self._in_thread(peers, lambda: self._enqueue(call), call.until_s)
-            self._is_connected = True
+            if work is not None and other in self._connected:
+                work()
+            elif work is not None:
+                self._in_thread(peers, work, until_s)
+                self._connected.add(other)
             event = self._recorded()
-            if call.is_waited:
-                self._wait_for(event, peers, call.until_s)
+            if is_waited:
+                self._wait_for(event, peers, until_s)
                 self._open, self._open_count = None, 0  # what was enqueued before is done, too
             else:
-                self._open, self._open_count = event, self._open_count + 1
+                self._open, self._open_count = event, self._open_count + (other == _ALL)
                 self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
         except RuntimeError as exc:  # torch's, and NCCL's
             raise self._failed(peers, exc) from exc
-        return self._copies(call)
 
     def wait(self, peers: Peers, until_s: float) -> None:
         """Until the GPU has done all calls. Raises GroupBroken."""
@@ -181,6 +220,11 @@ class Nccl:
         options._timeout = timedelta(days=1)  # calls end by this process's deadline
         return ProcessGroupNCCL(store, self._rank, size, options)
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new tensor there."""
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", self.device))
+
     def _stream(self) -> Any:
         return sys.modules["torch"].cuda.current_stream(self.device)
 
@@ -196,13 +240,11 @@ class Nccl:
         """On the current stream of this thread."""
         from torch.distributed import distributed_c10d as kinds
 
-        x, out, torch = call.given.keep.detach(), call.result.value.detach(), sys.modules["torch"]
-        if not x.numel():
-            return
+        x, out = call.given.keep.detach(), call.result.value.detach()
         if call.op.reduces:
             flat, result = x.reshape(-1), out.view(-1)
-        else:  # of any dtype: bytes
-            flat, result = x.reshape(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+        else:
+            flat, result = _bytes_of(x), _bytes_of(out)
         if call.op in (calls.ALL_REDUCE, calls.BROADCAST) and flat.data_ptr() != result.data_ptr():
             result.copy_(flat)
         match call.op.name:
@@ -275,6 +317,17 @@ class _Watch:
             self.has_aborted = True
             self._abort()
             _log.error("a rank went during calls that nobody has waited for: what they gave is void")
+
+
+def current_device() -> int:
+    """The GPU that torch makes tensors on where none is named; 0 where it sees none."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_available() else 0
+
+
+def _bytes_of(tensor: Any) -> Any:
+    """Of a contiguous one: those of any dtype are sent alike."""
+    return tensor.detach().reshape(-1).view(sys.modules["torch"].uint8)
 
 
 def _op(kinds: Any, name: str) -> Any:
