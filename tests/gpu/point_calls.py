@@ -238,7 +238,7 @@ def flow_of_the_dying(group: lz.Group, at: int) -> None:
         return x + 1
 
     made = lz.pipeline([lambda x: x * 2, last], group, micro_batches=2)
-    x = torch.ones(4, HIDDEN, device=device(group))
+    x = torch.ones(4, BIG, device=device(group))
     for _ in range(3):
         assert float(made(x).sum()) == 3.0 * x.numel()
 

@@ -216,7 +216,7 @@ def test_a_rank_dies_in_its_stage_and_another_one_goes_on(site: Site) -> None:
     ranks = [Rank(site) for _ in range(2)]
     assert form(ranks, "flow") == [1, 1]
     ranks[0].ask("on", f"{POINTS}:flow_of_the_dying", 0, name="flow")
-    ranks[1].ask("on", f"{POINTS}:flow_of_the_dying", 6, name="flow")
+    ranks[1].ask("on", f"{POINTS}:flow_of_the_dying", 5, name="flow")
     told = ranks[0].told()
     assert (told["error"], told["facts"]["reason"]) == ("GROUP_BROKEN", "RANK_DIED"), told
     ranks[1].process.wait()

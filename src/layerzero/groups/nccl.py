@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import sys
@@ -25,11 +26,12 @@ from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
 from layerzero.groups.ending import LOOK_MS
 from layerzero.groups.peers import Peers
-from layerzero.ipc.errors import GroupBroken
+from layerzero.ipc.errors import GroupBroken, LayerZeroError
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
 GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes: NCCL's abort takes a second more
+_BLAME_S = 0.5  # so long a rank whose NCCL failed waits for the one that knows why
 _ALL = -1  # in the place of a rank: the communicator of all
 _log = logging.getLogger("layerzero.groups")
 
@@ -42,7 +44,7 @@ class Nccl:
         self._rank, self.device = rank, device
         self._group: Any = None
         self._reach: tuple[str, str] | None = None
-        self._connected: set[int] = set()  # the ranks of _ALL, or one, that a communicator was made with
+        self._connected: set[tuple[int, bool]] = set()  # with all or one, and whether this rank sends to it
         self._open: Any = None  # an event behind the calls that were not waited for
         self._open_count = 0  # of them, how many of all ranks
         self._watch: _Watch | None = None
@@ -78,20 +80,20 @@ class Nccl:
     def run(self, peers: Peers, call: calls.Call) -> tuple[Copy, ...]:
         """Raises GroupBroken."""
         work = (lambda: self._enqueue(call)) if call.given.nbytes else None
-        self._go(peers, _ALL, work, call.until_s, is_waited=call.is_waited)
+        self._go(peers, (_ALL, True), work, call.until_s, is_waited=call.is_waited)
         return self._copies(call)
 
     def send(self, peers: Peers, tensor: Any, to: int, until_s: float, *, is_waited: bool) -> None:
         """A contiguous one, to a rank that takes it. Raises GroupBroken."""
         peers.look(until_s)  # the other has agreed, and a third one may be gone
         work = (lambda: self._live().send([_bytes_of(tensor)], to, 0).wait()) if tensor.numel() else None
-        self._go(peers, to, work, until_s, is_waited=is_waited)
+        self._go(peers, (to, True), work, until_s, is_waited=is_waited)
 
     def receive(self, peers: Peers, tensor: Any, source: int, until_s: float, *, is_waited: bool) -> None:
         """Into a contiguous one, from a rank that sends as many bytes. Raises GroupBroken."""
         peers.look(until_s)
         work = (lambda: self._live().recv([_bytes_of(tensor)], source, 0).wait()) if tensor.numel() else None
-        self._go(peers, source, work, until_s, is_waited=is_waited)
+        self._go(peers, (source, False), work, until_s, is_waited=is_waited)
 
     def _live(self) -> Any:
         """Raises RuntimeError once it was aborted, as another thread may do."""
@@ -101,22 +103,28 @@ class Nccl:
         return group
 
     def _go(
-        self, peers: Peers, other: int, work: Callable[[], object] | None, until_s: float, *, is_waited: bool
+        self,
+        peers: Peers,
+        way: tuple[int, bool],
+        work: Callable[[], object] | None,
+        until_s: float,
+        *,
+        is_waited: bool,
     ) -> None:
-        """`work` enqueues; the first time with `other`, a rank or _ALL, it waits for those within. None: there is
+        """`work` enqueues; the first time by a way, with a rank or _ALL, it waits for those within. None: there is
         nothing to do. Raises GroupBroken."""
         try:
-            if work is not None and other in self._connected:
+            if work is not None and way in self._connected:
                 work()
             elif work is not None:
                 self._in_thread(peers, work, until_s)
-                self._connected.add(other)
+                self._connected.add(way)
             event = self._recorded()
             if is_waited:
                 self._wait_for(event, peers, until_s)
                 self._open, self._open_count = None, 0  # what was enqueued before is done, too
             else:
-                self._open, self._open_count = event, self._open_count + (other == _ALL)
+                self._open, self._open_count = event, self._open_count + (way[0] == _ALL)
                 self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
         except RuntimeError as exc:  # torch's, and NCCL's
             raise self._failed(peers, exc) from exc
@@ -194,7 +202,15 @@ class Nccl:
         if ended[0] is not None:
             raise ended[0]
 
-    def _failed(self, peers: Peers, exc: RuntimeError) -> GroupBroken:
+    def _failed(self, peers: Peers, exc: RuntimeError) -> LayerZeroError:
+        """What has become of the group: another rank may know, whose end is what was met here."""
+        known = peers.hear_fault(_BLAME_S)
+        if known is not None:
+            return known
+        try:
+            peers.look(math.inf)
+        except GroupBroken as gone:
+            return gone
         what: dict[str, Any] = {"group": peers.name, "generation": peers.generation, "doing": peers.doing}
         told = str(exc).partition("\n")[0]
         return faults.broken(faults.FAILED, f"nccl of rank {self._rank} failed: {told}", ranks=[self._rank], **what)
