@@ -152,13 +152,18 @@ def test_a_result_stays_where_it_was_made(both: list[Rank]) -> None:
     assert [one[0] for one in on_all(both, "flow", 2, 2, "torch", 2, shares=False)] == [False, True]
 
 
-def test_what_was_agreed_on_once_is_not_again(both: list[Rank]) -> None:
-    """From the second run on transfers go without a message; a stage that gives other shapes then ends the run."""
-    told = on_all(both, "uneven_flow")
+@pytest.mark.parametrize(
+    ("of_the_cpu", "text"),
+    [
+        (False, "let stage 0 give arrays of equal shapes each time: float32[1, 64], before float32[2, 64]"),
+        (True, "let stage 0 return arrays of a GPU, as it takes them"),
+    ],
+)
+def test_what_was_agreed_on_once_is_not_again(both: list[Rank], of_the_cpu: bool, text: str) -> None:
+    """From the second run on transfers go without a message; a stage that gives something else ends the run."""
+    told = on_all(both, "uneven_flow", of_the_cpu)
     assert errors(told) == ["INVALID_ARGUMENT", "GROUP_BROKEN"]
-    assert told[0]["message"] == (
-        "let stage 0 give arrays of equal shapes each time: float32[1, 64], before float32[2, 64]"
-    )
+    assert told[0]["message"] == text
     assert (told[1]["facts"]["reason"], told[1]["facts"]["ranks"]) == ("FAILED", [0])
     all_of(both, "reform", name="points")
     assert [one[0] for one in on_all(both, "flow", 2, 2, "torch", 2)] == [True, True]

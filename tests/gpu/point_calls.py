@@ -23,7 +23,11 @@ BIG = 1 << 20
 
 
 def device(group: lz.Group) -> torch.device:
-    return group_calls.device(group)
+    """Its GPU, which is torch's current one from then on, as programs have it."""
+    where = group_calls.device(group)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    return where
 
 
 @contextlib.contextmanager
@@ -213,12 +217,15 @@ def flow(
     return [got, str(made.explain()).splitlines()[0]]
 
 
-def uneven_flow(group: lz.Group) -> str:
-    """A stage that gives other shapes in its third run, of which both ranks know already what they are."""
+def uneven_flow(group: lz.Group, of_the_cpu: bool) -> str:
+    """A stage that gives other shapes in its third run, of which both ranks know already what they are; or arrays of
+    the CPU."""
     runs = iter(range(100))
 
     def first(x: Any) -> Any:
-        return x[:1] if next(runs) >= 4 else x
+        if next(runs) < 4:
+            return x
+        return x.cpu().numpy() if of_the_cpu else x[:1]
 
     made = lz.pipeline([first, lambda x: x * 2], group, micro_batches=2)
     x = torch.ones(4, HIDDEN, device=device(group))

@@ -211,6 +211,21 @@ def test_a_pipeline_of_one_ranks_gpu_is_refused_before_anything_flows(both: list
     assert [one[0] for one in points_of(both, "flow", 2, 2, "torch", 2)] == [True, True]
 
 
+@pytest.mark.parametrize("of_the_cpu", [False, True])
+def test_a_stage_that_gives_something_else_than_was_agreed_on_ends_the_run(site: Site, of_the_cpu: bool) -> None:
+    """The other rank's GPU waits for what does not come, and is freed of that."""
+    ranks = [Rank(site) for _ in range(2)]
+    assert form(ranks, "uneven") == [1, 1]
+    told = points_of(ranks, "uneven_flow", of_the_cpu, name="uneven")
+    assert errors(told) == ["INVALID_ARGUMENT", "GROUP_BROKEN"], told
+    assert told[0]["message"].startswith("let stage 0 ")
+    assert (told[1]["facts"]["reason"], told[1]["facts"]["ranks"]) == ("FAILED", [0])
+    assert [one[0] for one in all_of(ranks, "reform", name="uneven")] == [2, 2]
+    assert points_of(ranks, "exchange", name="uneven") == [float(BIG)] * 2
+    for rank in ranks:
+        rank.close()
+
+
 def test_a_rank_dies_in_its_stage_and_another_one_goes_on(site: Site) -> None:
     """In the third run, whose transfers nobody agrees on any more: the other GPU waits for it."""
     ranks = [Rank(site) for _ in range(2)]

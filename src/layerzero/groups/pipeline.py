@@ -74,6 +74,12 @@ class _Like:
             return self._array.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
         return new(self.kind, dtype, shape)
 
+    def demand(self, arrays: Sequence[Any], stage: int) -> None:
+        """Raises InvalidArgument for arrays that are not where those of the call are."""
+        if any((describe(array).device != CPU) != self.is_on_gpu for array in arrays):
+            where = "a GPU" if self.is_on_gpu else "the CPU"
+            raise InvalidArgument(f"let stage {stage} return arrays of {where}, as it takes them")
+
 
 class Pipeline:
     """Made by lz.pipeline. All ranks call it with arrays of equal shapes, in the same order."""
@@ -199,6 +205,7 @@ class Pipeline:
         self, arrays: tuple[Any, ...], target: int, edge: tuple[str, Task], like: _Like, *, is_known: bool
     ) -> None:
         label, task = edge
+        like.demand(arrays, task.stage)
         width = self._widths.setdefault((label, task.stage), len(arrays))
         if len(arrays) != width:
             raise InvalidArgument(
@@ -259,6 +266,7 @@ class Pipeline:
         if self._shares_result and group.size > 1:
             note = np.zeros(_NOTE_BYTES, np.uint8)
             if group.rank == root:
+                like.demand(whole, self._schedule.stages - 1)
                 specs = [_spec_of(array) for array in whole]
                 text = json.dumps(specs).encode()
                 if len(text) > _NOTE_BYTES:

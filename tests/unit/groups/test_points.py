@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from layerzero.groups import points
+from layerzero.groups import calls, points
+from layerzero.groups.arrays import Given, Result
 from layerzero.groups.nccl import _ALL, Nccl
 from layerzero.groups.peers import OFFER, POINT
 from layerzero.ipc.errors import ProtocolError, RanksDisagree
@@ -84,6 +86,17 @@ class Endless(Nccl):
 
     def _recorded(self) -> Any:
         return SimpleNamespace(query=lambda: False)
+
+
+def test_a_call_of_nothing_connects_nobody(tmp_path: Path) -> None:
+    """The next one, which does, must still be waited for in a thread: this one hears of the other ranks meanwhile."""
+    nccl = Endless(tmp_path, "tp", 1, 0, 0)
+    peers: Any = SimpleNamespace(ends=list, is_ending=bool)
+    given = Given(np.empty(0, np.float32))
+    result = Result(given, (0,), None, may_be_input=False)
+    nccl.run(peers, calls.Call(calls.ALL_GATHER, 0, 2, given, result, "", math.inf, is_waited=False))
+    assert not nccl._connected
+    nccl.drop()
 
 
 def test_calls_of_all_ranks_are_counted_as_void_and_those_of_two_are_not(tmp_path: Path) -> None:
