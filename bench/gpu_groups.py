@@ -1,5 +1,6 @@
-"""What an all_reduce of two ranks with a GPU each costs by lz.group, beside torch.distributed's NCCL in the same
-processes; and a layer of a Llama split over both, beside one GPU. Writes results/gpu_groups.md.
+"""What calls of two ranks with a GPU each cost by lz.group, beside torch.distributed's NCCL in the same processes:
+all_reduce, and there and back by send and recv; a layer of a Llama split over both, and two layers as a pipeline,
+beside one GPU. Writes results/gpu_groups.md.
 
     python bench/gpu_groups.py [--quick] [--toys] [--out FILE]
 
@@ -26,7 +27,9 @@ from gpu_common import F, connected, torch, versions
 import layerzero as lz
 
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
+PASSED = (1 << 12, 1 << 26)
 LIMIT, AIM = 1.05, 1.7
+MICRO_BATCHES, ROWS = 4, 8192
 HIDDEN, INNER, HEADS = 4096, 14336, 32
 SETTLE_S = 30.0
 Way = Callable[[], Any]
@@ -144,15 +147,81 @@ class Rank:
             print(split.explain(), one.explain(), sep="\n", file=sys.stderr, flush=True)
         return found
 
-    def settle(self, way: Way, replays: Callable[[], int]) -> None:
-        """Until all of it is one CUDA graph, on both ranks, or time is up."""
+    def passes(self, nbytes: int) -> dict[str, list[float]]:
+        """From rank 0 to the other, and back."""
+        x = torch.ones(nbytes // 2, device="cuda", dtype=torch.bfloat16)
+        other = 1 - self.rank
+
+        def there_and_back(send: Callable[[], Any], receive: Callable[[], Any]) -> None:
+            first, then = (send, receive) if self.rank == 0 else (receive, send)
+            first()
+            then()
+
+        def ours(*, wait: bool) -> None:
+            group = self.group
+            there_and_back(lambda: group.send(x, other, wait=wait), lambda: group.recv(other, out=x, wait=wait))
+
+        def theirs(*, wait: bool) -> None:
+            def then(work: Any) -> None:
+                if wait:
+                    torch.cuda.synchronize()
+
+            distributed = self.distributed
+            there_and_back(lambda: then(distributed.send(x, other)), lambda: then(distributed.recv(x, other)))
+
+        ways: dict[str, Way] = {
+            "waited": lambda: ours(wait=True),
+            "torch waited": lambda: theirs(wait=True),
+            "stream": lambda: ours(wait=False),
+            "torch stream": lambda: theirs(wait=False),
+        }
+        return self.us(ways, 50)
+
+    def flows(self) -> dict[str, list[float]]:
+        """Two layers, one for each rank; all ranks get the result."""
+        x = torch.randn(
+            ROWS, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1)
+        )
+        mine, floor = layer(1, 0, lz, lz_attention), layer(1, 0, Torch, torch_attention)
+        stage = lz.plan(lambda x: mine(x, lambda y: y), fixed_weights=True)
+        stages = [stage if rank == self.rank else None for rank in range(2)]
+        pipeline = lz.pipeline(stages, self.group, micro_batches=MICRO_BATCHES)
+
+        def at_once() -> Any:
+            return torch.cat([floor(floor(part, lambda y: y), lambda y: y) for part in x.chunk(MICRO_BATCHES)])
+
+        def by_hand() -> Any:
+            whole = torch.empty_like(x)
+            for part, out in zip(x.chunk(MICRO_BATCHES), whole.chunk(MICRO_BATCHES), strict=True):
+                if self.rank == 0:
+                    self.distributed.send(floor(part, lambda y: y), 1)
+                    continue
+                got = torch.empty_like(part)
+                self.distributed.recv(got, 0)
+                out.copy_(floor(got, lambda y: y))
+            self.distributed.broadcast(whole, 1)
+            return whole
+
+        ways: dict[str, Way] = {"one": at_once, "flow": lambda: pipeline(x), "by hand": by_hand}
+        with torch.no_grad():
+            expected = at_once().float()
+            for way in ways.values():
+                torch.testing.assert_close(way().float(), expected, rtol=5e-2, atol=0.1)
+            self.settle(ways["flow"], lambda: stage.explain().counters["replays"], MICRO_BATCHES)
+            found = self.us(ways, 10)
+        if self.rank == 0:
+            print(pipeline.explain(), stage.explain(), sep="\n", file=sys.stderr, flush=True)
+        return found
+
+    def settle(self, way: Way, replays: Callable[[], int], runs: int = 1) -> None:
+        """Until all of it is replayed, on both ranks, or time is up. `replays`: how many there were; `runs`: in one."""
         end_s = time.monotonic() + SETTLE_S
         while True:
             before = replays()
             for _ in range(20):
                 way()
             torch.cuda.synchronize()
-            is_settled = replays() - before == 20
+            is_settled = replays() - before == 20 * runs
             # Both ranks go on, or none.
             word = torch.tensor([is_settled or time.monotonic() > end_s], device="cuda", dtype=torch.int32)
             self.distributed.all_reduce(word)
@@ -162,7 +231,12 @@ class Rank:
 
 def work(rank: int, folder: Path, *, is_quick: bool) -> None:
     one = Rank(rank, folder, is_quick=is_quick)
-    told = {"reduces": {n: one.reduces(n) for n in SIZES}, "layers": {n: one.layers(n) for n in (512, 8192)}}
+    told = {
+        "reduces": {n: one.reduces(n) for n in SIZES},
+        "passes": {n: one.passes(n) for n in PASSED},
+        "layers": {n: one.layers(n) for n in (512, 8192)},
+        "flows": one.flows(),
+    }
     if rank == 0:
         told["versions"] = versions()  # type: ignore[assignment]
         (folder / "told.json").write_text(json.dumps(told))
@@ -181,6 +255,10 @@ def rows_of(told: dict[str, Any]) -> Iterator[list[str]]:
         limit = LIMIT if int(nbytes) == 1 << 26 else None
         yield cells(f"all_reduce, {size}, each waited for", found["waited"], found["torch waited"], limit=None)
         yield cells(f"all_reduce, {size}, wait=False", found["stream"], found["torch stream"], limit=limit)
+    for nbytes, found in told["passes"].items():
+        size = f"{int(nbytes) >> 10:,} KiB"
+        yield cells(f"send and back, {size}, each waited for", found["waited"], found["torch waited"], limit=None)
+        yield cells(f"send and back, {size}, wait=False", found["stream"], found["torch stream"], limit=None)
     for tokens, found in told["layers"].items():
         name = f"a layer, {int(tokens):,} tokens"
         yield cells(f"{name}: lz.plan on one GPU / torch", found["one"], found["torch one"], limit=None)
@@ -194,6 +272,14 @@ def rows_of(told: dict[str, Any]) -> Iterator[list[str]]:
             f"{theirs:.2f} times",
             f"{gain / theirs:.2f}",
         ]
+    found, name = told["flows"], f"two layers, {MICRO_BATCHES} micro-batches of {ROWS // MICRO_BATCHES:,} tokens"
+    yield cells(f"{name}: lz.pipeline of two GPUs / by hand", found["flow"], found["by hand"], limit=None)
+    gain, theirs = (
+        statistics.median(one / two for one, two in zip(found["one"], found[way], strict=True))
+        for way in ("flow", "by hand")
+    )
+    figures = f"{gain:.2f} times", f"{theirs:.2f} times", f"{gain / theirs:.2f}"
+    yield [f"{name}: two GPUs' gain over one, by torch", *figures]
 
 
 def main() -> None:
@@ -226,7 +312,8 @@ def main() -> None:
         (
             "Beside: torch.distributed's NCCL in the same two processes; all_reduce in place. Waited for: each call's "
             "end before the next begins, as a call of lz.group does it unless it is told not to.",
-            f"A layer: {HIDDEN} wide, {INNER} inside, {HEADS} heads; two all_reduces where it is split.",
+            f"A layer: {HIDDEN} wide, {INNER} inside, {HEADS} heads; two all_reduces where it is split. As a pipeline "
+            "a layer is a rank's, and all ranks get the result; by hand: torch's layers, send, recv and broadcast.",
         ),
         is_quick=args.quick,
         command="python bench/gpu_groups.py" + (" --toys" if args.toys else ""),

@@ -9,17 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.frameworks.soft_nccl import ByGloo  # noqa: E402
+
 import layerzero as lz  # noqa: E402
 from layerzero.groups import calls  # noqa: E402
 from layerzero.groups.arrays import Given, Result  # noqa: E402
-from layerzero.groups.nccl import Nccl  # noqa: E402
 
 OTHER = """
 import sys, torch
@@ -122,26 +122,6 @@ def test_a_module_is_split_over_ranks_and_a_pipeline_of_tensors_gives_tensors(ra
     group, other = ranks
     ask(other, "split", "float32", "torch", 0)
     split(group)
-
-
-class ByGloo(Nccl):
-    """What is asked of NCCL, of gloo on the CPU: one machine has no GPUs, and torch's calls are the same."""
-
-    def _made(self, size: int) -> Any:
-        from torch.distributed import FileStore, ProcessGroupGloo
-
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return ProcessGroupGloo(FileStore(str(self._path), size), self._rank, size, options)
-
-    def _stream(self) -> Any:
-        return None
-
-    def _on(self, stream: Any) -> Any:
-        return torch.no_grad()
-
-    def _recorded(self) -> Any:
-        return SimpleNamespace(query=lambda: True)
 
 
 class Waiting:

@@ -190,8 +190,10 @@ def die_in_a_graph(group: lz.Group) -> None:
     """Behind a kernel that takes longer than the test, so that the other rank's graph waits for this one's."""
     plan = one_graph(group)
     group.barrier()
+    torch.cuda.set_device(device(group))
     torch.cuda._sleep(LONG_CYCLES)
-    plan(torch.ones(TOKENS, HIDDEN, device=device(group)))
+    with torch.no_grad():
+        plan(torch.ones(TOKENS, HIDDEN, device=device(group)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -328,7 +328,7 @@ def test_generators_maps_and_coroutines_give_such_results(fn: ModuleType) -> Non
             assert result.tolist() == [number] * 3
 
     async def both() -> list[Any]:
-        return await asyncio.gather(fn.later(1.0), fn.later(2.0))
+        return [*await asyncio.gather(fn.later(1.0), fn.later(2.0))]
 
     assert [one.tolist() for one in asyncio.run(both())] == [[1.0] * 4, [2.0] * 4]
 

@@ -128,6 +128,11 @@ def test_from_rank_to_rank(formed: Any) -> None:
     told = [ranks[0].told(), ranks[2].told()]
     assert errors(told) == ["RANKS_DISAGREE"] * 2
     assert "rank 0 sends int32[5], rank 2 receives int32[4]" in told[0]["message"]
+    ranks[0].ask("point", True, 2, 5, "longdouble")
+    ranks[2].ask("point", False, 0, 5)
+    told = [ranks[0].told(), ranks[2].told()]
+    assert errors(told) == ["INVALID_ARGUMENT", "RANKS_DISAGREE"]
+    assert "rank 0 cannot send: " in told[1]["message"]
     for one, other in ((0, 1), (1, 0)):
         ranks[one].ask("point", True, other, 5)
     told = [ranks[0].told(), ranks[1].told()]

@@ -22,13 +22,13 @@ class Given:
 
     __slots__ = ("array", "copied", "data", "device", "dtype", "keep", "kind", "shape")
 
-    def __init__(self, value: Any, what: str = "x", *, may_be_on_gpu: bool = False) -> None:
+    def __init__(self, value: Any, what: str = "x") -> None:
         """Raises InvalidArgument."""
         array = describe(value)
-        if array.kind not in KINDS or (array.device != CPU and not (may_be_on_gpu and array.kind == "torch")):
+        if array.kind not in KINDS or (array.device != CPU and array.kind != "torch"):
             place = f"a {array.kind} array of a GPU" if array.device != CPU else f"a {type(value).__name__}"
-            also = ", and torch tensors of a GPU" if may_be_on_gpu else ""
-            raise InvalidArgument(f"{what} is {place}; allowed: NumPy arrays and torch tensors of the CPU{also}")
+            allowed = "NumPy arrays and torch tensors of the CPU, and torch tensors of a GPU"
+            raise InvalidArgument(f"{what} is {place}; allowed: {allowed}")
         if array.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise InvalidArgument(
                 f"{what} requires a gradient, which would end here; pass {what}.detach(), or call under torch.no_grad()"

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,16 +21,15 @@ from layerzero.groups import calls, choices, faults, meeting, points, staging, s
 from layerzero.groups.arrays import Given, Result
 from layerzero.groups.calls import Call, Op
 from layerzero.groups.choices import Choice, Choices, GroupReport, Measured
+from layerzero.groups.libraries import Libraries
 from layerzero.groups.peers import COLLECTIVE, Peers
 from layerzero.groups.shared_memory import SharedMemory
 from layerzero.ipc import spinning
-from layerzero.ipc.errors import GroupBroken, InvalidArgument, LayerZeroError, RanksDisagree
+from layerzero.ipc.errors import EnvError, GroupBroken, InvalidArgument, LayerZeroError, RanksDisagree
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 if TYPE_CHECKING:
     from layerzero.functions.environment import FunctionEnv
-    from layerzero.groups.gloo import Gloo
-    from layerzero.groups.nccl import Nccl
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -96,7 +95,7 @@ class Group:
         self._peers: Peers | None = None
         self._own: staging.OwnMemory | None = None
         self._shared: SharedMemory | None = None
-        self._libraries: dict[str, Gloo | Nccl] = {}  # that run, by path
+        self._libraries = Libraries(runtime, gloo_env)
         self._report: GroupReport | None = None
 
     # --- what it is
@@ -200,21 +199,30 @@ class Group:
         with self._lock:
             peers, _ = self._demand_whole()
             try:
-                for library in self._libraries.values():
-                    library.wait(peers, self._until(timeout_s))
+                self._libraries.wait(peers, self._until(timeout_s))
             except BaseException as exc:
                 raise self._break(exc) from (None if isinstance(exc, LayerZeroError) else exc)
 
     # --- from one rank to another
 
-    def send(self, x: Any, to: int, *, timeout_s: float | None = None) -> None:
-        """Returns when rank `to` has it by `recv`."""
-        self._point(True, to, x, None, timeout_s)
+    def send(self, x: Any, to: int, *, timeout_s: float | None = None, wait: bool = True) -> None:
+        """Returns when rank `to` has it by `recv`; of a GPU's tensor when this GPU has sent it, or with wait=False when
+        that is on the stream."""
+        self._point(f"send(to={to})", to, timeout_s, wait, lambda ways: points.send(ways, x, to))
 
-    def recv(self, source: int, *, out: Any = None, kind: str = "numpy", timeout_s: float | None = None) -> Any:
+    def recv(
+        self, source: int, *, out: Any = None, kind: str = "numpy", timeout_s: float | None = None, wait: bool = True
+    ) -> Any:
         """What rank `source` sends: in `out`, whose dtype and shape must be those, or as a new array of NumPy, or of
-        torch by kind="torch"."""
-        return self._point(False, source, None, out, timeout_s, kind)
+        torch by kind="torch": on this rank's GPU where it is sent from one. wait: as of calls of all ranks."""
+        doing = f"recv({source})"
+        return self._point(doing, source, timeout_s, wait, lambda ways: points.receive(ways, source, out, kind))
+
+    def pass_agreed(self, x: Any, other: int, *, sends: bool, wait: bool) -> None:
+        """Send a GPU's tensor, or receive into it, where both ranks have passed such a one before, and know that these
+        two calls meet: nothing is agreed on. For plans of several calls, as of lz.pipeline."""
+        doing = f"send(to={other})" if sends else f"recv({other})"
+        self._point(doing, other, None, wait, lambda ways: points.pass_agreed(ways, x, other, sends=sends))
 
     # --- looking
 
@@ -231,7 +239,7 @@ class Group:
             raise InvalidArgument(f"op is {op!r:.40}; allowed: {', '.join(calls.BY_NAME)}")
         if isinstance(x, int):
             return self._pick(calls.BY_NAME[op], x, "float32", backend)
-        given = Given(x, may_be_on_gpu=True)
+        given = Given(x)
         return self._pick(calls.BY_NAME[op], given.nbytes, given.dtype, backend, given.device)
 
     def tune(
@@ -286,8 +294,7 @@ class Group:
             if self._peers is not None:
                 self._peers.leave()
             self._error = self._broken(faults.CLOSED, f"rank {self._rank} has closed it", [self._rank])
-            for library in self._libraries.values():
-                library.close()
+            self._libraries.close()
             self._drop()
 
     def __enter__(self) -> Group:
@@ -316,7 +323,7 @@ class Group:
         its = (self._name, roster.generation, self._rank, roster.sockets, roster.pids)
         self._peers = peers = Peers(*its, self._spin_ns)
         # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
-        self._libraries = {}
+        self._libraries = Libraries(self._runtime, self._gloo_env)
         self._forgotten = weakref.finalize(self, starting.leave, os.getpid(), peers, own, self._libraries)
         self._forgotten.atexit = False
         self._completed = {} if max(roster.calls.values()) < 0 else roster.calls
@@ -357,7 +364,8 @@ class Group:
                     if error is None:
                         error = calls.disagreement(self._name, self._rank, head, told)
                     if error is None and choice.path in (choices.GLOO, choices.NCCL):
-                        error = self._start_library(choice.path, given.device, peers, until_s)
+                        where = (choice.path, given.device, peers, until_s)
+                        error = self._libraries.start(*where, exchange=self._exchange_values)
                     if error is None:
                         library = self._libraries.get(choice.path)
                         copies = calls.run(call, choice.path, told, len(head), library, peers)
@@ -374,7 +382,7 @@ class Group:
         """What this rank gives, where the result goes and which way; or why it cannot, which others are told."""
         try:
             choices.demand_backend(backend)
-            given = Given(x, may_be_on_gpu=True)
+            given = Given(x)
             op.demand(given, detail, self._size)
             choice = self._pick(op, given.nbytes, given.dtype, backend, given.device)
             result = Result(given, op.result_shape(given.shape, self._size), out, may_be_input=op.is_in_place)
@@ -393,22 +401,19 @@ class Group:
         its = (self._name, self._rank, self._size, self._generation, self._calls)
         self._report = GroupReport(*its, choice, copies, waited_us, elapsed_us)
 
-    def _point(self, sends: bool, other: int, x: Any, out: Any, timeout_s: float | None, kind: str = "numpy") -> Any:
+    def _point(
+        self, doing: str, other: int, timeout_s: float | None, wait: bool, work: Callable[[points.Ways], points.Passed]
+    ) -> Any:
         with self._lock:
             peers, shared = self._demand_whole()
             if type(other) is not int or other not in peers.ranks:
                 raise InvalidArgument(f"the other rank is {other!r:.40}; allowed: {', '.join(map(str, peers.ranks))}")
             start_ns, waited_ns = time.perf_counter_ns(), peers.waited_ns
-            until_s = self._until(timeout_s)
-            given = Given(x) if sends else None
-            peers.doing = f"send(to={other})" if sends else f"recv({other})"
-            value = None
+            peers.doing = doing
             try:
-                if given is not None:
-                    choice, copies = points.send(peers, shared, given, other, until_s)
-                else:
-                    value, choice, copies = points.receive(peers, shared, other, out, kind, until_s)
-            except (RanksDisagree, InvalidArgument) as exc:
+                ways = points.Ways(peers, shared, self._libraries, self._backend, self._until(timeout_s), wait)
+                value, choice, copies = work(ways)
+            except (InvalidArgument, EnvError) as exc:
                 if peers.is_crossed:
                     raise self._break(exc) from None
                 raise
@@ -427,21 +432,6 @@ class Group:
                 raise self._broken(faults.FAILED, f"rank {rank} makes another call", [rank])
             found[rank] = unpack_body(said[len(_VALUE) :])
         return found
-
-    def _start_library(self, name: str, device: int, peers: Peers, until_s: float) -> LayerZeroError | None:
-        """Where it does not run yet. Why it cannot, on whichever rank. Raises GroupBroken."""
-        if name in self._libraries:
-            return None
-        made = starting.library(name, self._runtime, self._name, self._generation, self._rank, self._gloo_env, device)
-        until_s = max(until_s, time.monotonic() + choices.START_S)
-        told = self._exchange_values([made.why_not(), made.place()], until_s)
-        error = starting.refused(name, self._name, told)
-        if error is None:
-            self._libraries[name] = made
-            made.start(peers, self._size, until_s)
-            self._exchange_values("", until_s)
-            made.started()
-        return error
 
     # --- whether it can
 
@@ -478,8 +468,7 @@ class Group:
             text = "was interrupted" if is_stopped else f"met {exc!r:.300}"
             error = self._broken(reason, f"rank {self._rank} {text}", [self._rank])
         if self._peers is not None:
-            void = sum(library.void() for library in self._libraries.values())
-            self._calls -= void + self._peers.doing.startswith("call ")  # the one that it was in
+            self._calls -= self._libraries.void() + self._peers.doing.startswith("call ")  # the one that it was in
             self._peers.tell(error)
             self._error = error
         self._drop()
@@ -492,7 +481,5 @@ class Group:
             self._peers.close()
         if self._own is not None:
             self._own.close()
-        for library in self._libraries.values():
-            library.drop()
-        self._libraries.clear()
+        self._libraries.drop()
         self._peers = self._own = self._shared = None

@@ -1,4 +1,5 @@
-"""Calls of all ranks on GPUs, by NCCL: the process's own torch has the tensors, and makes the calls.
+"""Calls on GPUs, of all ranks and from one to another, by NCCL: the process's own torch has the tensors, and makes the
+calls.
 
 A call is enqueued on the caller's stream. One that is waited for returns when the GPU has done it. A kernel of NCCL
 waits for the other ranks, and does not see that one is gone: whoever waits for it sees that, and aborts it; of calls
@@ -26,11 +27,13 @@ from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
 from layerzero.groups.ending import LOOK_MS
 from layerzero.groups.peers import Peers
-from layerzero.ipc.errors import GroupBroken
+from layerzero.ipc.errors import GroupBroken, LayerZeroError
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
 GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes
+_BLAME_S = 0.5  # so long a rank whose NCCL failed waits for the one that knows why
+_ALL = -1  # in the place of a rank: the communicator of all
 _teardowns: list[threading.Thread] = []  # of what was aborted: the driver takes half a second for each
 _log = logging.getLogger("layerzero.groups")
 
@@ -42,24 +45,34 @@ class Nccl:
         self._path = runtime / "groups" / f"{group}.{generation}.nccl"
         self._rank, self.device = rank, device
         self._group: Any = None
-        self._is_connected = False
+        self._reach: tuple[str, str] | None = None
+        self._connected: set[tuple[int, bool]] = set()  # with all or one, and whether this rank sends to it
         self._latest: Any = None  # an event behind the last call
         self._open: Any = None  # likewise, of those that were not waited for
-        self._open_count = 0
+        self._open_count = 0  # of them, how many of all ranks
         self._watch: _Watch | None = None
         self._held: list[weakref.WeakMethod[Callable[[], None]]] = []  # let go of graphs with its calls in them
 
     def why_not(self) -> str:
         """Why it cannot be started here; empty where it can."""
-        torch = sys.modules["torch"]
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return "import torch on this rank: a tensor of a GPU is the process's own torch's"
         if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
             return f"install a torch with NCCL on this rank: torch {torch.__version__} here has none"
-        return ""
+        return "" if torch.cuda.is_available() else "give this rank a GPU: its torch sees none"
 
     def place(self) -> str:
         """The GPU, as all processes of the machine name it."""
         properties = sys.modules["torch"].cuda.get_device_properties(self.device)
         return f"{properties.name} {getattr(properties, 'uuid', self.device)}"
+
+    def reach(self) -> tuple[str, str]:
+        """`why_not`, or the place."""
+        if self._reach is None:
+            why = self.why_not()
+            self._reach = (why, "" if why else self.place())
+        return self._reach
 
     def start(self, peers: Peers, size: int, until_s: float) -> None:
         """With all other ranks; connections are made with the first call."""
@@ -71,39 +84,70 @@ class Nccl:
 
     def run(self, peers: Peers, call: calls.Call) -> tuple[Copy, ...]:
         """Raises GroupBroken."""
+        work = (lambda: self._enqueue(call)) if call.given.nbytes else None
+        self._go(peers, (_ALL, True), work, call.until_s, is_waited=call.is_waited)
+        return self._copies(call)
+
+    def send(self, peers: Peers, tensor: Any, to: int, until_s: float, *, is_waited: bool) -> None:
+        """A contiguous one, to a rank that takes it. Raises GroupBroken."""
+        peers.look(until_s)  # the other has agreed, and a third one may be gone
+        work = (lambda: self._live().send([_bytes_of(tensor)], to, 0).wait()) if tensor.numel() else None
+        self._go(peers, (to, True), work, until_s, is_waited=is_waited)
+
+    def receive(self, peers: Peers, tensor: Any, source: int, until_s: float, *, is_waited: bool) -> None:
+        """Into a contiguous one, from a rank that sends as many bytes. Raises GroupBroken."""
+        peers.look(until_s)
+        work = (lambda: self._live().recv([_bytes_of(tensor)], source, 0).wait()) if tensor.numel() else None
+        self._go(peers, (source, False), work, until_s, is_waited=is_waited)
+
+    def _live(self) -> Any:
+        """Raises RuntimeError once it was aborted, as another thread may do."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("a rank has gone")
+        return group
+
+    def _go(
+        self,
+        peers: Peers,
+        way: tuple[int, bool],
+        work: Callable[[], object] | None,
+        until_s: float,
+        *,
+        is_waited: bool,
+    ) -> None:
+        """`work` enqueues; the first time by a way, with a rank or _ALL, it waits for those within. None: there is
+        nothing to do. Raises GroupBroken."""
         try:
-            if self._is_connected:
-                self._enqueue(call)
-            else:  # it waits for all other ranks within
-                self._in_thread(peers, lambda: self._enqueue(call), call.until_s)
-            self._is_connected = True
+            if work is not None and way in self._connected:
+                work()
+            elif work is not None:
+                self._in_thread(peers, work, until_s)
+                self._connected.add(way)
             event = self._latest = self._recorded()
-            if call.is_waited:
-                self._wait_for(event, peers, call.until_s)
+            if is_waited:
+                self._wait_for(event, peers, until_s)
                 self._open, self._open_count = None, 0  # what was enqueued before is done, too
             else:
-                self._leave_open(event, peers)
+                self._leave_open(event, peers, is_of_all=way[0] == _ALL)
         except RuntimeError as exc:  # torch's, and NCCL's
             raise self._failed(peers, exc) from exc
-        return self._copies(call)
 
     def launch(self, peers: Peers, work: Callable[[], None]) -> None:
         """What enqueues calls of all ranks by itself: a CUDA graph with them. Raises GroupBroken."""
         try:
             work()
             self._latest = self._recorded()
-            self._leave_open(self._latest, peers)
-        except RuntimeError as exc:
-            if self._watch is not None and self._watch.has_aborted:  # a moment ago, and has destroyed the graph
-                peers.look(math.inf)
+            self._leave_open(self._latest, peers, is_of_all=True)
+        except RuntimeError as exc:  # such as of a graph that was destroyed a moment ago, since a rank has gone
             raise self._failed(peers, exc) from exc
 
     def hold(self, let_go: weakref.WeakMethod[Callable[[], None]]) -> None:
         """`let_go` destroys a graph with its calls, before which NCCL cannot be taken down."""
         self._held.append(let_go)
 
-    def _leave_open(self, event: Any, peers: Peers) -> None:
-        self._open, self._open_count = event, self._open_count + 1
+    def _leave_open(self, event: Any, peers: Peers, *, is_of_all: bool) -> None:
+        self._open, self._open_count = event, self._open_count + is_of_all
         self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
 
     def wait(self, peers: Peers, until_s: float) -> None:
@@ -179,7 +223,15 @@ class Nccl:
         if ended[0] is not None:
             raise ended[0]
 
-    def _failed(self, peers: Peers, exc: RuntimeError) -> GroupBroken:
+    def _failed(self, peers: Peers, exc: RuntimeError) -> LayerZeroError:
+        """What has become of the group: another rank may know, whose end is what was met here."""
+        known = peers.hear_fault(_BLAME_S)
+        if known is not None:
+            return known
+        try:
+            peers.look(math.inf)
+        except GroupBroken as gone:
+            return gone
         what: dict[str, Any] = {"group": peers.name, "generation": peers.generation, "doing": peers.doing}
         told = str(exc).partition("\n")[0]
         return faults.broken(faults.FAILED, f"nccl of rank {self._rank} failed: {told}", ranks=[self._rank], **what)
@@ -219,6 +271,11 @@ class Nccl:
         options._timeout = timedelta(days=1)  # calls end by this process's deadline
         return ProcessGroupNCCL(store, self._rank, size, options)
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new tensor there."""
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", self.device))
+
     def _stream(self) -> Any:
         return sys.modules["torch"].cuda.current_stream(self.device)
 
@@ -234,13 +291,11 @@ class Nccl:
         """On the current stream of this thread."""
         from torch.distributed import distributed_c10d as kinds
 
-        x, out, torch = call.given.keep.detach(), call.result.value.detach(), sys.modules["torch"]
-        if not x.numel():
-            return
+        x, out = call.given.keep.detach(), call.result.value.detach()
         if call.op.reduces:
             flat, result = x.reshape(-1), out.view(-1)
-        else:  # of any dtype: bytes
-            flat, result = x.reshape(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+        else:
+            flat, result = _bytes_of(x), _bytes_of(out)
         if call.op in (calls.ALL_REDUCE, calls.BROADCAST) and flat.data_ptr() != result.data_ptr():
             result.copy_(flat)
         match call.op.name:
@@ -343,6 +398,17 @@ def finish_teardowns(until_s: float = math.inf) -> None:
         teardown.join(None if until_s == math.inf else max(until_s - time.monotonic(), 0.0))
         if not teardown.is_alive():
             _teardowns.remove(teardown)
+
+
+def current_device() -> int:
+    """The GPU that torch makes tensors on where none is named; 0 where it sees none."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_available() else 0
+
+
+def _bytes_of(tensor: Any) -> Any:
+    """Of a contiguous one: those of any dtype are sent alike."""
+    return tensor.detach().reshape(-1).view(sys.modules["torch"].uint8)
 
 
 def _op(kinds: Any, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from layerzero.client.arrays.recognition import describe
+from layerzero.client.arrays.recognition import CPU, describe
 from layerzero.client.connection.report import html_of_text
 from layerzero.client.plans.execution_plan import ExecutionPlan, plan
 from layerzero.client.plans.guards import label_of
@@ -58,6 +59,28 @@ class PipelineExplanation:
         return html_of_text(str(self))
 
 
+_Spec = tuple[str, tuple[int, ...]]  # dtype and shape
+
+
+class _Like:
+    """Of which kind, and where, the arrays of a call are: those between stages and the result are, too."""
+
+    def __init__(self, array: Any) -> None:
+        found = describe(array)
+        self.kind, self.is_on_gpu, self._array = found.kind, found.device != CPU, array
+
+    def new(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        if self.is_on_gpu:
+            return self._array.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+        return new(self.kind, dtype, shape)
+
+    def demand(self, arrays: Sequence[Any], stage: int) -> None:
+        """Raises InvalidArgument for arrays that are not where those of the call are."""
+        if any((describe(array).device != CPU) != self.is_on_gpu for array in arrays):
+            where = "a GPU" if self.is_on_gpu else "the CPU"
+            raise InvalidArgument(f"let stage {stage} return arrays of {where}, as it takes them")
+
+
 class Pipeline:
     """Made by lz.pipeline. All ranks call it with arrays of equal shapes, in the same order."""
 
@@ -78,12 +101,19 @@ class Pipeline:
                 self._prepare()
             batches = self._cut(arrays)
             start_ns, self._made_ns = time.perf_counter_ns(), 0
-            label = label_of((arrays, {}))
-            says_widths = not self._agree(label)
+            like = _Like(arrays[0])
+            label = f"{label_of((arrays, {}))}{' on GPUs' if like.is_on_gpu else ''}"
+            is_known = self._agree(label)
+            if like.is_on_gpu and not is_known:  # each rank's GPU is settled before anything flows
+                self._group.broadcast(arrays[0].new_zeros(1))
             with self._group.giving_up():
-                made = self._run(batches, label, says_widths=says_widths)
+                made = self._run(batches, label, like, is_known=is_known)
                 self._settled.add(label)
-                result = self._result(made, describe(arrays[0]).kind)
+                is_here = like.is_on_gpu and all(map(_asks_no_worker, self._stages.values()))
+                (self._here.add if is_here else self._here.discard)(label)
+                result = self._result(made, like)
+                if like.is_on_gpu:
+                    self._synchronize()
             self._elapsed_ns = time.perf_counter_ns() - start_ns
             return result
 
@@ -111,7 +141,10 @@ class Pipeline:
             if number % group.size == group.rank
         }
         self._widths: dict[tuple[str, int], int] = {}  # how many arrays a stage gives, by shapes of the batch
+        self._specs: dict[tuple[str, Task], list[_Spec]] = {}  # on GPUs, what these were, of each micro-batch
         self._settled: set[str] = set()  # such shapes of which all widths are known
+        self._here: set[str] = set()  # such that this rank's stages asked no worker in the last run
+        self._is_open = False  # a GPU may not have come to the end of the transfers
         self._generation = group.generation
 
     def _cut(self, arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -123,6 +156,10 @@ class Pipeline:
             raise InvalidArgument(
                 f"arrays have shapes {shapes}; allowed: one first dimension, which {self._count} micro-batches divide"
             )
+        found = [describe(array) for array in arrays]
+        if any(one.kind != "torch" and one.device != CPU for one in found) or len({one.device for one in found}) > 1:
+            places = ", ".join("the CPU" if one.device == CPU else f"{one.kind}'s GPU {one.device}" for one in found)
+            raise InvalidArgument(f"arrays are on {places}; allowed: all on the CPU, or torch tensors of one GPU")
         step = rows // self._count
         return [tuple(array[n : n + step] for array in arrays) for n in range(0, rows, step)]
 
@@ -135,62 +172,109 @@ class Pipeline:
         unlike = [rank for rank in range(its.ranks) if told[rank, :-1].tobytes() != digest]
         if unlike:
             raise InvalidArgument(
-                "let all ranks call it with equal shapes, and have equally many stages and micro-batches: "
-                f"unlike rank {self._group.rank} are {', '.join(map(str, unlike))}"
+                "let all ranks call it with equal shapes, on the CPU or each on its GPU, with equally many stages and "
+                f"micro-batches: unlike rank {self._group.rank} are {', '.join(map(str, unlike))}"
             )
         return bool(told[:, -1].all())
 
-    def _run(self, batches: list[tuple[Any, ...]], label: str, *, says_widths: bool) -> list[tuple[Any, ...]]:
-        """What the last stage has made of each micro-batch, where it is this rank's."""
-        its, rank, kind = self._schedule, self._group.rank, describe(batches[0][0]).kind
+    def _run(self, batches: list[tuple[Any, ...]], label: str, like: _Like, *, is_known: bool) -> list[tuple[Any, ...]]:
+        """What the last stage has made of each micro-batch, where it is this rank's. `is_known`: on all ranks, what
+        goes on from each stage."""
+        its, rank = self._schedule, self._group.rank
         known = {Task(-1, n): batch for n, batch in enumerate(batches)}
         for tick, row in enumerate(its.ticks):
             task = row[rank]
             if task is not None:
                 taken = known.pop(Task(task.stage - 1, task.micro_batch))
+                stage = self._stages[task.stage]
+                if self._is_open and not _asks_no_worker(stage):  # which it did not in the last run
+                    self._synchronize()
                 start_ns = time.perf_counter_ns()
-                made = _as_tuple(self._stages[task.stage](*taken), task.stage)
+                made = _as_tuple(stage(*taken), task.stage)
                 self._made_ns += time.perf_counter_ns() - start_ns
                 known[task] = made
             for moved, source, target in its.transfers(tick):
                 if rank == source:
-                    self._send(known.pop(moved), target, (label, moved.stage), says_widths)
+                    self._send(known.pop(moved), target, (label, moved), like, is_known=is_known)
                 elif rank == target:
-                    known[moved] = self._receive(source, (label, moved.stage), says_widths, kind)
+                    known[moved] = self._receive(source, (label, moved), like, is_known=is_known)
         ends = [Task(its.stages - 1, n) for n in range(its.micro_batches)]
         return [known[task] for task in ends if task in known]
 
-    def _send(self, arrays: tuple[Any, ...], target: int, edge: tuple[str, int], says_width: bool) -> None:
-        width = self._widths.setdefault(edge, len(arrays))
+    def _send(
+        self, arrays: tuple[Any, ...], target: int, edge: tuple[str, Task], like: _Like, *, is_known: bool
+    ) -> None:
+        label, task = edge
+        like.demand(arrays, task.stage)
+        width = self._widths.setdefault((label, task.stage), len(arrays))
         if len(arrays) != width:
             raise InvalidArgument(
-                f"let stage {edge[1]} give equally many arrays each time: {len(arrays)}, before {width}"
+                f"let stage {task.stage} give equally many arrays each time: {len(arrays)}, before {width}"
             )
-        if says_width:
+        if not is_known:
             self._group.send(np.array([width], np.int64), target)
+        wait = self._waits(label)
+        if like.is_on_gpu and is_known:
+            found = [_spec_of(array) for array in arrays]
+            if found != self._specs[edge]:
+                raise InvalidArgument(
+                    f"let stage {task.stage} give arrays of equal shapes each time: {_named(found)}, before "
+                    f"{_named(self._specs[edge])}"
+                )
+            for array in arrays:
+                self._group.pass_agreed(array, target, sends=True, wait=wait)
+            return
         for array in arrays:
-            self._group.send(array, target)
+            self._group.send(array, target, wait=wait)
+        self._keep(edge, arrays, like)
 
-    def _receive(self, source: int, edge: tuple[str, int], says_width: bool, kind: str) -> tuple[Any, ...]:
-        if says_width:
-            self._widths[edge] = int(self._group.recv(source)[0])
-        return tuple(self._group.recv(source, kind=kind) for _ in range(self._widths[edge]))
+    def _receive(self, source: int, edge: tuple[str, Task], like: _Like, *, is_known: bool) -> tuple[Any, ...]:
+        label, task = edge
+        wait = self._waits(label)
+        if like.is_on_gpu and is_known:
+            arrays = tuple(like.new(*spec) for spec in self._specs[edge])
+            for array in arrays:
+                self._group.pass_agreed(array, source, sends=False, wait=wait)
+            return arrays
+        if not is_known:
+            self._widths[label, task.stage] = int(self._group.recv(source)[0])
+        width = self._widths[label, task.stage]
+        arrays = tuple(self._group.recv(source, kind=like.kind, wait=wait) for _ in range(width))
+        self._keep(edge, arrays, like)
+        return arrays
 
-    def _result(self, made: list[tuple[Any, ...]], kind: str) -> Any:
+    def _keep(self, edge: tuple[str, Task], arrays: tuple[Any, ...], like: _Like) -> None:
+        """What both ranks know then, so that the next run need not agree on each array."""
+        if like.is_on_gpu:
+            self._specs[edge] = [_spec_of(array) for array in arrays]
+
+    def _waits(self, label: str) -> bool:
+        """Whether the end of a transfer is waited for, on a GPU: a worker that serves several ranks may have to wait
+        for a stream of this one, whose GPU waits for another rank, which that worker has not served yet."""
+        waits = label not in self._here or not all(map(_asks_no_worker, self._stages.values()))
+        self._is_open |= not waits
+        return waits
+
+    def _synchronize(self) -> None:
+        self._group.synchronize()
+        self._is_open = False
+
+    def _result(self, made: list[tuple[Any, ...]], like: _Like) -> Any:
         """The micro-batches' results put together, on all ranks; or where they are."""
         group, root = self._group, (self._schedule.stages - 1) % self._group.size
         whole = [joined(list(parts), 0) for parts in zip(*made, strict=True)]
         if self._shares_result and group.size > 1:
             note = np.zeros(_NOTE_BYTES, np.uint8)
             if group.rank == root:
-                specs = [(describe(array).spec.dtype, list(array.shape)) for array in whole]
+                like.demand(whole, self._schedule.stages - 1)
+                specs = [_spec_of(array) for array in whole]
                 text = json.dumps(specs).encode()
                 if len(text) > _NOTE_BYTES:
                     raise InvalidArgument(f"let the last stage give fewer arrays than {len(whole)}")
                 note[: len(text)] = np.frombuffer(text, np.uint8)
             specs = json.loads(group.broadcast(note, root, out=note).tobytes().rstrip(b"\0"))
             if group.rank != root:
-                whole = [new(kind, dtype, tuple(shape)) for dtype, shape in specs]
+                whole = [like.new(dtype, tuple(shape)) for dtype, shape in specs]
             whole = [group.broadcast(array, root, out=array) for array in whole]
         if not whole:
             return None
@@ -201,6 +285,18 @@ def _planned(stage: Any, number: int) -> Callable[..., Any]:
     if not callable(stage):
         raise InvalidArgument(f"stage {number} is {stage!r:.40}, and this rank's; allowed: a function or a model")
     return stage if isinstance(stage, (ExecutionPlan, SplitPlan)) else plan(stage)
+
+
+def _asks_no_worker(stage: Any) -> bool:
+    return isinstance(stage, ExecutionPlan) and stage.runs_here
+
+
+def _spec_of(array: Any) -> _Spec:
+    return describe(array).spec.dtype, tuple(array.shape)
+
+
+def _named(specs: list[_Spec]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in specs)
 
 
 def _as_tuple(made: Any, stage: int) -> tuple[Any, ...]:

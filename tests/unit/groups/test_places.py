@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from layerzero.client.arrays.recognition import CPU, Array, describe
-from layerzero.groups import arrays, calls, choices, starting
+from layerzero.groups import arrays, calls, choices
 from layerzero.groups.arrays import Given, Result
+from layerzero.groups.libraries import refused
 from layerzero.ipc.errors import EnvError, InvalidArgument
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -36,7 +37,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tensor_on_a_gpu_goes_by_nccl_and_its_result_is_there(on_gpu: None) -> None:
-    given = Given(OnGpu(), may_be_on_gpu=True)
+    given = Given(OnGpu())
     assert (given.device, given.data, given.nbytes) == (1, None, 32)
     choice = choices.on_gpu("all_gather", given.nbytes, given.device)
     assert str(choice).splitlines() == [
@@ -50,11 +51,9 @@ def test_a_tensor_on_a_gpu_goes_by_nccl_and_its_result_is_there(on_gpu: None) ->
 
 def test_arrays_that_no_call_has_are_refused_by_what_and_where_they_are(on_gpu: None) -> None:
     with pytest.raises(InvalidArgument, match=r"x is a cupy array of a GPU; allowed: .*, and torch tensors of a GPU"):
-        Given(OnGpu("cupy"), may_be_on_gpu=True)
-    with pytest.raises(InvalidArgument, match=r"x is a torch array of a GPU; allowed: .* of the CPU$"):
-        Given(OnGpu())  # by send
+        Given(OnGpu("cupy"))
     with pytest.raises(InvalidArgument, match="out is no NumPy array or torch tensor of GPU 1, as x"):
-        Result(Given(OnGpu(), may_be_on_gpu=True), (4, 2), np.empty((4, 2), np.float32), may_be_input=True)
+        Result(Given(OnGpu()), (4, 2), np.empty((4, 2), np.float32), may_be_input=True)
 
 
 @pytest.mark.parametrize(
@@ -81,16 +80,16 @@ def test_what_reaches_the_memory_is_not() -> None:
 def test_two_ranks_on_one_gpu_are_refused_on_all_ranks() -> None:
     """NCCL would wait for ever, or fail without their names. gloo is on none."""
     told: dict[int, Any] = {0: ["", "H200 a"], 1: ["", "H200 b"], 2: ["", "H200 a"], 3: ["", "H200 b"]}
-    error = starting.refused("nccl", "tp", told)
+    error = refused("nccl", "tp", told)
     assert isinstance(error, InvalidArgument)
     assert error.message.startswith("give each rank of group 'tp' a GPU of its own")
     assert error.message.endswith("ranks 0, 2 are on H200 a; ranks 1, 3 are on H200 b")
-    assert starting.refused("nccl", "tp", {0: ["", "H200 a"], 1: ["", "H200 b"]}) is None
-    assert starting.refused("gloo", "tp", {0: ["", ""], 1: ["", ""]}) is None
+    assert refused("nccl", "tp", {0: ["", "H200 a"], 1: ["", "H200 b"]}) is None
+    assert refused("gloo", "tp", {0: ["", ""], 1: ["", ""]}) is None
 
 
 def test_who_cannot_start_a_library_is_told_to_all_before_anybody_waits() -> None:
-    error = starting.refused("nccl", "tp", {0: ["", "H200 a"], 1: ["install a torch with NCCL", "H200 a"]})
+    error = refused("nccl", "tp", {0: ["", "H200 a"], 1: ["install a torch with NCCL", "H200 a"]})
     assert isinstance(error, EnvError)
     assert error.message == "install a torch with NCCL\n(rank 1 of group 'tp' cannot start nccl)"
 

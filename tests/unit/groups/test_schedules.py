@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+
 import pytest
 
-from layerzero.groups.schedules import Task, schedule
+from layerzero.groups.schedules import Schedule, Task, schedule
 from layerzero.ipc.errors import InvalidArgument
 
 SHAPES = [(ranks, ranks * turns, count) for ranks in (1, 2, 3, 4) for turns in (1, 2, 3) for count in (1, 2, 3, 5, 8)]
@@ -46,3 +49,48 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
     for args in ((2, 3, 1), (2, 0, 1), (2, 2, 0), (2, 2, True), (2, 2, 1.5)):
         with pytest.raises(InvalidArgument, match="allowed"):
             schedule(*args)  # type: ignore[arg-type]
+
+
+def program(its: Schedule, rank: int) -> list[Task | tuple[Task, int, int]]:
+    """What a rank does, one after the other: stages, and transfers that it has a part in."""
+    steps: list[Task | tuple[Task, int, int]] = []
+    for tick, row in enumerate(its.ticks):
+        task = row[rank]
+        if task is not None:
+            steps.append(task)
+        steps += [moved for moved in its.transfers(tick) if rank in moved[1:]]
+    return steps
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_transfers_have_one_order_for_both_ranks_of_each_pair_and_none_waits_for_ever(ranks: int) -> None:
+    """As a stream of a GPU has them: each starts once the one before has ended, and ends when both sides are in it."""
+    for stages, count in itertools.product(range(ranks, 9, ranks), range(1, 9)):
+        its = schedule(ranks, stages, count)
+        programs = [program(its, rank) for rank in range(ranks)]
+        for one, other in itertools.combinations(range(ranks), 2):
+            both = [
+                [step for step in programs[rank] if isinstance(step, tuple) and {one, other} == set(step[1:])]
+                for rank in (one, other)
+            ]
+            assert both[0] == both[1]
+        left = [deque(steps) for steps in programs]
+        here = [{Task(-1, n) for n in range(count)} if not rank else set() for rank in range(ranks)]
+        went = True
+        while went:
+            went = False
+            for rank, steps in enumerate(left):
+                while steps and isinstance(steps[0], Task):
+                    made = steps.popleft()
+                    assert Task(made.stage - 1, made.micro_batch) in here[rank]
+                    here[rank].add(made)
+                    went = True
+                if steps:
+                    moved, source, target = steps[0]
+                    if source == rank and left[target] and left[target][0] == steps[0]:
+                        assert moved in here[source]
+                        here[target].add(moved)
+                        steps.popleft()
+                        left[target].popleft()
+                        went = True
+        assert not any(left), (ranks, stages, count, left)
