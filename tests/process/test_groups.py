@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.process.group_ranks import Rank, all_of, form
-from tests.process.harness import Site, wait_until
+from tests.process.harness import Site, wait_ended, wait_until
 from tests.process.split_ranks import HIDDEN, INNER
 
 import layerzero as lz
@@ -256,6 +256,7 @@ def test_the_brokers_death_does_not_touch_shared_memory(crew: Crew, formed: Any)
     os.kill(pid, signal.SIGKILL)
     assert all_of(ranks, "call", "all_reduce", BIG) == [[3.0] * 8] * 2
     assert [one[0] for one in all_of(ranks, "reform")] == [2, 2]
+    wait_ended(pid)
     crew.site.start()
 
 
@@ -387,7 +388,6 @@ def test_micro_batches_go_through_stages_and_come_out_as_one_process_makes_them(
     ranks = connected(formed)
     for micro_batches in (1, 4):
         told = on(ranks, "flow", "two", micro_batches, [0, 1, 2])
-        assert isinstance(told[1], str), told
     assert told[1].startswith("rank 1 of 2: 2 stages, here 1\n  4 micro-batches, 5 ticks: 1 to fill, 3 steady, 1 to dr")
     told = on(ranks, "flow", "four", 4, [3, 4])
     assert told[0].startswith("rank 0 of 2: 4 stages, here 0, 2\n  4 micro-batches, 9 ticks: ")
