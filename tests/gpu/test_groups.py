@@ -65,11 +65,6 @@ def test_a_split_plan_is_one_graph_on_each_gpu(both: list[Rank]) -> None:
     assert first == second == [True, 40, ["float32[6, 64]"] * 2]
 
 
-def test_large_sums_are_made_in_tiles(both: list[Rank]) -> None:
-    first, second = on_all(both, "split_and_lifted", 8, 512)
-    assert first == second == [True, 40, ["float32[8, 64] in 4 tiles"] * 2]
-
-
 def test_two_ranks_on_one_gpu_are_refused(site: Site) -> None:
     ranks = [Rank(site) for _ in range(2)]
     assert form(ranks, "one") == [1, 1]
@@ -99,26 +94,6 @@ def test_a_rank_dies_while_another_gpu_waits_for_its(site: Site, wait: bool) -> 
     ranks[1].ask("form", "dies", 1, 2)
     assert [rank.told() for rank in ranks] == [[2, [[0, 1], [1, -1]]], 2]
     assert on_all(ranks, "sum_of", 2, name="dies") == [[2.0, 2.0]] * 2
-    for rank in ranks:
-        rank.close()
-
-
-def test_a_rank_dies_while_another_gpus_graph_waits_for_its(site: Site) -> None:
-    """Its kernels end, it is destroyed, and the plan is made again with a new rank."""
-    ranks = [Rank(site) for _ in range(2)]
-    assert form(ranks, "graph") == [1, 1]
-    ranks[1].ask("on", f"{CALLS}:die_in_a_graph", name="graph")
-    ranks[0].ask("on", f"{CALLS}:replay_beside_the_dying", name="graph")
-    reason, took_s, total = ranks[0].told()
-    assert (reason, total) == ("RANK_DIED", 2000.0)
-    assert took_s < 1
-    print(f"told after {took_s:.2f} s")
-    ranks[1].close()
-    ranks[1] = Rank(site)
-    ranks[0].ask("reform", name="graph")
-    ranks[1].ask("form", "graph", 1, 2)
-    assert [rank.told() for rank in ranks][1] == 2
-    assert on_all(ranks, "run_again", name="graph") == [[True]] * 2
     for rank in ranks:
         rank.close()
 
@@ -266,5 +241,29 @@ def test_a_rank_dies_in_its_stage_and_another_one_goes_on(site: Site) -> None:
     ranks[1].ask("form", "flow", 1, 2)
     assert [rank.told() for rank in ranks][1] == 2
     assert [one[0] for one in points_of(ranks, "flow", 4, 2, "torch", 3, name="flow")] == [True, True]
+    for rank in ranks:
+        rank.close()
+
+
+# --- at the end
+
+
+def test_a_rank_dies_while_another_gpus_graph_waits_for_its(site: Site) -> None:
+    """Its kernels end, it is destroyed, and the plan is made again with a new rank. The last test: what the rank launched
+    as it died is suspect for as long as the others run."""
+    ranks = [Rank(site) for _ in range(2)]
+    assert form(ranks, "graph") == [1, 1]
+    ranks[1].ask("on", f"{CALLS}:die_in_a_graph", name="graph")
+    ranks[0].ask("on", f"{CALLS}:replay_beside_the_dying", name="graph")
+    reason, took_s, total = ranks[0].told()
+    assert (reason, total) == ("RANK_DIED", 2000.0)
+    assert took_s < 1
+    print(f"told after {took_s:.2f} s")
+    ranks[1].close()
+    ranks[1] = Rank(site)
+    ranks[0].ask("reform", name="graph")
+    ranks[1].ask("form", "graph", 1, 2)
+    assert [rank.told() for rank in ranks][1] == 2
+    assert on_all(ranks, "run_again", name="graph") == ["FROZEN"] * 2
     for rank in ranks:
         rank.close()

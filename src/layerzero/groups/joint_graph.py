@@ -23,7 +23,6 @@ from layerzero.groups import choices
 from layerzero.groups.group import Group
 from layerzero.groups.joint import Captured, launch, meet, nccl_of
 from layerzero.groups.split_run import Item, Part, go, runs_here
-from layerzero.groups.splitting import Collective
 from layerzero.ipc.errors import InvalidArgument
 
 STEPS, READY, CAPTURED, PROVED = range(4)
@@ -233,6 +232,4 @@ class JointGraph:
 
 
 def _made_by(item: Item) -> tuple[int, ...]:
-    if isinstance(item, Part):
-        return item.makes
-    return item.values if isinstance(item, Collective) else (item.value,)
+    return item.makes if isinstance(item, Part) else item.values

@@ -318,11 +318,11 @@ class Nccl:
         if call.op.reduces and call.detail == "mean":
             result /= call.size
 
-    def begin_sum(self, x: Any) -> Any:
-        """In place, of contiguous memory: what has `wait`, which the current stream does. While that is captured."""
+    def add_up(self, x: Any) -> None:
+        """Over all ranks, in place, of contiguous memory. While the current stream is captured."""
         from torch.distributed import distributed_c10d as kinds
 
-        return self._group.allreduce([x.view(-1)], kinds.AllreduceOptions())
+        self._group.allreduce([x.view(-1)], kinds.AllreduceOptions()).wait()
 
     def gather(self, x: Any) -> Any:
         """Of all ranks, along the first dimension. While the current stream is captured."""

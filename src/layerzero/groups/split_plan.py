@@ -27,7 +27,6 @@ from layerzero.groups.joint_graph import JointGraph
 from layerzero.groups.split_run import Item, Part, go
 from layerzero.groups.splitting import Collective, Split, Stretch, dtype_of, shape_of, split
 from layerzero.groups.stretches import LocalStretch, Weights
-from layerzero.groups.tiles import Tiled, TiledSum, tiled
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.wording import counted
 
@@ -197,9 +196,7 @@ class SplitPlan:
         variant.recording = None
         weights = variant.weights = Weights(made.recording, self._group.rank, self._group.size)
         device = made.recording.device
-        variant.items = [
-            self._item(item, made, weights) for item in (made.items if device in (None, CPU) else tiled(made))
-        ]
+        variant.items = [self._item(item, weights) for item in made.items]
         has_calls = any(not isinstance(item, Part) for item in variant.items)  # of all ranks
         if device not in (None, CPU) and self._group.size > 1 and has_calls:
             inputs, outputs = made.recording.inputs, made.outputs()
@@ -209,11 +206,9 @@ class SplitPlan:
             variant.graph = JointGraph(self._group, variant.items, (inputs, outputs), (name, dtype, shape), device)
         variant.phase = FROZEN
 
-    def _item(self, item: Stretch | Collective | Tiled, made: Split, weights: Weights) -> Item:
+    def _item(self, item: Stretch | Collective, weights: Weights) -> Item:
         if isinstance(item, Collective):
             return item
-        if isinstance(item, Tiled):
-            return TiledSum(made, item, weights, self._group.rank)
         return Part(self._plan(LocalStretch(item, weights, self._group.rank)), item.takes, item.makes)
 
     def _plan(self, stretch: LocalStretch) -> ExecutionPlan | LocalStretch:
@@ -264,10 +259,7 @@ def _explained(variant: _Variant, group: Group) -> SplitExplanation:
     split_ones = [one for one in made.steps() if one.applied.how]
     lines = tuple(f"{names[one.step.number]}: {one.applied.how}" for one in split_ones)
     makers = {number: step for step in made.recording.steps for number in step.made}
-    tiles = {item.collective: item.tiles for item in variant.items if isinstance(item, TiledSum)}
-    collectives = tuple(
-        _line_of(made, item, makers, tiles.get(item, 1)) for item in made.items if isinstance(item, Collective)
-    )
+    collectives = tuple(_line_of(made, item, makers) for item in made.items if isinstance(item, Collective))
     whole = tuple(f"{names[number]}: {why}" for number, why in sorted(made.whole.items()))
     plans = [item.run for item in variant.items if isinstance(item, Part)]
     stretches = tuple(plan.explain() for plan in plans if isinstance(plan, ExecutionPlan))
@@ -276,13 +268,12 @@ def _explained(variant: _Variant, group: Group) -> SplitExplanation:
     return SplitExplanation(variant.phase, variant.label, group.rank, group.size, *facts)
 
 
-def _line_of(made: Split, collective: Collective, makers: Mapping[int, Any], tiles: int) -> str:
+def _line_of(made: Split, collective: Collective, makers: Mapping[int, Any]) -> str:
     after = " and ".join(f"{makers[number].number} {makers[number].name}" for number in collective.values)
     what = ", ".join(made.text_of(number) for number in collective.values)
     if collective.dim is not None:
         return f"all_gather after {after}, {what} along dimension {collective.dim}"
-    how = " as one" if len(collective.values) > 1 else f" in {tiles} tiles" if tiles > 1 else ""
-    return f"all_reduce after {after}, {what}{how}"
+    return f"all_reduce after {after}, {what}" + (" as one" if len(collective.values) > 1 else "")
 
 
 def split_plan(function: Callable[..., Any], group: Group, **options: Any) -> SplitPlan:

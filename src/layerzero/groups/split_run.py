@@ -14,7 +14,6 @@ from layerzero.client.plans.execution_plan import ExecutionPlan
 from layerzero.groups.joint import Captured, Collectives
 from layerzero.groups.splitting import Collective
 from layerzero.groups.stretches import LocalStretch, joined
-from layerzero.groups.tiles import TiledSum
 
 
 class Part(NamedTuple):
@@ -43,7 +42,7 @@ class Part(NamedTuple):
         return kernels
 
 
-Item = Part | TiledSum | Collective
+Item = Part | Collective
 
 
 def runs_here(items: Sequence[Item]) -> bool:
@@ -57,8 +56,6 @@ def go(items: Sequence[Item], known: dict[int, Any], ranks: Collectives) -> list
     for item in items:
         if isinstance(item, Collective):
             known.update(collect(ranks, item, [known[number] for number in item.values]))
-        elif isinstance(item, TiledSum):
-            kernels += item(known, ranks)
         else:
             kernels += item(known, is_captured=isinstance(ranks, Captured))
     return kernels

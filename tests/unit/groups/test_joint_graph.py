@@ -82,9 +82,8 @@ class Nccl:
     def hold(self, let_go: Any) -> None:
         self.held.append(let_go)
 
-    def begin_sum(self, x: Any) -> Any:
+    def add_up(self, x: Any) -> None:
         x += OTHER
-        return SimpleNamespace(wait=lambda: None)
 
 
 class Group:

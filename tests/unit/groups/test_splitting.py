@@ -11,7 +11,6 @@ from tests.unit.groups.layers import HIDDEN, INNER, TOKENS, Layer, agree, record
 
 import layerzero as lz
 from layerzero.groups.splitting import JOINED_BYTES, Collective, Split, split
-from layerzero.groups.tiles import Tiled, tiled
 from layerzero.ipc.errors import InvalidArgument
 
 X = some(TOKENS, HIDDEN)
@@ -56,21 +55,6 @@ def test_sums_that_could_be_one_are() -> None:
     many = some(JOINED_BYTES // 8 // HIDDEN + 1, HIDDEN)
     large = agree(lambda x: x + layer.mlp(x) + layer.mlp(x * 2), 2, many)
     assert collectives(large) == [(1, None), (1, None)]  # to copy them costs more than a call
-
-
-@pytest.mark.parametrize(("rows", "tiles"), [(8, [4, 4]), (6, [2, 2]), (5, [])])
-def test_large_sums_of_products_are_made_in_tiles_of_rows(
-    monkeypatch: pytest.MonkeyPatch, rows: int, tiles: list[int]
-) -> None:
-    """As many as their rows can be divided by, of sums that wait at the same time, too; the numbers are the same."""
-    monkeypatch.setattr("layerzero.groups.splitting.JOINED_BYTES", 0)
-    monkeypatch.setattr("layerzero.groups.tiles.TILE_BYTES", rows * HIDDEN * 8 // 4)
-    for shape in ((rows, HIDDEN), (1, rows, HIDDEN), (rows, 3, HIDDEN)):
-        made = agree(lambda x: lz.silu(_mlp(x)) + lz.silu(_mlp(x * 2)), 2, some(*shape))
-        items = [item.tiles for item in tiled(made) if isinstance(item, Tiled)]
-        assert items == tiles, shape
-    monkeypatch.setattr("layerzero.groups.tiles.TILE_BYTES", 2 * rows * HIDDEN * 8)
-    assert tiled(made) == list(made.items)
 
 
 def _mlp(x: Any) -> Any:
