@@ -249,8 +249,8 @@ def test_a_rank_dies_in_its_stage_and_another_one_goes_on(site: Site) -> None:
 
 
 def test_a_rank_dies_while_another_gpus_graph_waits_for_its(site: Site) -> None:
-    """Its kernels end, it is destroyed, and the plan is made again with a new rank. The last test: what the rank launched
-    as it died is suspect for as long as the others run."""
+    """Its kernels end, it is destroyed, and the plan is made again with a new rank. The last test: what the rank
+    launched as it died is suspect for as long as the others run."""
     ranks = [Rank(site) for _ in range(2)]
     assert form(ranks, "graph") == [1, 1]
     ranks[1].ask("on", f"{CALLS}:die_in_a_graph", name="graph")

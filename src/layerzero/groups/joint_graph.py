@@ -98,16 +98,18 @@ class JointGraph:
         with self._library.on(self._device):
             inputs = [known[number] for number in self._inputs]
             state = self._state()
+            # Before the ranks meet: from then on what others wait for must come of itself.
+            made = (self._direct_for(inputs) or self._made) if state >= CAPTURED else None
             least = meet(self._group, self._what, state)
             if least == PROVED:
-                self._replay(inputs, known)
+                self._replay(made, inputs, known)
                 self.waits_for = ""
                 return
             if state > least:
                 self.waits_for = "another rank cannot launch it yet"
             go(self._items, known, self._group)
             if least == CAPTURED:
-                self._prove(inputs, known)
+                self._prove(made, inputs, known)
             elif least == READY and self._made is None:
                 self._capture_first(inputs)
 
@@ -178,10 +180,10 @@ class JointGraph:
         copies = self._library.copier([kept[number] for number in self._given])
         return _Made(graph, own, addresses, kept, self._library.filler(own), copies)
 
-    def _prove(self, inputs: Sequence[Any], known: dict[int, Any]) -> None:
+    def _prove(self, made: _Made | None, inputs: Sequence[Any], known: dict[int, Any]) -> None:
         """That the graph gives what the steps gave. All ranks launch it."""
         found = dict(zip(self._inputs, inputs, strict=True))
-        self._replay(inputs, found)
+        self._replay(made, inputs, found)
         try:
             its, others = ([one[number] for number in self._wanted if number in one] for one in (known, found))
             self.difference = largest_difference(its, others)
@@ -192,8 +194,8 @@ class JointGraph:
 
     # --- replaying
 
-    def _replay(self, inputs: Sequence[Any], known: dict[int, Any]) -> None:
-        start_ns, made = time.perf_counter_ns(), self._direct_for(inputs) or self._made
+    def _replay(self, made: _Made | None, inputs: Sequence[Any], known: dict[int, Any]) -> None:
+        start_ns = time.perf_counter_ns()
         assert made is not None
         assert self._fence is not None
         assert self._session is not None

@@ -76,7 +76,8 @@ def _pass_on(error: Exception) -> None:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+    """Its first line: libraries put advice for all errors of a GPU behind it."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]
 
 
 class Lifter:

@@ -320,6 +320,8 @@ def test_kernel_that_fails_is_refused_with_its_words(rig: Rig) -> None:
     rig.kernel = raises(ValueError("odd \udcff shape"))
     reason, detail = rig.refused()
     assert (reason, detail) == ("NOT_CAPTURABLE", "its first run failed: ValueError: odd ? shape")
+    rig.kernel = raises(RuntimeError("CUDA error: not permitted\nSearch for it in the manual.\n"))
+    assert rig.refused()[1] == "its first run failed: RuntimeError: CUDA error: not permitted"
 
 
 def test_kernel_that_waits_or_returns_cannot_be_captured(rig: Rig) -> None:
