@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import sys
@@ -45,7 +46,11 @@ class Shaped:
         """Raises InvalidArgument for what is no shape and dtype; what the shape function raises is raised as it is."""
         found = shapes(*args, **kwargs)
         several = found if isinstance(found, (list, tuple)) and not _is_pair(found) else (found,)
-        self.results = [_result(one, f"{label}: shapes gives {found!r:.200}") for one in several]
+        try:
+            self.results = [_result(one) for one in several]
+        except (TypeError, ValueError, OverflowError):
+            text = "allowed: (shape, dtype) or something with both, such as ((2, 3), 'float32'), or a list of them"
+            raise InvalidArgument(f"{label}: shapes gives {found!r:.200}; {text}") from None
 
     @property
     def room(self) -> int:
@@ -182,18 +187,20 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value[0], (list, tuple)) and not any(isinstance(one, (list, tuple)) for one in value[0])
 
 
-def _result(one: Any, what: str) -> tuple[str, TensorSpec]:
-    """Library and spec of a result."""
+def _result(one: Any) -> tuple[str, TensorSpec]:
+    """Library and spec of a result. Raises TypeError, ValueError, OverflowError for what is none."""
     shape, dtype = one if _is_pair(one) else (getattr(one, "shape", None), getattr(one, "dtype", None))
+    return _spec_of(tuple(shape), dtype)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(1024)
+def _spec_of(shape: tuple[Any, ...], dtype: Any) -> tuple[str, TensorSpec]:
+    """Most calls give what others gave, and may wait for it no longer than a launch takes."""
     library = "torch" if type(dtype).__module__ == "torch" else "numpy"
     name = str(dtype).removeprefix("torch.") if library == "torch" else _numpy_name(dtype)
-    try:
-        dims = tuple(map(int, shape))  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        dims = (-1,)
+    dims = tuple(map(int, shape))
     if name not in ITEMSIZE or any(size < 0 for size in dims):
-        text = f"{what}; allowed: (shape, dtype) or something with both, such as ((2, 3), 'float32'), or a list of them"
-        raise InvalidArgument(text)
+        raise ValueError(name)
     return library, TensorSpec.contiguous(name, dims)
 
 
