@@ -276,6 +276,7 @@ def _on(function: str, *args: Any, name: str = "tp", **options: Any) -> Any:
 DOES: dict[str, Callable[..., Any]] = {
     "form": _form,
     "call": _call,
+    "meet": lambda name="tp": _groups[name].barrier(),
     "check": _check,
     "report": _report,
     "connect": lambda: bool(lz.connect()),

@@ -260,9 +260,15 @@ def test_the_brokers_death_does_not_touch_shared_memory(crew: Crew, formed: Any)
     crew.site.start()
 
 
-def test_who_is_missing_is_named_and_who_does_not_fit_refused(crew: Crew, no_leaks: None) -> None:
+@pytest.fixture
+def three(crew: Crew) -> list[Rank]:
+    """They run before a test looks at what it leaves."""
+    return crew.of(3)
+
+
+def test_who_is_missing_is_named_and_who_does_not_fit_refused(three: list[Rank], crew: Crew, no_leaks: None) -> None:
     """In a meeting whose host leaves first, too."""
-    ranks = crew.of(3)
+    ranks = three
     said = "start the missing ranks, and call again: ranks 1, 2 of 4 did not come within timeout_s"
     for timeout_s in (0.2, 4, 40):  # on a busy machine the one may be gone when the other comes
         ranks[0].ask("form", "other", 0, 4, timeout_s=timeout_s)
@@ -315,6 +321,15 @@ def test_reports_say_which_way_and_why_not_the_others(formed: Any) -> None:
     assert ranks[0].told().startswith("all_to_all of 1,048,576 bytes: gloo, asked for by backend=")
     told = all_of(ranks, "call", "all_reduce", [4], "uint16", backend="gloo")
     assert told[0]["message"] == "gloo adds up no uint16; leave backend= out"
+
+
+def test_a_group_of_gpus_meets_and_agrees_on_the_cpu(formed: Any) -> None:
+    """backend="nccl" is of arrays: words of ranks, and of split plans, are none."""
+    ranks = formed(2, backend="nccl")
+    assert errors(all_of(ranks, "call", "all_reduce", [4])) == ["INVALID_ARGUMENT"] * 2
+    assert all_of(ranks, "meet") == [None] * 2
+    told = on(ranks, "refuse", "summed")
+    assert all(one.startswith("leave cumsum at split_ranks.py:") for one in told), told
 
 
 def test_what_no_group_can_be_is_refused_before_anybody_waits(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

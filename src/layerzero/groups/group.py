@@ -190,7 +190,9 @@ class Group:
         return self._call(calls.BROADCAST, x, out, timeout_s, backend, wait, detail=root)  # type: ignore[no-any-return]
 
     def barrier(self, *, timeout_s: float | None = None, backend: str | None = None) -> None:
-        """Returns when all ranks are in it."""
+        """Returns when all ranks are in it. It says nothing of their GPUs."""
+        if backend is None and self._backend == choices.NCCL:  # which is of arrays
+            backend = choices.SHARED_MEMORY
         self._call(calls.BARRIER, np.empty(0, np.uint8), None, timeout_s, backend, True)
 
     def synchronize(self, *, timeout_s: float | None = None) -> None:

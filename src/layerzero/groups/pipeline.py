@@ -19,6 +19,7 @@ from layerzero.client.plans.execution_plan import ExecutionPlan, plan
 from layerzero.client.plans.guards import label_of
 from layerzero.client.plans.recording import is_array
 from layerzero.groups.arrays import new
+from layerzero.groups.choices import SHARED_MEMORY
 from layerzero.groups.group import Group
 from layerzero.groups.schedules import DRAIN, FILL, STEADY, Schedule, Task, schedule
 from layerzero.groups.split_plan import SplitPlan
@@ -168,7 +169,7 @@ class Pipeline:
         its = self._schedule
         digest = hashlib.sha256(f"{its.stages} {its.micro_batches} {label}".encode()).digest()
         said = np.frombuffer(digest + bytes([label in self._settled]), np.uint8)
-        told = self._group.all_gather(said).reshape(its.ranks, len(said))
+        told = self._group.all_gather(said, backend=SHARED_MEMORY).reshape(its.ranks, len(said))
         unlike = [rank for rank in range(its.ranks) if told[rank, :-1].tobytes() != digest]
         if unlike:
             raise InvalidArgument(
@@ -272,7 +273,7 @@ class Pipeline:
                 if len(text) > _NOTE_BYTES:
                     raise InvalidArgument(f"let the last stage give fewer arrays than {len(whole)}")
                 note[: len(text)] = np.frombuffer(text, np.uint8)
-            specs = json.loads(group.broadcast(note, root, out=note).tobytes().rstrip(b"\0"))
+            specs = json.loads(group.broadcast(note, root, out=note, backend=SHARED_MEMORY).tobytes().rstrip(b"\0"))
             if group.rank != root:
                 whole = [like.new(dtype, tuple(shape)) for dtype, shape in specs]
             whole = [group.broadcast(array, root, out=array) for array in whole]

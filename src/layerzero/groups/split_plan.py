@@ -22,6 +22,7 @@ from layerzero.client.plans.recording import CONSTANT, Recording, Use, record
 from layerzero.client.plans.showing import PlanExplanation
 from layerzero.client.plans.traced import map_leaves
 from layerzero.client.plans.verifying import largest_difference
+from layerzero.groups.choices import SHARED_MEMORY
 from layerzero.groups.group import Group
 from layerzero.groups.joint_graph import JointGraph
 from layerzero.groups.split_run import Item, Part, go
@@ -185,7 +186,7 @@ class SplitPlan:
 
     def _told(self, state: int, digest: bytes) -> list[bytes]:
         said = np.frombuffer(bytes([state]) + digest, np.uint8)
-        found = self._group.all_gather(said)
+        found = self._group.all_gather(said, backend=SHARED_MEMORY)
         return [found[n * len(said) : (n + 1) * len(said)].tobytes() for n in range(self._group.size)]
 
     def _freeze(self, variant: _Variant) -> None:
