@@ -8,6 +8,7 @@ that nobody waits for a thread does, which looks now and then whether a rank goe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -34,7 +35,9 @@ NAP_S = 0.0001  # then with so much time between
 GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes
 _BLAME_S = 0.5  # so long a rank whose NCCL failed waits for the one that knows why
 _ALL = -1  # in the place of a rank: the communicator of all
+_END_S = 5.0  # so long the end of the process waits for that
 _teardowns: list[threading.Thread] = []  # of what was aborted: the driver takes half a second for each
+_made: weakref.WeakSet[Nccl] = weakref.WeakSet()
 _log = logging.getLogger("layerzero.groups")
 
 
@@ -45,6 +48,7 @@ class Nccl:
         self._path = runtime / "groups" / f"{group}.{generation}.nccl"
         self._rank, self.device = rank, device
         self._group: Any = None
+        _made.add(self)
         self._reach: tuple[str, str] | None = None
         self._connected: set[tuple[int, bool]] = set()  # with all or one, and whether this rank sends to it
         self._latest: Any = None  # an event behind the last call
@@ -170,6 +174,7 @@ class Nccl:
         if watch is not None:
             watch.close()
         self._abort()
+        self._let_go()
         self._open, self._open_count = None, 0
 
     def close(self) -> None:
@@ -241,12 +246,13 @@ class Nccl:
         return event is None or bool(event.query())
 
     def _abort(self) -> None:
-        """Until its kernels have ended, some milliseconds. What else there is of it is taken down behind that, which
-        may go on for half a second: the next one that is started waits for that, and the end of the process."""
+        """Until its kernels have ended, some milliseconds; by any thread. What else there is of it is taken down behind
+        that, once its graphs are gone, which may go on for half a second: the next one that is started waits for that,
+        and the end of the process."""
         group, self._group = self._group, None
         if group is None:
             return
-        teardown = threading.Thread(target=_take_down, args=(group, self._path), name="nccl-teardown")
+        teardown = threading.Thread(target=_take_down, args=(group, self._path), name="nccl-teardown", daemon=True)
         _teardowns.append(teardown)
         teardown.start()
         if self._latest is None:  # its first call may be about to be enqueued
@@ -254,6 +260,9 @@ class Nccl:
         with contextlib.suppress(RuntimeError):
             while teardown.is_alive() and self._latest is not None and not self._latest.query():
                 time.sleep(NAP_S)
+
+    def _let_go(self) -> None:
+        """Destroy the graphs. By the thread that would launch them."""
         held, self._held = self._held, []
         for one in held:
             let_go = one()
@@ -384,6 +393,17 @@ class _Watch:
             self.has_aborted = True
             self._abort()
             _log.error("a rank went during calls that nobody has waited for: what they gave is void")
+
+
+def _end() -> None:
+    """The process's: it may have heard of no death, and have graphs that NCCL's teardown waits for."""
+    if any(teardown.is_alive() for teardown in _teardowns):
+        for one in list(_made):
+            one._let_go()
+        finish_teardowns(time.monotonic() + _END_S)
+
+
+atexit.register(_end)
 
 
 def _take_down(group: Any, store: Path) -> None:

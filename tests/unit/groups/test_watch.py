@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,9 +87,27 @@ def test_who_is_told_of_a_death_waits_for_kernels_and_not_for_the_rest(tmp_path:
     nccl.finish_teardowns(0.0)
     (teardown,) = nccl._teardowns
     assert teardown.is_alive()
-    assert not teardown.daemon, "the process would end in the middle of it"
     one.may_end.set()
-    nccl.finish_teardowns()
+    nccl._end()  # as at the end of the process
+    assert not nccl._teardowns
+
+
+def test_graphs_are_destroyed_by_who_launches_them_and_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """A thread that aborts may meet a launch; and NCCL cannot be taken down before they are gone."""
+    made, one = Nccl(tmp_path, "group", 1, 0, 0), Communicator()
+
+    class Graph:
+        def let_go(self) -> None:
+            one.may_end.set()
+
+    graph = Graph()
+    made.hold(weakref.WeakMethod(graph.let_go))
+    made._group = made._latest = one
+    made._abort()
+    assert one.has_stopped.is_set()
+    assert not one.may_end.is_set()
+    nccl._end()
+    assert one.may_end.is_set()
     assert not nccl._teardowns
 
 
