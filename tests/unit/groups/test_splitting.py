@@ -10,6 +10,7 @@ import pytest
 from tests.unit.groups.layers import HIDDEN, INNER, TOKENS, Layer, agree, recorded, some
 
 import layerzero as lz
+from layerzero.groups.split_plan import what_of
 from layerzero.groups.splitting import JOINED_BYTES, Collective, Split, split
 from layerzero.groups.tiles import Tiled, tiled
 from layerzero.ipc.errors import InvalidArgument
@@ -45,6 +46,17 @@ def test_what_ranks_do_not_divide_stays_whole_and_says_why() -> None:
     reasons = set(made.whole.values())
     assert any("the parts of [5, 8] along dimension 1 are none of [1, 5, 2, 4]" in one for one in reasons), reasons
     assert collectives(made) == [(1, None)]
+
+
+def test_ranks_that_run_splits_of_other_arguments_are_told_apart() -> None:
+    """Also where the first argument is the same: graphs of two splits would wait for each other."""
+
+    def block(x: Any, y: Any) -> Any:
+        return lz.linear(lz.linear(x, UP), DOWN) + lz.linear(lz.linear(y, UP), DOWN)
+
+    one, other, again = (split(recorded(block, X, some(rows, HIDDEN)), 2) for rows in (TOKENS, 1, TOKENS))
+    assert what_of(one, "block")[1:] == what_of(other, "block")[1:] == ("float64", (TOKENS, HIDDEN))
+    assert what_of(one, "block") == what_of(again, "block") != what_of(other, "block")
 
 
 def test_sums_that_could_be_one_are() -> None:
