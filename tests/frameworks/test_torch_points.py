@@ -68,6 +68,10 @@ def test_calls_of_all_ranks_and_from_one_to_the_other_go_by_one_nccl(both: list[
     assert on_all(both, "write_over", 3) == [True, True]
 
 
+def test_calls_in_inference_mode_write_what_was_made_there(both: list[Rank]) -> None:
+    assert on_all(both, "in_inference_mode") == [[10.0, 5.0], [10.0, 15.0]]
+
+
 def test_arrays_that_do_not_meet_are_told_to_both_and_the_group_goes_on(both: list[Rank]) -> None:
     for sent, received, text in (
         (("here", [4]), ("", [4], "numpy", "torch"), "sends float32[4] of a GPU, rank 1 receives float32[4]"),

@@ -7,6 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from layerzero.groups import nccl
 from layerzero.groups.nccl import Nccl, _Watch
@@ -52,6 +54,34 @@ def test_what_has_ended_is_left_alone() -> None:
     watch.close()
     assert not watch.has_aborted
     assert not aborted.is_set()
+
+
+def test_a_call_behind_a_watch_that_is_over_has_another_one(tmp_path: Path) -> None:
+    """A rank may have agreed to a call, and gone before it: all that had been left open was done when that was seen."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    aborted, is_done = threading.Event(), True
+
+    class Watched(Nccl):
+        def _stream(self) -> Any:
+            return None
+
+        def _recorded(self) -> Any:
+            return SimpleNamespace(query=lambda: is_done)
+
+        def _abort(self) -> None:
+            aborted.set()
+
+    made = Watched(tmp_path, "group", 1, 0, 0)
+    peers: Any = SimpleNamespace(ends=lambda: [(os.dup(ours.fileno()), 0)], is_ending=bool)
+    made.launch(peers, lambda: None)
+    assert made._watch is not None
+    theirs.close()
+    made._watch._thread.join(PATIENCE_S)
+    is_done = False
+    made.launch(peers, lambda: None)
+    assert aborted.wait(PATIENCE_S)
+    made.drop()
+    ours.close()
 
 
 def test_a_group_that_closes_ends_its_watch() -> None:
