@@ -49,7 +49,7 @@ def nccl_of(group: Group) -> Nccl | None:
 
 
 def turn(group: Group) -> AbstractContextManager[Any]:
-    """No other thread of this rank calls within: ranks launch in one order."""
+    """No other thread of this rank calls within: what is enqueued is in one order on all ranks."""
     return group._lock
 
 

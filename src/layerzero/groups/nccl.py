@@ -27,7 +27,8 @@ from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
 from layerzero.groups.ending import LOOK_MS
 from layerzero.groups.peers import Peers
-from layerzero.ipc.errors import GroupBroken, LayerZeroError
+from layerzero.ipc.errors import GroupBroken, LayerZeroError, OutOfMemory
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
@@ -264,7 +265,7 @@ class Nccl:
         if self._latest is None:  # its first call may be about to be enqueued
             teardown.join()
         with contextlib.suppress(RuntimeError):
-            while teardown.is_alive() and self._latest is not None and not self._latest.query():
+            while teardown.is_alive() and self._latest is not None and not (self._latest.query() and self._is_done()):
                 time.sleep(NAP_S)
         held, self._held = self._held, []
         for one in held:
@@ -284,9 +285,14 @@ class Nccl:
         return ProcessGroupNCCL(store, self._rank, size, options)
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A new tensor there."""
+        """A new tensor there. Raises OutOfMemory."""
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", self.device))
+        try:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", self.device))
+        except RuntimeError as exc:
+            nbytes, told = math.prod(shape) * ITEMSIZE[dtype], str(exc).partition("\n")[0]
+            text = f"free memory of GPU {self.device}, or pass out: {nbytes:,} bytes of a tensor: {told:.200}"
+            raise OutOfMemory(text, nbytes=nbytes) from exc
 
     def _stream(self) -> Any:
         return sys.modules["torch"].cuda.current_stream(self.device)
@@ -425,7 +431,8 @@ def finish_teardowns(until_s: float = math.inf) -> None:
     for teardown in list(_teardowns):
         teardown.join(None if until_s == math.inf else max(until_s - time.monotonic(), 0.0))
         if not teardown.is_alive():
-            _teardowns.remove(teardown)
+            with contextlib.suppress(ValueError):  # another thread has
+                _teardowns.remove(teardown)
 
 
 def current_device() -> int:

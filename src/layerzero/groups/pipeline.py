@@ -20,6 +20,7 @@ from layerzero.client.plans.guards import label_of
 from layerzero.client.plans.recording import is_array
 from layerzero.groups.arrays import new
 from layerzero.groups.group import Group
+from layerzero.groups.joint import turn
 from layerzero.groups.schedules import DRAIN, FILL, STEADY, Schedule, Task, schedule
 from layerzero.groups.split_plan import SplitPlan
 from layerzero.groups.stretches import joined
@@ -96,7 +97,8 @@ class Pipeline:
     def __call__(self, *arrays: Any) -> Any:
         """`arrays` are the first stage's; their first dimension is the batch. Raises InvalidArgument before anything is
         sent, what a stage raises, and GroupBroken: on all other ranks, too, where a stage has raised."""
-        with self._lock:
+        # Transfers that are not agreed on would meet calls of another thread.
+        with self._lock, turn(self._group):
             if self._group.generation != self._generation:
                 self._prepare()
             batches = self._cut(arrays)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from layerzero.groups import nccl
 from layerzero.groups.nccl import Nccl, _Watch
+from layerzero.ipc.errors import OutOfMemory
 
 PATIENCE_S = 60.0
 
@@ -120,6 +124,34 @@ def test_who_is_told_of_a_death_waits_for_kernels_and_not_for_the_rest(tmp_path:
     one.may_end.set()
     nccl.finish_teardowns()
     assert not nccl._teardowns
+
+
+def test_two_threads_that_wait_for_a_teardown_see_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whom one takes it out."""
+
+    class Ended(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            nccl._teardowns.remove(self)  # as the other does meanwhile
+
+    monkeypatch.setattr(nccl, "_teardowns", [Ended()])
+    nccl.finish_teardowns()
+    assert not nccl._teardowns
+
+
+def test_memory_that_is_not_there_is_said_before_anybody_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused then, and the group goes on."""
+
+    class Full(RuntimeError):
+        """As torch raises it."""
+
+    def empty(*_: Any, **__: Any) -> Any:
+        raise Full("CUDA out of memory. Tried to allocate 8.00 GiB")
+
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(empty=empty, device=lambda *_: None, float32="float32", cuda=None)
+    )
+    with pytest.raises(OutOfMemory, match="free memory of GPU 3"):
+        Nccl(tmp_path, "group", 1, 0, 3).empty("float32", (1 << 31,))
 
 
 def test_without_a_call_to_wait_for_all_of_it_is_awaited(tmp_path: Path) -> None:
