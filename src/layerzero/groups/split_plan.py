@@ -219,10 +219,11 @@ class SplitPlan:
     def _check(self, variant: _Variant, expected: Any, inputs: list[Any]) -> None:
         """Once, against the function. Raises InvalidArgument on all ranks."""
         error: InvalidArgument | None = None
-        try:
-            variant.difference = largest_difference(expected, self._run(variant, inputs))
-        except InvalidArgument as exc:
-            error = exc
+        with self._group.giving_up():
+            try:
+                variant.difference = largest_difference(expected, self._run(variant, inputs))
+            except InvalidArgument as exc:
+                error = exc
         told = self._told(_SAME if error is None else _UNLIKE, b"")
         wrong = [rank for rank, one in enumerate(told) if one[0] != _SAME]
         if wrong:
