@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from tests.frameworks.soft_nccl import ByGloo  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.groups import calls  # noqa: E402
+from layerzero.groups import calls, nccl  # noqa: E402
 from layerzero.groups.arrays import Given, Result  # noqa: E402
 
 OTHER = """
@@ -52,6 +52,25 @@ def ranks() -> Iterator[tuple[lz.Group, Any]]:
 def ask(other: Any, *words: object) -> None:
     other.stdin.write(" ".join(map(str, words)) + "\n")
     other.stdin.flush()
+
+
+def test_a_call_of_an_nccl_that_was_aborted_is_the_death_that_it_was_for(tmp_path: Path) -> None:
+    """As a thread does between what the ranks agree on and the call."""
+
+    class Peers:
+        def hear_fault(self, within_s: float) -> None: ...
+
+        def look(self, until_s: float) -> None:
+            raise lz.GroupBroken("rank 1 has died")
+
+    made = ByGloo(tmp_path, "group", 1, 0, 0)
+    made._connected.add((nccl._ALL, True))
+    given = Given(torch.ones(4))
+    result = Result(given, (4,), None, may_be_input=False)
+    with pytest.raises(lz.GroupBroken, match="rank 1 has died"):
+        made.run(Peers(), calls.Call(calls.ALL_REDUCE, 0, 2, given, result, "sum", time.monotonic() + 9))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a rank has gone"):
+        made.begin_sum(torch.ones(4))
 
 
 @pytest.mark.parametrize("count", [0, 5, 100_000])

@@ -3,7 +3,9 @@ where they do not. tests/gpu/test_groups.py has them on GPUs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +68,26 @@ def test_calls_of_all_ranks_and_from_one_to_the_other_go_by_one_nccl(both: list[
     assert on_all(both, "exchange") == [float(1 << 20)] * 2
     assert on_all(both, "mixed", 5) == [1.0, 2.0]
     assert on_all(both, "write_over", 3) == [True, True]
+
+
+def test_what_a_group_that_was_killed_has_left_is_not_read(both: list[Rank]) -> None:
+    """The next one has its name, and begins with generation 1 again."""
+    folder = Path(os.environ["LAYERZERO_RUNTIME_DIR"]) / "groups"
+    assert on_all(both, "exchange") == [float(1 << 20)] * 2
+    left = {*folder.glob("points.*.nccl")}
+    for rank in both:
+        rank.process.kill()
+        rank.process.wait()
+        rank.close()
+    both[:] = [Rank(Site()) for _ in both]  # type: ignore[arg-type]
+    assert form(both, "points", timeout_s=20) == [1, 1]
+    assert all_of(both, "on", f"{SOFT}:become", name="points") == [None, None]
+    assert on_all(both, "exchange") == [float(1 << 20)] * 2
+    assert left < {*folder.glob("points.*.nccl")}, "torch's store of the one that was killed"
+
+
+def test_calls_in_inference_mode_write_what_was_made_there(both: list[Rank]) -> None:
+    assert on_all(both, "in_inference_mode") == [[10.0, 5.0], [10.0, 15.0]]
 
 
 def test_arrays_that_do_not_meet_are_told_to_both_and_the_group_goes_on(both: list[Rank]) -> None:

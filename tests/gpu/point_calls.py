@@ -136,6 +136,19 @@ def exchange(group: lz.Group) -> float:
     return float(found.sum())
 
 
+def in_inference_mode(group: lz.Group) -> list[float]:
+    """The first call, which another thread of the process enqueues."""
+    with torch.inference_mode():
+        x = torch.ones(5, device=device(group))
+        out = torch.zeros(5, device=device(group))
+        group.all_reduce(x, out=out)
+        if group.rank == 0:
+            group.send(x + out, 1)
+        else:
+            group.recv(0, out=x)
+        return [float(out.sum()), float(x.sum())]
+
+
 def die_in(group: lz.Group, what: str) -> None:
     """Once the other rank's GPU waits for this one's, which has something else to do for longer than the test takes; or
     in place of a call that the other is in."""

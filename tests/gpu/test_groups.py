@@ -131,6 +131,14 @@ def test_calls_of_both_and_from_one_to_the_other_are_in_the_order_of_the_stream(
     assert points_of(both, "mixed", 50) == [1.0, 2.0]
 
 
+def test_a_first_call_in_inference_mode_writes_what_was_made_there(site: Site) -> None:
+    ranks = [Rank(site) for _ in range(2)]
+    assert form(ranks, "inference") == [1, 1]
+    assert points_of(ranks, "in_inference_mode", name="inference") == [[10.0, 5.0], [10.0, 15.0]]
+    for rank in ranks:
+        rank.close()
+
+
 def test_nccl_that_two_have_started_is_that_of_calls_of_all_ranks(site: Site) -> None:
     ranks = [Rank(site) for _ in range(2)]
     assert form(ranks, "begun") == [1, 1]

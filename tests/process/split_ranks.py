@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,25 @@ def flow_apart(group: lz.Group) -> bool:
     """The result is where it was made."""
     found = lz.pipeline(STAGES["two"], group, micro_batches=2, shares_result=False)(some(1, 4))
     return found is not None
+
+
+def flow_alone(group: lz.Group) -> list[bool]:
+    """Whether another thread could call the group while a stage is made."""
+    found = []
+
+    def look() -> None:
+        found.append(group._lock.acquire(blocking=False))
+        if found[-1]:
+            group._lock.release()
+
+    def stage(x: Any) -> Any:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return x
+
+    lz.pipeline([stage] * group.size, group, micro_batches=1)(some(1, 4))
+    return found
 
 
 def flow_split(group: lz.Group) -> str:

@@ -409,6 +409,7 @@ def test_micro_batches_go_through_stages_and_come_out_as_one_process_makes_them(
     on(ranks, "flow", "four", 4, [3, 4], 12)
     assert on(ranks, "flow_apart") == [False, True]
     assert on(ranks, "flow_split") == ["FROZEN"] * 2
+    assert on(ranks, "flow_alone") == [[False]] * 2
 
 
 @pytest.mark.parametrize(("stages", "text"), [("raises", "ValueError('it cannot')"), ("no arrays", "'nothing'")])

@@ -325,7 +325,7 @@ class Group:
         its = (self._name, roster.generation, self._rank, roster.sockets, roster.pids)
         self._peers = peers = Peers(*its, self._spin_ns)
         # Not __del__: in a cycle of garbage the sockets may be closed before it is called.
-        self._libraries = Libraries(self._runtime, self._gloo_env)
+        self._libraries = Libraries(self._runtime, self._gloo_env, roster.token)
         self._forgotten = weakref.finalize(self, starting.leave, os.getpid(), peers, own, self._libraries)
         self._forgotten.atexit = False
         self._completed = {} if max(roster.calls.values()) < 0 else roster.calls

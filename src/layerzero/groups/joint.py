@@ -4,6 +4,7 @@ has calls of all ranks within."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from layerzero.groups import calls, choices, faults
@@ -41,6 +42,11 @@ def nccl_of(group: Group) -> Nccl | None:
     """This rank's, where it runs."""
     found = group._libraries.get(choices.NCCL)
     return found if isinstance(found, Nccl) else None
+
+
+def turn(group: Group) -> AbstractContextManager[Any]:
+    """No other thread of this rank calls within: what is enqueued is in one order on all ranks."""
+    return group._lock
 
 
 def meet(group: Group, what: Sequence[Any], state: int) -> int:

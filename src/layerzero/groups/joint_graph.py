@@ -1,15 +1,17 @@
 """A run of a split plan as one CUDA graph on each rank, its calls of all ranks included (docs/groups.md).
 
 Until all ranks can launch all of it themselves, runs go step by step. In each run the ranks say first how far they are,
-and go as the one does that is least far: a graph that is launched on some ranks alone would wait for ever.
+and go as the one does that is least far: a graph that is launched on some ranks alone would wait for ever. NCCL wants
+them to capture together, too, and to launch graphs of one such capture.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from layerzero.client.connection.counters import Row
 from layerzero.client.facade import default_session
@@ -21,12 +23,13 @@ from layerzero.client.plans.verifying import largest_difference
 from layerzero.client.session.session import Session
 from layerzero.groups import choices
 from layerzero.groups.group import Group
-from layerzero.groups.joint import Captured, launch, meet, nccl_of
+from layerzero.groups.joint import Captured, launch, meet, nccl_of, turn
 from layerzero.groups.split_run import Item, Part, go, runs_here
 from layerzero.ipc.errors import InvalidArgument
 
-STEPS, READY, CAPTURED, PROVED = range(4)
-"""How far a rank is: it runs the steps; may capture its graph; has one; whose result was that of the steps."""
+STEPS, READY, CAPTURED, PROVED, SAME, DIRECT = range(6)
+"""How far a rank is: it runs the steps; may capture its graph; has one; whose result was that of the steps; may capture
+another one, that works on the arguments where they are; has that."""
 SAME_RUNS = 8  # with arguments in the same memory; then a graph is captured that works on it
 MAX_FAILED = 3  # captures in a row
 
@@ -78,6 +81,7 @@ class JointGraph:
         self._made: _Made | None = None
         self._direct: _Made | None = None
         self._is_held = self._is_proved = False
+        self._guard = threading.Lock()  # a graph is launched, or destroyed, as another thread may do where a rank goes
         self._rows: list[tuple[Row, int]] = []
         self._last_at: tuple[int, ...] = ()
         self._same = self._failed = 0
@@ -95,32 +99,42 @@ class JointGraph:
     def run(self, known: dict[int, Any]) -> None:
         """`known`: the arguments by value, which gets the results. Raises as the group's calls do, and as steps do."""
         self.runs += 1
-        with self._library.on(self._device):
+        # A call of another thread of this rank would come behind the launch on another rank.
+        with turn(self._group), self._library.on(self._device):
             inputs = [known[number] for number in self._inputs]
-            state = self._state()
-            # Before the ranks meet: from then on what others wait for must come of itself.
-            made = (self._direct_for(inputs) or self._made) if state >= CAPTURED else None
+            state = self._state(inputs)
             least = meet(self._group, self._what, state)
-            if least == PROVED:
-                self._replay(made, inputs, known)
+            if least >= PROVED:
+                if least == SAME:
+                    self._capture_direct(inputs)
+                self._replay(self._direct if least == DIRECT else self._made, inputs, known)
                 self.waits_for = ""
                 return
             if state > least:
                 self.waits_for = "another rank cannot launch it yet"
-            go(self._items, known, self._group)
+            self._step(known)
             if least == CAPTURED:
-                self._prove(made, inputs, known)
-            elif least == READY and self._made is None:
+                self._prove(inputs, known)
+            elif least == READY:
                 self._capture_first(inputs)
 
     def let_go(self) -> None:
         """Destroy its graphs, whose last replay is over."""
-        made, self._made, self._direct, self._is_proved = (self._made, self._direct), None, None, False
-        for one in made:
-            if one is not None:
-                one.graph.destroy()
+        with self._guard:
+            made, self._made, self._direct, self._is_proved = (self._made, self._direct), None, None, False
+            for one in made:
+                if one is not None:
+                    one.graph.destroy()
 
-    def _state(self) -> int:
+    def _step(self, known: dict[int, Any]) -> None:
+        """Run the steps, behind the last replay: graphs of theirs have memory of the one of all."""
+        if self._fence is None:
+            self._fence = self._library.fence(self._device)
+        self._fence.enter([] if self._made is None else self._made.inputs)
+        go(self._items, known, self._group)
+        self._fence.leave()
+
+    def _state(self, inputs: Sequence[Any]) -> int:
         session = default_session.session()
         if self.problem:
             return STEPS
@@ -132,7 +146,31 @@ class JointGraph:
             self.let_go()
         if self._made is None:
             return READY
-        return PROVED if self._is_proved else CAPTURED
+        return self._state_of(inputs) if self._is_proved else CAPTURED
+
+    def _state_of(self, inputs: Sequence[Any]) -> int:
+        """Whether the arguments are where they were."""
+        addresses = tuple([self._library.address(one) for one in inputs])
+        if self._direct is not None and self._direct.addresses == addresses:
+            self._same = SAME_RUNS
+            return DIRECT
+        self._same = self._same + 1 if addresses == self._last_at else min(self._same, 0)
+        self._last_at = addresses
+        if self._same < SAME_RUNS or not inputs:
+            return PROVED
+        if self._direct is not None:  # they come and go: copies it is, unless these last longer
+            self._let_go_direct()
+            self._same = -SAME_RUNS
+            return PROVED
+        return SAME
+
+    def _let_go_direct(self) -> None:
+        if self._direct is not None:
+            self._group.synchronize()
+            with self._guard:
+                direct, self._direct = self._direct, None
+                if direct is not None:
+                    direct.graph.destroy()
 
     def _page_epoch(self, session: Session) -> int:
         return session.gpus.gpu(self._device).order.page.lift_epoch
@@ -140,6 +178,10 @@ class JointGraph:
     # --- capturing
 
     def _capture_first(self, inputs: Sequence[Any]) -> None:
+        """By all ranks, also those that have one."""
+        if self._made is not None:
+            self._group.synchronize()
+            self.let_go()
         session = default_session.session()
         self._session, self._epoch = session, self._page_epoch(session)
         try:
@@ -150,14 +192,28 @@ class JointGraph:
                 self.problem = self.failure
             return
         self._failed, self.failure = 0, ""
+        self._let_go_of_aborted()
+
+    def _capture_direct(self, inputs: Sequence[Any]) -> None:
+        """Of the memory that the arguments are in, by all ranks, for later runs."""
+        self._let_go_direct()
+        try:
+            self._direct = self._capture(list(inputs), tuple([self._library.address(one) for one in inputs]))
+        except NotCapturable:
+            self._same = -(1 << 16)
+        self._let_go_of_aborted()
+
+    def _let_go_of_aborted(self) -> None:
+        """Where a rank went while a graph was captured, the thread that saw that has let go of others alone."""
+        nccl = nccl_of(self._group)
+        if nccl is None or not nccl.is_live:
+            self.let_go()
 
     def _capture(self, inputs: list[Any], addresses: tuple[int, ...]) -> _Made:
         """Raises NotCapturable."""
         session, nccl = default_session.session(), nccl_of(self._group)
         assert nccl is not None
         driver = session.gpus.gpu(self._device).memory.context.driver
-        if self._fence is None:
-            self._fence = self._library.fence(self._device)
         if not self._is_held:
             nccl.hold(weakref.WeakMethod(self.let_go))
             self._is_held = True
@@ -180,10 +236,18 @@ class JointGraph:
         copies = self._library.copier([kept[number] for number in self._given])
         return _Made(graph, own, addresses, kept, self._library.filler(own), copies)
 
-    def _prove(self, made: _Made | None, inputs: Sequence[Any], known: dict[int, Any]) -> None:
+    def _prove(self, inputs: Sequence[Any], known: dict[int, Any]) -> None:
         """That the graph gives what the steps gave. All ranks launch it."""
-        found = dict(zip(self._inputs, inputs, strict=True))
+        found, made = dict(zip(self._inputs, inputs, strict=True)), self._made
         self._replay(made, inputs, found)
+        assert made is not None
+        behind = [found[number] for number in self._wanted if number in found and number not in self._given]
+        if self._tail and not self._library.are_apart(behind, list(made.kept.values())):
+            # Own code gives views of what it takes: from now on it takes copies.
+            self._given = self._kept
+            copies = self._library.copier([made.kept[number] for number in self._given])
+            if self._made is made:
+                self._made = made._replace(copies=copies)
         try:
             its, others = ([one[number] for number in self._wanted if number in one] for one in (known, found))
             self.difference = largest_difference(its, others)
@@ -196,13 +260,22 @@ class JointGraph:
 
     def _replay(self, made: _Made | None, inputs: Sequence[Any], known: dict[int, Any]) -> None:
         start_ns = time.perf_counter_ns()
+        if made is None:
+            launch(self._group, _gone)
         assert made is not None
         assert self._fence is not None
         assert self._session is not None
         self._fence.enter(made.inputs)
         if made.inputs:
             made.fill(inputs)
-        launch(self._group, made.graph.replay)
+
+        def replay() -> None:
+            with self._guard:
+                if made is not self._made and made is not self._direct:
+                    _gone()
+                made.graph.replay()
+
+        launch(self._group, replay)
         known.update(made.kept)
         known.update(zip(self._given, made.copies(), strict=True))
         go(self._tail, known, self._group)
@@ -210,27 +283,10 @@ class JointGraph:
         self.replays += 1
         count_steps(self._session, self._rows, time.perf_counter_ns() - start_ns)
 
-    def _direct_for(self, inputs: Sequence[Any]) -> _Made | None:
-        """A graph that works on this very memory."""
-        addresses = tuple([self._library.address(one) for one in inputs])
-        if self._direct is not None and self._direct.addresses == addresses:
-            self._same = SAME_RUNS
-            return self._direct
-        self._same = self._same + 1 if addresses == self._last_at else 0
-        self._last_at = addresses
-        if self._same < SAME_RUNS or not inputs:
-            return None
-        self._same = 0
-        if self._direct is not None:  # they come and go: copies it is, unless these last longer
-            self._group.synchronize()
-            self._direct.graph.destroy()
-            self._direct, self._same = None, -SAME_RUNS
-            return None
-        try:
-            self._direct = self._capture(list(inputs), addresses)
-        except NotCapturable:
-            self._same = -(1 << 16)
-        return self._direct
+
+def _gone() -> NoReturn:
+    """As torch where a graph was destroyed. Raises RuntimeError."""
+    raise RuntimeError("a rank has gone")
 
 
 def _made_by(item: Item) -> tuple[int, ...]:

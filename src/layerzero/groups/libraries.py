@@ -22,8 +22,9 @@ Exchange = Callable[[Any, float], Mapping[int, Any]]  # what each rank says, by 
 class Libraries:
     """Of one generation of a group."""
 
-    def __init__(self, runtime: Path, gloo_env: FunctionEnv | None) -> None:
-        self._runtime, self._gloo_env = runtime, gloo_env
+    def __init__(self, runtime: Path, gloo_env: FunctionEnv | None, token: str = "") -> None:
+        """`token`: of the meeting's roster."""
+        self._runtime, self._gloo_env, self._token = runtime, gloo_env, token
         self._running: dict[str, Gloo | Nccl] = {}  # by path
         self._by_all: set[str] = set()  # of which all ranks know that all can start them
 
@@ -91,7 +92,9 @@ class Libraries:
         if name == choices.NCCL:
             from layerzero.groups.nccl import Nccl
 
-            return Nccl(self._runtime, peers.name, peers.generation, peers.rank, device)
+            # Of its name alone a group that was killed, or is being taken down, may have another one's file there.
+            name = f"{peers.name}.{self._token}"
+            return Nccl(self._runtime, name, peers.generation, peers.rank, device)
         from layerzero.groups.gloo import Gloo
 
         return Gloo(self._runtime, peers.name, peers.generation, peers.rank, self._gloo_env)

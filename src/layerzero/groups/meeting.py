@@ -30,6 +30,7 @@ from layerzero.ipc.version import __version__
 
 MAX_RANKS = 64
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TOKENS = re.compile(r"[0-9a-f]{8}")
 _AGAIN_S = 0.002  # between looks at a lock that somebody holds for some microseconds
 _BYTES, _FDS = 1 << 16, 253
 
@@ -64,13 +65,14 @@ class Hello:
 @dataclass(frozen=True)
 class Roster:
     """A group that is whole: of the other ranks their sockets and the memory that they share; of all of them pids and
-    how many calls each had made. The caller owns the descriptors."""
+    how many calls each had made; `token` is no other group's, whatever its name. The caller owns the descriptors."""
 
     generation: int
     sockets: dict[int, socket.socket]
     memories: dict[int, int]
     pids: dict[int, int]
     calls: dict[int, int]
+    token: str
 
 
 @dataclass
@@ -302,7 +304,8 @@ def _hand_out(table: _Table, rank: int) -> Roster:
     generation = 1 + max(one.hello.generation for one in table.members.values())
     pids = [table.members[one].pid for one in ranks]
     calls = [table.members[one].hello.calls for one in ranks]
-    body = pack_body(["group", generation, pids, calls])
+    token = os.urandom(4).hex()
+    body = pack_body(["group", generation, pids, calls, token])
     for one in ranks:
         others = [other for other in ranks if other != one]
         sock = table.members[one].sock
@@ -314,7 +317,7 @@ def _hand_out(table: _Table, rank: int) -> Roster:
     others = [other for other in ranks if other != rank]
     memories = {other: os.dup(table.members[other].memory) for other in others}
     sockets = {other: ends[rank, other] for other in others}
-    return Roster(generation, sockets, memories, dict(enumerate(pids)), dict(enumerate(calls)))
+    return Roster(generation, sockets, memories, dict(enumerate(pids)), dict(enumerate(calls)), token)
 
 
 # --- everybody else
@@ -342,21 +345,24 @@ def _attend(sock: socket.socket, hello: Hello, memory: int, until_s: float) -> R
                 missing = [rank for rank in ranks if isinstance(rank, int)]
             case ["refused", error]:
                 raise from_wire(error)
-            case ["group", int(generation), list(pids), list(calls)] if len(pids) == len(calls) == hello.size:
-                return _roster(hello, generation, pids, calls, fds)
+            case ["group", int(generation), list(pids), list(calls), str(token)] if len(pids) == len(
+                calls
+            ) == hello.size and _TOKENS.fullmatch(token):
+                return _roster(hello, generation, pids, calls, token, fds)
             case _:
                 unwanted.close_all(fds)
                 raise ProtocolError(f"the host of group {hello.name!r} sent what is no message of a meeting")
 
 
-def _roster(hello: Hello, generation: int, pids: list[Any], calls: list[Any], fds: list[int]) -> Roster:
+def _roster(hello: Hello, generation: int, pids: list[Any], calls: list[Any], token: str, fds: list[int]) -> Roster:
     others = [rank for rank in range(hello.size) if rank != hello.rank]
     if len(fds) != 2 * len(others):
         unwanted.close_all(fds)
         raise ProtocolError(f"descriptors are missing of what the host of group {hello.name!r} sent; see ulimit -n")
     sockets = {rank: socket.socket(fileno=fd) for rank, fd in zip(others, fds[: len(others)], strict=True)}
     memories = dict(zip(others, fds[len(others) :], strict=True))
-    return Roster(generation, sockets, memories, dict(enumerate(map(int, pids))), dict(enumerate(map(int, calls))))
+    its = dict(enumerate(map(int, pids))), dict(enumerate(map(int, calls)))
+    return Roster(generation, sockets, memories, *its, token)
 
 
 def _send(sock: socket.socket, body: bytes, fds: list[int] | None = None) -> None:

@@ -28,7 +28,8 @@ from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
 from layerzero.groups.ending import LOOK_MS
 from layerzero.groups.peers import Peers
-from layerzero.ipc.errors import GroupBroken, LayerZeroError
+from layerzero.ipc.errors import GroupBroken, LayerZeroError, OutOfMemory
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S = 0.0001  # then with so much time between
@@ -52,8 +53,7 @@ class Nccl:
         self._reach: tuple[str, str] | None = None
         self._connected: set[tuple[int, bool]] = set()  # with all or one, and whether this rank sends to it
         self._latest: Any = None  # an event behind the last call
-        self._open: Any = None  # likewise, of those that were not waited for
-        self._open_count = 0  # of them, how many of all ranks
+        self._open: dict[Any, tuple[Any, int]] = {}  # by stream, of those not waited for: that, how many of all ranks
         self._watch: _Watch | None = None
         self._held: list[weakref.WeakMethod[Callable[[], None]]] = []  # let go of graphs with its calls in them
 
@@ -104,6 +104,11 @@ class Nccl:
         work = (lambda: self._live().recv([_bytes_of(tensor)], source, 0).wait()) if tensor.numel() else None
         self._go(peers, (source, False), work, until_s, is_waited=is_waited)
 
+    @property
+    def is_live(self) -> bool:
+        """Not aborted."""
+        return self._group is not None
+
     def _live(self) -> Any:
         """Raises RuntimeError once it was aborted, as another thread may do."""
         group = self._group
@@ -131,7 +136,7 @@ class Nccl:
             event = self._latest = self._recorded()
             if is_waited:
                 self._wait_for(event, peers, until_s)
-                self._open, self._open_count = None, 0  # what was enqueued before is done, too
+                self._open.pop(self._stream(), None)  # what was enqueued there before is done, too
             else:
                 self._leave_open(event, peers, is_of_all=way[0] == _ALL)
         except RuntimeError as exc:  # torch's, and NCCL's
@@ -148,25 +153,33 @@ class Nccl:
 
     def hold(self, let_go: weakref.WeakMethod[Callable[[], None]]) -> None:
         """`let_go` destroys a graph with its calls, before which NCCL cannot be taken down."""
-        self._held.append(let_go)
+        self._held = [one for one in self._held if one() is not None] + [let_go]
 
     def _leave_open(self, event: Any, peers: Peers, *, is_of_all: bool) -> None:
-        self._open, self._open_count = event, self._open_count + is_of_all
-        self._watch = self._watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
+        stream, watch = self._stream(), self._watch
+        _, count = self._open.get(stream, (None, 0))
+        self._open[stream] = event, count + is_of_all
+        if watch is not None and watch.is_over:
+            watch.join()
+            if watch.has_aborted:
+                raise RuntimeError("a rank has gone")
+            watch.close()
+            watch = None
+        self._watch = watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
 
     def wait(self, peers: Peers, until_s: float) -> None:
         """Until the GPU has done all calls. Raises GroupBroken."""
         try:
-            if self._open is not None:
-                self._wait_for(self._open, peers, until_s)
+            for event, _ in list(self._open.values()):
+                self._wait_for(event, peers, until_s)
         except RuntimeError as exc:
             raise self._failed(peers, exc) from exc
-        self._open, self._open_count = None, 0
+        self._open.clear()
 
     def void(self) -> int:
         """Of how many calls that nobody has waited for there is no result, as they ended or will end with others."""
-        is_void = (self._watch is not None and self._watch.has_aborted) or not self._is_done()
-        return self._open_count if is_void else 0
+        has_aborted = self._watch is not None and self._watch.has_aborted
+        return sum(count for event, count in self._open.values() if has_aborted or not _has_ended_well(event))
 
     def drop(self) -> None:
         """End it: kernels that wait for other ranks, too."""
@@ -175,7 +188,7 @@ class Nccl:
             watch.close()
         self._abort()
         self._let_go()
-        self._open, self._open_count = None, 0
+        self._open.clear()
 
     def close(self) -> None:
         """As `drop`, once the GPU has done what nobody has waited for."""
@@ -207,12 +220,13 @@ class Nccl:
         """It may wait for other ranks in C++, while this thread sees whether they are there. Raises GroupBroken, and
         what the work raises."""
         ended: list[BaseException | None] = []
-        stream = self._stream()
+        stream, torch = self._stream(), sys.modules["torch"]
+        is_inference = torch.is_inference_mode_enabled()  # of this thread: what it made nobody else writes
         reader, writer = os.pipe2(os.O_CLOEXEC)
 
         def run() -> None:
             try:
-                with self._on(stream):
+                with torch.inference_mode(is_inference), self._on(stream):
                     work()
                 ended.append(None)
             except BaseException as exc:
@@ -242,8 +256,7 @@ class Nccl:
         return faults.broken(faults.FAILED, f"nccl of rank {self._rank} failed: {told}", ranks=[self._rank], **what)
 
     def _is_done(self) -> bool:
-        event = self._open
-        return event is None or bool(event.query())
+        return all(event.query() for event, _ in list(self._open.values()))
 
     def _abort(self) -> None:
         """Until its kernels have ended, some milliseconds; by any thread. What else there is of it is taken down behind
@@ -258,7 +271,7 @@ class Nccl:
         if self._latest is None:  # its first call may be about to be enqueued
             teardown.join()
         with contextlib.suppress(RuntimeError):
-            while teardown.is_alive() and self._latest is not None and not self._latest.query():
+            while teardown.is_alive() and self._latest is not None and not (self._latest.query() and self._is_done()):
                 time.sleep(NAP_S)
 
     def _let_go(self) -> None:
@@ -281,9 +294,14 @@ class Nccl:
         return ProcessGroupNCCL(store, self._rank, size, options)
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A new tensor there."""
+        """A new tensor there. Raises OutOfMemory."""
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", self.device))
+        try:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", self.device))
+        except RuntimeError as exc:
+            nbytes, told = math.prod(shape) * ITEMSIZE[dtype], str(exc).partition("\n")[0]
+            text = f"free memory of GPU {self.device}, or pass out: {nbytes:,} bytes of a tensor: {told:.200}"
+            raise OutOfMemory(text, nbytes=nbytes) from exc
 
     def _stream(self) -> Any:
         return sys.modules["torch"].cuda.current_stream(self.device)
@@ -300,6 +318,7 @@ class Nccl:
         """On the current stream of this thread."""
         from torch.distributed import distributed_c10d as kinds
 
+        group = self._live()
         x, out = call.given.keep.detach(), call.result.value.detach()
         if call.op.reduces:
             flat, result = x.reshape(-1), out.view(-1)
@@ -311,19 +330,19 @@ class Nccl:
             case "all_reduce":
                 options = kinds.AllreduceOptions()
                 options.reduceOp = _op(kinds, call.detail)
-                self._group.allreduce([result], options).wait()
+                group.allreduce([result], options).wait()
             case "reduce_scatter":
                 options = kinds.ReduceScatterOptions()
                 options.reduceOp = _op(kinds, call.detail)
-                self._group._reduce_scatter_base(result, flat, options).wait()
+                group._reduce_scatter_base(result, flat, options).wait()
             case "all_gather":
-                self._group._allgather_base(result, flat, kinds.AllgatherOptions()).wait()
+                group._allgather_base(result, flat, kinds.AllgatherOptions()).wait()
             case "all_to_all":
-                self._group.alltoall_base(result, flat, [], [], kinds.AllToAllOptions()).wait()
+                group.alltoall_base(result, flat, [], [], kinds.AllToAllOptions()).wait()
             case "broadcast":
                 options = kinds.BroadcastOptions()
                 options.rootRank, options.rootTensor = call.detail, 0
-                self._group.broadcast([result], options).wait()
+                group.broadcast([result], options).wait()
         if call.op.reduces and call.detail == "mean":
             result /= call.size
 
@@ -331,16 +350,17 @@ class Nccl:
         """Over all ranks, in place, of contiguous memory. While the current stream is captured."""
         from torch.distributed import distributed_c10d as kinds
 
-        self._group.allreduce([x.view(-1)], kinds.AllreduceOptions()).wait()
+        self._live().allreduce([x.view(-1)], kinds.AllreduceOptions()).wait()
 
     def gather(self, x: Any) -> Any:
         """Of all ranks, along the first dimension. While the current stream is captured."""
         from torch.distributed import distributed_c10d as kinds
 
-        torch, size = sys.modules["torch"], self._group.size()
+        torch, group = sys.modules["torch"], self._live()
+        size = group.size()
         out, x = x.new_empty((size * x.shape[0], *x.shape[1:])), x.contiguous()
         flat, result = (one.view(-1).view(torch.uint8) for one in (x, out))
-        self._group._allgather_base(result, flat, kinds.AllgatherOptions()).wait()
+        group._allgather_base(result, flat, kinds.AllgatherOptions()).wait()
         return out
 
     @staticmethod
@@ -362,12 +382,16 @@ class _Watch:
     ) -> None:
         """`ends`: descriptors that tell of a rank's end, with what they are polled for; they are this one's own.
         `is_ending`: whether a rank's process is about to, which those tell of late."""
-        self.has_aborted = False
+        self.has_aborted = self.is_over = False
         self._is_done, self._abort, self._is_ending = is_done, abort, is_ending
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         self._ends = list(ends)
         self._thread = threading.Thread(target=self._run, name="nccl-watch", daemon=True)
         self._thread.start()
+
+    def join(self) -> None:
+        """Where `is_over`."""
+        self._thread.join()
 
     def close(self) -> None:
         os.eventfd_write(self._bell, 1)
@@ -389,6 +413,7 @@ class _Watch:
         while not self._is_done() and time.monotonic() < end_s:
             if bell.poll(1):
                 return
+        self.is_over = True  # before the last look: what is left open behind that has another watch
         if not self._is_done():
             self.has_aborted = True
             self._abort()
@@ -407,9 +432,18 @@ atexit.register(_end)
 
 
 def _take_down(group: Any, store: Path) -> None:
-    with contextlib.suppress(RuntimeError):
-        group.abort()
-    store.unlink(missing_ok=True)  # torch looks there until then
+    try:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    finally:
+        store.unlink(missing_ok=True)  # torch looks there until then
+
+
+def _has_ended_well(event: Any) -> bool:
+    try:
+        return bool(event.query())
+    except RuntimeError:  # the GPU's, or a kernel's, which other ranks are to hear of
+        return False
 
 
 def finish_teardowns(until_s: float = math.inf) -> None:
@@ -417,7 +451,8 @@ def finish_teardowns(until_s: float = math.inf) -> None:
     for teardown in list(_teardowns):
         teardown.join(None if until_s == math.inf else max(until_s - time.monotonic(), 0.0))
         if not teardown.is_alive():
-            _teardowns.remove(teardown)
+            with contextlib.suppress(ValueError):  # another thread has
+                _teardowns.remove(teardown)
 
 
 def current_device() -> int:

@@ -21,10 +21,12 @@ from layerzero.client.plans.recording import is_array
 from layerzero.groups.arrays import new
 from layerzero.groups.choices import SHARED_MEMORY
 from layerzero.groups.group import Group
+from layerzero.groups.joint import turn
 from layerzero.groups.schedules import DRAIN, FILL, STEADY, Schedule, Task, schedule
 from layerzero.groups.split_plan import SplitPlan
 from layerzero.groups.stretches import joined
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM
 from layerzero.ipc.wording import counted
 
 _NOTE_BYTES = 4096  # of what the last rank says of the result's shapes
@@ -97,7 +99,8 @@ class Pipeline:
     def __call__(self, *arrays: Any) -> Any:
         """`arrays` are the first stage's; their first dimension is the batch. Raises InvalidArgument before anything is
         sent, what a stage raises, and GroupBroken: on all other ranks, too, where a stage has raised."""
-        with self._lock:
+        # Transfers that are not agreed on would meet calls of another thread.
+        with self._lock, turn(self._group):
             if self._group.generation != self._generation:
                 self._prepare()
             batches = self._cut(arrays)
@@ -268,12 +271,12 @@ class Pipeline:
             note = np.zeros(_NOTE_BYTES, np.uint8)
             if group.rank == root:
                 like.demand(whole, self._schedule.stages - 1)
-                specs = [_spec_of(array) for array in whole]
-                text = json.dumps(specs).encode()
+                text = json.dumps([_spec_of(array) for array in whole]).encode()
                 if len(text) > _NOTE_BYTES:
                     raise InvalidArgument(f"let the last stage give fewer arrays than {len(whole)}")
                 note[: len(text)] = np.frombuffer(text, np.uint8)
-            specs = json.loads(group.broadcast(note, root, out=note, backend=SHARED_MEMORY).tobytes().rstrip(b"\0"))
+            said = group.broadcast(note, root, out=note, backend=SHARED_MEMORY)
+            specs = _specs_of(said.tobytes().rstrip(b"\0"))
             if group.rank != root:
                 whole = [like.new(dtype, tuple(shape)) for dtype, shape in specs]
             whole = [group.broadcast(array, root, out=array) for array in whole]
@@ -294,6 +297,26 @@ def _asks_no_worker(stage: Any) -> bool:
 
 def _spec_of(array: Any) -> _Spec:
     return describe(array).spec.dtype, tuple(array.shape)
+
+
+def _specs_of(note: bytes) -> list[_Spec]:
+    """What another rank says. Raises ProtocolError."""
+    found: list[_Spec] = []
+    try:
+        told = json.loads(note)
+    except ValueError as exc:
+        raise ProtocolError(f"the last stage's rank told {note[:32]!r} of its result's shapes") from exc
+    for one in told if isinstance(told, list) else [told]:
+        match one:
+            case [str(dtype), list(shape)] if (
+                dtype in ITEMSIZE
+                and len(shape) <= MAX_NDIM
+                and all(type(extent) is int and extent >= 0 for extent in shape)
+            ):
+                found.append((dtype, tuple(shape)))
+            case _:
+                raise ProtocolError(f"the last stage's rank told {one!r:.40} in place of dtype and shape")
+    return found
 
 
 def _named(specs: list[_Spec]) -> str:

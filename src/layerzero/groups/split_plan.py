@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -171,8 +170,7 @@ class SplitPlan:
 
     def _agree(self, variant: _Variant, error: InvalidArgument | None) -> None:
         """All ranks have split it alike, or none goes on. Raises InvalidArgument on all."""
-        lines = [] if variant.split is None else variant.split.lines()
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        digest = bytes(32) if variant.split is None else variant.split.digest
         told = self._told(_SAME if error is None else _REFUSED, digest)
         if error is not None:
             variant.phase, variant.recording, variant.split = COLD, None, None
@@ -200,11 +198,9 @@ class SplitPlan:
         variant.items = [self._item(item, weights) for item in made.items]
         has_calls = any(not isinstance(item, Part) for item in variant.items)  # of all ranks
         if device not in (None, CPU) and self._group.size > 1 and has_calls:
-            inputs, outputs = made.recording.inputs, made.outputs()
-            first = made.recording.values[inputs[0]] if inputs else None
-            dtype, shape = ("", ()) if first is None else (dtype_of(first), shape_of(first))
-            name = getattr(self, "__qualname__", "a function")
-            variant.graph = JointGraph(self._group, variant.items, (inputs, outputs), (name, dtype, shape), device)
+            values = made.recording.inputs, made.outputs()
+            what = what_of(made, getattr(self, "__qualname__", "a function"))
+            variant.graph = JointGraph(self._group, variant.items, values, what, device)
         variant.phase = FROZEN
 
     def _item(self, item: Stretch | Collective, weights: Weights) -> Item:
@@ -219,10 +215,11 @@ class SplitPlan:
     def _check(self, variant: _Variant, expected: Any, inputs: list[Any]) -> None:
         """Once, against the function. Raises InvalidArgument on all ranks."""
         error: InvalidArgument | None = None
-        try:
-            variant.difference = largest_difference(expected, self._run(variant, inputs))
-        except InvalidArgument as exc:
-            error = exc
+        with self._group.giving_up():
+            try:
+                variant.difference = largest_difference(expected, self._run(variant, inputs))
+            except InvalidArgument as exc:
+                error = exc
         told = self._told(_SAME if error is None else _UNLIKE, b"")
         wrong = [rank for rank, one in enumerate(told) if one[0] != _SAME]
         if wrong:
@@ -249,6 +246,15 @@ class SplitPlan:
             return known[leaf.value] if leaf.value in known else weights.whole(leaf.value)
 
         return map_leaves(made.recording.output, filled)
+
+
+def what_of(made: Split, name: str) -> tuple[str, str, tuple[int, ...]]:
+    """What all ranks are to agree on in each run: the split, of these arguments, since ranks that launch graphs of two
+    would wait for each other for ever; and for texts the function's name, and what its first argument is."""
+    inputs = made.recording.inputs
+    first = made.recording.values[inputs[0]] if inputs else None
+    dtype, shape = ("", ()) if first is None else (dtype_of(first), shape_of(first))
+    return f"{name}, split {made.digest.hex()[:12]}", dtype, shape
 
 
 def _explained(variant: _Variant, group: Group) -> SplitExplanation:

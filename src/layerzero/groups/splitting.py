@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,11 @@ class Split:
                 told += [f"{one.step.number} {one.step.name} {one.applied}" for one in item.steps]
         described = [f"{v.number} {self.text_of(v.number)} {self.layouts.get(v.number)}" for v in self.recording.values]
         return [str(self.size), *told, *described]
+
+    @property
+    def digest(self) -> bytes:
+        """Of `lines`."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).digest()
 
     def text_of(self, value: int) -> str:
         """Its dtype and shape, on one rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from layerzero.client.facade import default_session
 from layerzero.client.plans.graph_steps import NotCapturable
 from layerzero.groups import joint_graph
 from layerzero.groups.joint import Captured
-from layerzero.groups.joint_graph import CAPTURED, PROVED, READY, SAME_RUNS, STEPS, JointGraph
+from layerzero.groups.joint_graph import CAPTURED, DIRECT, PROVED, READY, SAME, SAME_RUNS, STEPS, JointGraph
 from layerzero.groups.split_run import Part
 from layerzero.groups.splitting import Collective
 
@@ -45,6 +46,7 @@ class Library:
     def __init__(self) -> None:
         self.made: list[Graph] = []
         self.fails = 0
+        self.fenced: list[str] = []
 
     def capture(self, work: Callable[[], Any], *_: Any, **__: Any) -> tuple[Graph, Any]:
         if self.fails:
@@ -69,8 +71,12 @@ class Library:
     def copier(self, arrays: Any) -> Callable[[], list[Any]]:
         return lambda: [array.copy() for array in arrays]
 
+    def are_apart(self, arrays: Any, others: Any) -> bool:
+        return not any(np.shares_memory(one, other) for one in arrays for other in others)
+
     def fence(self, device: int) -> Any:
-        return SimpleNamespace(enter=lambda arrays: None, leave=lambda: None)
+        note = self.fenced.append
+        return SimpleNamespace(enter=lambda arrays: note("enter"), leave=lambda: note("leave"))
 
 
 class Nccl:
@@ -78,6 +84,7 @@ class Nccl:
 
     def __init__(self) -> None:
         self.held: list[Any] = []
+        self.is_live = True
 
     def hold(self, let_go: Any) -> None:
         self.held.append(let_go)
@@ -90,8 +97,9 @@ class Group:
     """Of two ranks: this one, and one that has always added OTHER. `other`: how far that is."""
 
     def __init__(self) -> None:
-        self.other, self.launches = PROVED, 0
+        self.other, self.launches = DIRECT, 0
         self.nccl = Nccl()
+        self.lock = threading.RLock()
 
     def all_reduce(self, x: Any, *, out: Any = None) -> Any:
         return x + OTHER
@@ -119,6 +127,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     session = SimpleNamespace(gpus=SimpleNamespace(gpu=lambda device: gpu))
     monkeypatch.setattr(joint_graph, "meet", meet)
     monkeypatch.setattr(joint_graph, "launch", launch)
+    monkeypatch.setattr(joint_graph, "turn", lambda group: group.lock)
     monkeypatch.setattr(joint_graph, "nccl_of", lambda group: group.nccl)
     monkeypatch.setattr(joint_graph, "counter_rows", lambda *_: [])
     monkeypatch.setattr(joint_graph, "count_steps", lambda *_: None)
@@ -165,18 +174,22 @@ def test_it_goes_as_the_rank_does_that_is_least_far(library: Library) -> None:
     for other, graphs, launches in (
         (STEPS, 0, 0),
         (READY, 1, 0),
-        (READY, 1, 0),
-        (STEPS, 1, 0),
-        (CAPTURED, 1, 1),
-        (CAPTURED, 1, 2),
-        (STEPS, 1, 2),
-        (PROVED, 1, 3),
+        (READY, 2, 0),  # NCCL wants all ranks to capture, or none
+        (STEPS, 2, 0),
+        (CAPTURED, 2, 1),
+        (CAPTURED, 2, 2),
+        (STEPS, 2, 2),
+        (PROVED, 2, 3),
+        (READY, 3, 3),
+        (CAPTURED, 3, 4),
+        (PROVED, 3, 5),
     ):
         group.other = other
         ran(made, x)
         assert (len(library.made), group.launches) == (graphs, launches), other
         if other == STEPS and graphs:
             assert str(made).endswith("the last was none: another rank cannot launch it yet")
+    assert [one.is_destroyed for one in library.made] == [True, True, False]
 
 
 def test_arguments_in_the_same_memory_are_not_copied(library: Library) -> None:
@@ -190,6 +203,95 @@ def test_arguments_in_the_same_memory_are_not_copied(library: Library) -> None:
     ran(made, np.arange(4.0))
     ran(made, x)
     assert len(library.made) == 2
+
+
+def test_a_graph_of_the_callers_memory_is_captured_and_launched_by_all_or_none(library: Library) -> None:
+    """NCCL wants all ranks to launch graphs of one capture that all have made."""
+    group = Group()
+    made = joint(group)
+    x, replayed = np.arange(4.0), list[int]()
+    group.other = PROVED
+    for _ in range(3 * SAME_RUNS):
+        ran(made, x)
+    assert len(library.made) == 1
+    group.other = SAME
+    ran(made, x)
+    assert len(library.made) == 2
+    for number, one in enumerate(library.made):
+        work = one._work
+        one._work = lambda number=number, work=work: (replayed.append(number), work())
+    for other in (PROVED, DIRECT, PROVED, DIRECT):
+        group.other = other
+        ran(made, x)
+    assert replayed == [0, 1, 0, 1]
+    group.other = SAME  # the other has let go of its own
+    ran(made, x)
+    assert [one.is_destroyed for one in library.made] == [False, True, False]
+
+
+def test_what_the_callers_code_gives_of_the_graphs_memory_is_not_written_again(library: Library) -> None:
+    """Such as a view of the sum."""
+    group = Group()
+    parts: list[Any] = [lambda x: (x * 2,), lambda x: (x[:2],)]
+    first, last = (Part(run, (n,), (n + 1,)) for run, n in zip(parts, (X, H), strict=True))
+    items = [first, Collective((H,)), last]
+    made = JointGraph(group, items, ([X], [SUM]), ("block", "float64", (4,)), 0)  # type: ignore[arg-type]
+    x, found = np.arange(4.0), list[Any]()
+    for n in range(5):
+        known: dict[int, Any] = {X: x + n}
+        made.run(known)
+        found.append(known[SUM])
+    assert made.replays == 4
+    for n, one in enumerate(found):
+        np.testing.assert_array_equal(one, ((x + n) * 2 + OTHER)[:2])
+
+
+def test_no_other_thread_of_the_rank_calls_between_what_is_agreed_and_the_launch(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call would be behind the launch on another rank, and NCCL's kernels wait for each other."""
+    group, found = Group(), list[bool]()
+
+    def is_free() -> None:
+        found.append(group.lock.acquire(blocking=False))
+
+    def meet(group: Group, what: Any, state: int) -> int:
+        thread = threading.Thread(target=is_free)
+        thread.start()
+        thread.join()
+        return state
+
+    monkeypatch.setattr(joint_graph, "meet", meet)
+    ran(joint(group), np.arange(4.0))
+    assert found == [False]
+
+
+def test_a_graph_that_goes_while_it_is_agreed_on_is_a_rank_that_has_gone(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread destroys it where a rank dies, which is what is to be said then."""
+    group = Group()
+    made = joint(group)
+    for _ in range(3):
+        ran(made, np.arange(4.0))
+
+    def meet(group: Group, what: Any, state: int) -> int:
+        made.let_go()
+        return state
+
+    monkeypatch.setattr(joint_graph, "meet", meet)
+    with pytest.raises(RuntimeError, match="a rank has gone"):  # which `launch` takes for NCCL's
+        made.run({X: np.arange(4.0)})
+    assert group.launches == 4 - 1
+
+
+def test_steps_do_not_overtake_a_graph_on_another_stream(library: Library) -> None:
+    """Graphs of stretches share memory with the one of all."""
+    made = joint(Group())
+    for n in range(1, 4):
+        ran(made, np.arange(4.0))
+        assert library.fenced[-2:] == ["enter", "leave"]
+        assert library.fenced.count("enter") == library.fenced.count("leave") >= n
 
 
 def test_what_asks_a_worker_goes_step_by_step_until_it_does_not(

@@ -4,6 +4,7 @@ without a GPU."""
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +85,17 @@ def test_an_answer_is_of_what_was_offered(is_on_gpu: bool) -> None:
 class Endless(Nccl):
     """Of a GPU that never comes to the end."""
 
+    current: Any = None  # stream
+    is_done = False
+
+    def _stream(self) -> Any:
+        return self.current
+
     def _recorded(self) -> Any:
-        return SimpleNamespace(query=lambda: False)
+        stream = self.current
+        return SimpleNamespace(query=lambda: self.is_done or stream in self.done)
+
+    done: tuple[str, ...] = ()  # streams that have come to the end
 
 
 def test_a_call_of_nothing_connects_nobody(tmp_path: Path) -> None:
@@ -97,6 +107,51 @@ def test_a_call_of_nothing_connects_nobody(tmp_path: Path) -> None:
     nccl.run(peers, calls.Call(calls.ALL_GATHER, 0, 2, given, result, "", math.inf, is_waited=False))
     assert not nccl._connected
     nccl.drop()
+
+
+def test_who_waits_for_one_stream_has_not_waited_for_another(tmp_path: Path) -> None:
+    """Ranks may go while calls on that run, and a thread is to see it."""
+    nccl = Endless(tmp_path, "tp", 1, 0, 0)
+    peers: Any = SimpleNamespace(ends=list, is_ending=bool, look=lambda until_s: None)
+    nccl.done = ("second", "third")
+    for nccl.current, is_waited in (("first", False), ("second", False), ("third", True)):
+        nccl._go(peers, (_ALL, True), None, math.inf, is_waited=is_waited)
+    assert not nccl._is_done()
+    assert nccl.void() == 1
+    nccl.done = ("first", *nccl.done)
+    nccl.wait(peers, math.inf)
+    assert nccl._is_done()
+    assert nccl.void() == 0
+    nccl.drop()
+
+
+def test_a_gpu_that_failed_keeps_no_rank_from_saying_so(tmp_path: Path) -> None:
+    """Its events raise: the others would wait for their deadline."""
+
+    class Failed(Endless):
+        def _recorded(self) -> Any:
+            def query() -> bool:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            return SimpleNamespace(query=query)
+
+    nccl = Failed(tmp_path, "tp", 1, 0, 0)
+    peers: Any = SimpleNamespace(ends=list, is_ending=bool)
+    nccl._go(peers, (_ALL, True), None, math.inf, is_waited=False)
+    assert nccl.void() == 1
+    nccl.drop()
+
+
+def test_graphs_that_nobody_has_are_not_held(tmp_path: Path) -> None:
+    class Graph:
+        def let_go(self) -> None: ...
+
+    nccl = Nccl(tmp_path, "tp", 1, 0, 0)
+    for _ in range(3):
+        graph = Graph()
+        nccl.hold(weakref.WeakMethod(graph.let_go))
+        del graph
+    assert len(nccl._held) == 1
 
 
 def test_calls_of_all_ranks_are_counted_as_void_and_those_of_two_are_not(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from collections import deque
 
 import pytest
 
+from layerzero.groups.pipeline import _specs_of
 from layerzero.groups.schedules import Schedule, Task, schedule
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
 
 SHAPES = [(ranks, ranks * turns, count) for ranks in (1, 2, 3, 4) for turns in (1, 2, 3) for count in (1, 2, 3, 5, 8)]
 
@@ -94,3 +95,19 @@ def test_transfers_have_one_order_for_both_ranks_of_each_pair_and_none_waits_for
                         left[target].popleft()
                         went = True
         assert not any(left), (ranks, stages, count, left)
+
+
+def test_what_the_last_rank_says_of_the_result_is_looked_at() -> None:
+    assert _specs_of(b'[["float32", [2, 3]], ["int64", []]]') == [("float32", (2, 3)), ("int64", ())]
+    for told in (
+        b"",
+        b"what",
+        b"7",
+        b'[["float33", [1]]]',
+        b'[["float32", [-1]]]',
+        b'[["float32", [true]]]',
+        b'[["float32", 3]]',
+        b'[["float32", [1], 2]]',
+    ):
+        with pytest.raises(ProtocolError, match="the last stage's rank told"):
+            _specs_of(told)

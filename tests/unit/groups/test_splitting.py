@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from tests.unit.groups.layers import HIDDEN, INNER, TOKENS, Layer, agree, recorded, some
 
 import layerzero as lz
+from layerzero.groups.split_plan import SplitPlan, what_of
 from layerzero.groups.splitting import JOINED_BYTES, Collective, Split, split
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import BackendError, InvalidArgument
 
 X = some(TOKENS, HIDDEN)
 UP, DOWN = some(INNER, HIDDEN), some(HIDDEN, INNER)
@@ -44,6 +46,42 @@ def test_what_ranks_do_not_divide_stays_whole_and_says_why() -> None:
     reasons = set(made.whole.values())
     assert any("the parts of [5, 8] along dimension 1 are none of [1, 5, 2, 4]" in one for one in reasons), reasons
     assert collectives(made) == [(1, None)]
+
+
+def test_a_rank_that_fails_in_the_first_split_run_tells_the_others() -> None:
+    """They are in a call of all ranks, and would wait for their deadline."""
+
+    class Group:
+        gave_up = False
+
+        @contextlib.contextmanager
+        def giving_up(self) -> Iterator[None]:
+            try:
+                yield
+            except BackendError:
+                self.gave_up = True
+                raise
+
+    def fails(*_: Any) -> Any:
+        raise BackendError("its worker has ended", backend="torch")
+
+    group = Group()
+    plan = SplitPlan(Layer(), group, {})  # type: ignore[arg-type]
+    plan._run = fails  # type: ignore[method-assign]
+    with pytest.raises(BackendError):
+        plan._check(None, None, [])  # type: ignore[arg-type]
+    assert group.gave_up
+
+
+def test_ranks_that_run_splits_of_other_arguments_are_told_apart() -> None:
+    """Also where the first argument is the same: graphs of two splits would wait for each other."""
+
+    def block(x: Any, y: Any) -> Any:
+        return lz.linear(lz.linear(x, UP), DOWN) + lz.linear(lz.linear(y, UP), DOWN)
+
+    one, other, again = (split(recorded(block, X, some(rows, HIDDEN)), 2) for rows in (TOKENS, 1, TOKENS))
+    assert what_of(one, "block")[1:] == what_of(other, "block")[1:] == ("float64", (TOKENS, HIDDEN))
+    assert what_of(one, "block") == what_of(again, "block") != what_of(other, "block")
 
 
 def test_sums_that_could_be_one_are() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from layerzero.groups import nccl
 from layerzero.groups.nccl import Nccl, _Watch
+from layerzero.ipc.errors import OutOfMemory
 
 PATIENCE_S = 60.0
 
@@ -53,6 +59,34 @@ def test_what_has_ended_is_left_alone() -> None:
     watch.close()
     assert not watch.has_aborted
     assert not aborted.is_set()
+
+
+def test_a_call_behind_a_watch_that_is_over_has_another_one(tmp_path: Path) -> None:
+    """A rank may have agreed to a call, and gone before it: all that had been left open was done when that was seen."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    aborted, is_done = threading.Event(), True
+
+    class Watched(Nccl):
+        def _stream(self) -> Any:
+            return None
+
+        def _recorded(self) -> Any:
+            return SimpleNamespace(query=lambda: is_done)
+
+        def _abort(self) -> None:
+            aborted.set()
+
+    made = Watched(tmp_path, "group", 1, 0, 0)
+    peers: Any = SimpleNamespace(ends=lambda: [(os.dup(ours.fileno()), 0)], is_ending=bool)
+    made.launch(peers, lambda: None)
+    assert made._watch is not None
+    theirs.close()
+    made._watch._thread.join(PATIENCE_S)
+    is_done = False
+    made.launch(peers, lambda: None)
+    assert aborted.wait(PATIENCE_S)
+    made.drop()
+    ours.close()
 
 
 def test_a_group_that_closes_ends_its_watch() -> None:
@@ -109,6 +143,34 @@ def test_graphs_are_destroyed_by_who_launches_them_and_at_the_end_of_the_process
     nccl._end()
     assert one.may_end.is_set()
     assert not nccl._teardowns
+
+
+def test_two_threads_that_wait_for_a_teardown_see_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whom one takes it out."""
+
+    class Ended(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            nccl._teardowns.remove(self)  # as the other does meanwhile
+
+    monkeypatch.setattr(nccl, "_teardowns", [Ended()])
+    nccl.finish_teardowns()
+    assert not nccl._teardowns
+
+
+def test_memory_that_is_not_there_is_said_before_anybody_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused then, and the group goes on."""
+
+    class Full(RuntimeError):
+        """As torch raises it."""
+
+    def empty(*_: Any, **__: Any) -> Any:
+        raise Full("CUDA out of memory. Tried to allocate 8.00 GiB")
+
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(empty=empty, device=lambda *_: None, float32="float32", cuda=None)
+    )
+    with pytest.raises(OutOfMemory, match="free memory of GPU 3"):
+        Nccl(tmp_path, "group", 1, 0, 3).empty("float32", (1 << 31,))
 
 
 def test_without_a_call_to_wait_for_all_of_it_is_awaited(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ class GraphLibrary(Protocol):
     def copier(self, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
         """What copies these into new memory; those that shared memory share it again."""
 
+    def are_apart(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+        """None of these shares memory with one of the others."""
+
     def view(self, base: Any, like: Any, of: Any) -> Any:
         """The view of `base` that `like` is of `of`."""
 
@@ -198,6 +201,10 @@ class TorchGraphs:
             return made
 
         return copy
+
+    def are_apart(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+        storages = {one.untyped_storage().data_ptr() for one in others if one.numel()}
+        return storages.isdisjoint(one.untyped_storage().data_ptr() for one in arrays if one.numel())
 
     def view(self, base: Any, like: Any, of: Any) -> Any:
         offset = base.storage_offset() + like.storage_offset() - of.storage_offset()
