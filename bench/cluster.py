@@ -6,9 +6,10 @@ Calls of `null` by an express lane, p50 and p99, in short blocks in turn. Floor:
 has to do with, while the same Ray with its nodes is idle beside it; a second one tells what blocks differ by anyway.
 Beside it the node's broker, with an agent, and a session that other nodes serve, too (`lz.connect(cluster="ray")`).
 During a block all that is of LayerZero and has no part in it is stopped, so that none pays for the others: the second
-node's agent, too, which else is on another machine. Without Ray, blocks come before its start, in no turn. Each sitting has a Ray, brokers and programs of
-its own. Then CPU time while nothing is asked, and products that this node's policy leaves to another node of the same
-machine: through Ray's object store, but over no network. Ray is in an environment of its own (tests/clusters/ray.toml).
+node's agent, too, which else is on another machine. Without Ray, blocks come before its start, in no turn. Each sitting
+has a Ray, brokers and programs of its own. Then CPU time while nothing is asked, and products that this node's policy
+leaves to another node of the same machine: through Ray's object store, but over no network. Ray is in an environment of
+its own (tests/clusters/ray.toml).
 """
 
 from __future__ import annotations
