@@ -7,11 +7,10 @@ them to capture together, too, and to launch graphs of one such capture.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from layerzero.client.connection.counters import Row
 from layerzero.client.facade import default_session
@@ -81,7 +80,6 @@ class JointGraph:
         self._made: _Made | None = None
         self._direct: _Made | None = None
         self._is_held = self._is_proved = False
-        self._guard = threading.Lock()  # a graph is launched, or destroyed, as another thread may do where a rank goes
         self._rows: list[tuple[Row, int]] = []
         self._last_at: tuple[int, ...] = ()
         self._same = self._failed = 0
@@ -119,12 +117,11 @@ class JointGraph:
                 self._capture_first(inputs)
 
     def let_go(self) -> None:
-        """Destroy its graphs, whose last replay is over."""
-        with self._guard:
-            made, self._made, self._direct, self._is_proved = (self._made, self._direct), None, None, False
-            for one in made:
-                if one is not None:
-                    one.graph.destroy()
+        """Destroy its graphs, whose last replay is over. By who has the group's turn."""
+        made, self._made, self._direct, self._is_proved = (self._made, self._direct), None, None, False
+        for one in made:
+            if one is not None:
+                one.graph.destroy()
 
     def _step(self, known: dict[int, Any]) -> None:
         """Run the steps, behind the last replay: graphs of theirs have memory of the one of all."""
@@ -167,10 +164,8 @@ class JointGraph:
     def _let_go_direct(self) -> None:
         if self._direct is not None:
             self._group.synchronize()
-            with self._guard:
-                direct, self._direct = self._direct, None
-                if direct is not None:
-                    direct.graph.destroy()
+            self._direct.graph.destroy()
+            self._direct = None
 
     def _page_epoch(self, session: Session) -> int:
         return session.gpus.gpu(self._device).order.page.lift_epoch
@@ -192,7 +187,6 @@ class JointGraph:
                 self.problem = self.failure
             return
         self._failed, self.failure = 0, ""
-        self._let_go_of_aborted()
 
     def _capture_direct(self, inputs: Sequence[Any]) -> None:
         """Of the memory that the arguments are in, by all ranks, for later runs."""
@@ -201,13 +195,6 @@ class JointGraph:
             self._direct = self._capture(list(inputs), tuple([self._library.address(one) for one in inputs]))
         except NotCapturable:
             self._same = -(1 << 16)
-        self._let_go_of_aborted()
-
-    def _let_go_of_aborted(self) -> None:
-        """Where a rank went while a graph was captured, the thread that saw that has let go of others alone."""
-        nccl = nccl_of(self._group)
-        if nccl is None or not nccl.is_live:
-            self.let_go()
 
     def _capture(self, inputs: list[Any], addresses: tuple[int, ...]) -> _Made:
         """Raises NotCapturable."""
@@ -245,9 +232,7 @@ class JointGraph:
         if self._tail and not self._library.are_apart(behind, list(made.kept.values())):
             # Own code gives views of what it takes: from now on it takes copies.
             self._given = self._kept
-            copies = self._library.copier([made.kept[number] for number in self._given])
-            if self._made is made:
-                self._made = made._replace(copies=copies)
+            self._made = made._replace(copies=self._library.copier([made.kept[number] for number in self._given]))
         try:
             its, others = ([one[number] for number in self._wanted if number in one] for one in (known, found))
             self.difference = largest_difference(its, others)
@@ -260,33 +245,19 @@ class JointGraph:
 
     def _replay(self, made: _Made | None, inputs: Sequence[Any], known: dict[int, Any]) -> None:
         start_ns = time.perf_counter_ns()
-        if made is None:
-            launch(self._group, _gone)
         assert made is not None
         assert self._fence is not None
         assert self._session is not None
         self._fence.enter(made.inputs)
         if made.inputs:
             made.fill(inputs)
-
-        def replay() -> None:
-            with self._guard:
-                if made is not self._made and made is not self._direct:
-                    _gone()
-                made.graph.replay()
-
-        launch(self._group, replay)
+        launch(self._group, made.graph.replay)
         known.update(made.kept)
         known.update(zip(self._given, made.copies(), strict=True))
         go(self._tail, known, self._group)
         self._fence.leave()
         self.replays += 1
         count_steps(self._session, self._rows, time.perf_counter_ns() - start_ns)
-
-
-def _gone() -> NoReturn:
-    """As torch where a graph was destroyed. Raises RuntimeError."""
-    raise RuntimeError("a rank has gone")
 
 
 def _made_by(item: Item) -> tuple[int, ...]:

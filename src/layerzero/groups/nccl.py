@@ -104,11 +104,6 @@ class Nccl:
         work = (lambda: self._live().recv([_bytes_of(tensor)], source, 0).wait()) if tensor.numel() else None
         self._go(peers, (source, False), work, until_s, is_waited=is_waited)
 
-    @property
-    def is_live(self) -> bool:
-        """Not aborted."""
-        return self._group is not None
-
     def _live(self) -> Any:
         """Raises RuntimeError once it was aborted, as another thread may do."""
         group = self._group
