@@ -17,9 +17,6 @@ from tests.clusters.conftest import Cluster, facts_of, states_of
 from tests.process.harness import wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.client.connection.call import Request
-from layerzero.client.session import repeats
-from layerzero.client.session.session import Session
 from layerzero.cluster.agent import fleet
 from layerzero.cluster.calls.price import Way
 from layerzero.cluster.calls.session import ClusterSession
@@ -107,27 +104,6 @@ def served_elsewhere(session: ClusterSession) -> bool:
     session.decisions._stay_until_s.clear()  # else it is looked at after half a minute
     assert np.allclose(lz.silu(X), SILU, atol=1e-6)
     return bool(report().path == "node")
-
-
-@pytest.mark.skipif(repeats.library is None, reason="the C of settled calls is not compiled")
-def test_a_settled_call_is_put_on_its_lane_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past Session.run, whose way is a fifth of such a call."""
-    ordinary: list[str] = []
-    run = Session.run
-
-    def noted(self: Session, request: Request, *, is_recorded: bool = False) -> Any:
-        ordinary.append(request.op)
-        return run(self, request, is_recorded=is_recorded)
-
-    monkeypatch.setattr(Session, "run", noted)
-
-    def is_settled() -> bool:
-        before = len(ordinary)
-        assert np.allclose(lz.silu(X[:64]), SILU[:64], atol=1e-6)
-        return len(ordinary) == before and report().path == "express"
-
-    wait_until(is_settled)
-    assert ordinary
 
 
 def test_what_cannot_travel_stays(cluster: Cluster) -> None:

@@ -13,13 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import observing, start
 from layerzero.client.connection.call import Request, seconds
 from layerzero.client.connection.report import NODE, NODE_LOST, Attempt, Candidate, SelectionReport
-from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.session.session import Session
-from layerzero.client.session.shadow import NEVER
 from layerzero.cluster import ray_link
 from layerzero.cluster.calls.forwarded import Forwarded, may_travel, nbytes_of
 from layerzero.cluster.calls.others import Other, Others
@@ -58,19 +55,13 @@ class ClusterSession(Session):
         if observing.recorder is not None and not is_recorded:
             return observing.recorder.run(self, request)
         tried: list[Attempt] = []
-        if self._ops and request.op in self._ops:
+        if request.op in self._ops:
             found = self._run_afar(request, tried)
             if found is not None:
                 return found[0]
         opened, start_ns = self._opened, time.perf_counter_ns()
         try:
-            # A call that is settled on a lane takes 3 us; the way by Session.run would add a fifth.
-            if request.places is None and self._link.forks == arenas.forks and self.shadow.next_seq == NEVER:
-                result = self.repeats.run(request, start_ns)
-            else:
-                result = MISS
-            if result is MISS:
-                result = super().run(request, is_recorded=True)
+            result = super().run(request, is_recorded=True)
         except (NoBackend, BackendError) as exc:
             return self._run_elsewhere(request, exc, tried)
         except BrokerLost as exc:
