@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from layerzero.ipc.errors import InvalidArgument
 
 _likes: dict[int, Array] = {}
 """By GPU: an empty tensor, which results are made like."""
+os.register_at_fork(after_in_child=_likes.clear)  # whose GPU a forked child does not have
 
 
 def like_on(device: str) -> Array:

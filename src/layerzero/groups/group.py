@@ -220,7 +220,7 @@ class Group:
         doing = f"recv({source})"
         return self._point(doing, source, timeout_s, wait, lambda ways: points.receive(ways, source, out, kind))
 
-    def pass_agreed(self, x: Any, other: int, *, sends: bool, wait: bool) -> None:
+    def _pass_agreed(self, x: Any, other: int, *, sends: bool, wait: bool) -> None:
         """Send a GPU's tensor, or receive into it, where both ranks have passed such a one before, and know that these
         two calls meet: nothing is agreed on. For plans of several calls, as of lz.pipeline."""
         doing = f"send(to={other})" if sends else f"recv({other})"

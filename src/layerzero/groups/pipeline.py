@@ -226,7 +226,7 @@ class Pipeline:
                     f"{_named(self._specs[edge])}"
                 )
             for array in arrays:
-                self._group.pass_agreed(array, target, sends=True, wait=wait)
+                self._group._pass_agreed(array, target, sends=True, wait=wait)
             return
         for array in arrays:
             self._group.send(array, target, wait=wait)
@@ -238,7 +238,7 @@ class Pipeline:
         if like.is_on_gpu and is_known:
             arrays = tuple(like.new(*spec) for spec in self._specs[edge])
             for array in arrays:
-                self._group.pass_agreed(array, source, sends=False, wait=wait)
+                self._group._pass_agreed(array, source, sends=False, wait=wait)
             return arrays
         if not is_known:
             self._widths[label, task.stage] = int(self._group.recv(source)[0])
