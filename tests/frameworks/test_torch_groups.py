@@ -70,7 +70,7 @@ def test_a_call_of_an_nccl_that_was_aborted_is_the_death_that_it_was_for(tmp_pat
     with pytest.raises(lz.GroupBroken, match="rank 1 has died"):
         made.run(Peers(), calls.Call(calls.ALL_REDUCE, 0, 2, given, result, "sum", time.monotonic() + 9))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a rank has gone"):
-        made.begin_sum(torch.ones(4))
+        made.add_up(torch.ones(4))
 
 
 @pytest.mark.parametrize("count", [0, 5, 100_000])

@@ -325,7 +325,7 @@ def test_reports_say_which_way_and_why_not_the_others(formed: Any) -> None:
 
 def test_a_group_of_gpus_meets_and_agrees_on_the_cpu(formed: Any) -> None:
     """backend="nccl" is of arrays: words of ranks, and of split plans, are none."""
-    ranks = formed(2, backend="nccl")
+    ranks = connected(formed, backend="nccl")
     assert errors(all_of(ranks, "call", "all_reduce", [4])) == ["INVALID_ARGUMENT"] * 2
     assert all_of(ranks, "meet") == [None] * 2
     told = on(ranks, "refuse", "summed")
@@ -358,9 +358,9 @@ def on(ranks: list[Rank], what: str, *args: Any) -> list[Any]:
     return all_of(ranks, "on", f"{SPLIT}:{what}", *args)
 
 
-def connected(formed: Any) -> list[Rank]:
+def connected(formed: Any, **options: Any) -> list[Rank]:
     """Two ranks: they call, and another test may have killed their broker."""
-    ranks: list[Rank] = formed(2)
+    ranks: list[Rank] = formed(2, **options)
     assert all_of(ranks, "connect") == [True] * 2
     return ranks
 
