@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.frameworks.soft_nccl import Site  # noqa: E402
-from tests.process.group_ranks import Rank, all_of, form  # noqa: E402
+from tests.process.group_ranks import Rank, all_of, each_of, errors, form  # noqa: E402
 
 CALLS, SOFT = "tests.gpu.point_calls", "tests.frameworks.soft_nccl"
 
@@ -46,14 +46,7 @@ def on_all(ranks: list[Rank], function: str, *args: Any, **options: Any) -> list
 
 
 def apart(ranks: list[Rank], *calls: tuple[Any, ...]) -> list[Any]:
-    """Each rank something else."""
-    for rank, (function, *args) in zip(ranks, calls, strict=True):
-        rank.ask("on", f"{CALLS}:{function}", *args, name="points")
-    return [rank.told() for rank in ranks]
-
-
-def errors(told: list[Any]) -> list[str]:
-    return [one["error"] for one in told]
+    return each_of(ranks, CALLS, *calls, name="points")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 50_000])
@@ -101,7 +94,10 @@ def test_arrays_that_do_not_meet_are_told_to_both_and_the_group_goes_on(both: li
         assert errors(told) == ["RANKS_DISAGREE"] * 2, told
         assert all(text in one["message"] for one in told), told
     for out, kind in (("", "torch"), ("here", "torch"), ("here", "numpy")):
-        assert apart(both, ("point", True, "here", [4]), ("point", False, "", [4], out, kind)) == [[], ["Tensor"]]
+        assert apart(both, ("point", True, "here", [4]), ("point", False, "", [4], out, kind)) == [
+            [],
+            ["Tensor"],
+        ]
     assert apart(both, ("point", True, "numpy", [4]), ("point", False, "", [4], "", "numpy"))[1] != []
     assert apart(both, ("point", True, "here", [4]), ("point", True, "here", [4]))[0]["error"] == "RANKS_DISAGREE"
 

@@ -1,5 +1,5 @@
-"""Functions for tests/gpu/test_functions.py: in an interpreter of the test's own, LZ_TEST_INTERPRETER, which sees what
-this one has installed."""
+"""Functions for tests/gpu/test_functions.py and test_function_device.py: in an interpreter of the tests' own,
+LZ_TEST_INTERPRETER, which sees what this one has installed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.gpu.gpu_site import gpu_site
-from tests.process.group_ranks import Rank, all_of, form
+from tests.process.group_ranks import Rank, all_of, each_of, errors, form
 from tests.process.harness import Site
 
 torch = pytest.importorskip("torch")
@@ -106,14 +106,7 @@ def points_of(ranks: list[Rank], function: str, *args: Any, **options: Any) -> l
 
 
 def apart(ranks: list[Rank], *calls: tuple[Any, ...], name: str = "tp") -> list[Any]:
-    """Each rank something else."""
-    for rank, (function, *args) in zip(ranks, calls, strict=True):
-        rank.ask("on", f"{POINTS}:{function}", *args, name=name)
-    return [rank.told() for rank in ranks]
-
-
-def errors(told: list[Any]) -> list[str]:
-    return [one["error"] for one in told]
+    return each_of(ranks, POINTS, *calls, name=name)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 1001, 1_000_000])

@@ -71,6 +71,17 @@ def all_of(ranks: list[Rank], what: str, *args: Any, **kwargs: Any) -> list[Any]
     return [rank.told() for rank in ranks]
 
 
+def each_of(ranks: list[Rank], calls: str, *each: tuple[Any, ...], name: str = "tp") -> list[Any]:
+    """Each rank another function of the module `calls`, with its arguments."""
+    for rank, (function, *args) in zip(ranks, each, strict=True):
+        rank.ask("on", f"{calls}:{function}", *args, name=name)
+    return [rank.told() for rank in ranks]
+
+
+def errors(told: list[Any]) -> list[str]:
+    return [one["error"] for one in told]
+
+
 def form(ranks: list[Rank], name: str = "tp", **options: Any) -> list[Any]:
     for number, rank in enumerate(ranks):
         rank.ask("form", name, number, len(ranks), **options)

@@ -1,5 +1,5 @@
 """Results on a GPU of calls without arrays there, by the option `device`, over the GPU of threads (tests/soft_gpu). The
-program has torch, and the environment CuPy. tests/gpu/test_functions.py has those of a real one."""
+program has torch, and the environment CuPy. tests/gpu/test_function_device.py has those of a real one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.group_ranks import Rank, all_of, form
+from tests.process.group_ranks import Rank, all_of, errors, form
 from tests.process.harness import Site, wait_ended, wait_until
 from tests.process.split_ranks import HIDDEN, INNER
 
@@ -67,10 +67,6 @@ def formed(crew: Crew) -> Iterator[Callable[..., list[Rank]]]:
                 rank.ask("close")
                 rank.told()
     assert not list((crew.site.folder / "groups").iterdir())
-
-
-def errors(told: list[Any]) -> list[str]:
-    return [one["error"] for one in told]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

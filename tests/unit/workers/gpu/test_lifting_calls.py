@@ -3,27 +3,16 @@ ops."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gpu.lifting_calls import Kind, certified, kinds
 from tests.gpu.test_lifting import MUST
+from tests.unit.workers.gpu.cuda_kernels import KERNELS
 
-import layerzero
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.workers.certify.claims import admits
-
-DESCRIPTORS = Path(layerzero.__file__).parent / "capabilities" / "descriptors"
-KERNELS = [
-    pytest.param(op, kernel, id=kernel["kernel_id"])
-    for descriptor in (json.loads(path.read_text(encoding="utf-8")) for path in sorted(DESCRIPTORS.glob("*.json")))
-    if descriptor["platform"] == "cuda"
-    for op, kernels in descriptor["ops"].items()
-    for kernel in kernels
-]
 
 
 def check(op: str, kernel: dict[str, Any], kind: Kind) -> None:

@@ -4,7 +4,6 @@ calls of today's ops, and that each kernel has some."""
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +12,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.unit.workers.gpu.cuda_kernels import KERNELS
 
-import layerzero
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.workers.certify.cases import Case, cases
 from layerzero.workers.certify.claims import dtypes
-
-DESCRIPTORS = Path(layerzero.__file__).parent / "capabilities" / "descriptors"
-KERNELS = [
-    pytest.param(op, kernel, id=kernel["kernel_id"])
-    for descriptor in (json.loads(path.read_text(encoding="utf-8")) for path in sorted(DESCRIPTORS.glob("*.json")))
-    if descriptor["platform"] == "cuda"
-    for op, kernels in descriptor["ops"].items()
-    for kernel in kernels
-]
 
 
 @pytest.fixture(scope="module")
