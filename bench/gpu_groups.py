@@ -29,6 +29,7 @@ import layerzero as lz
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26, 1 << 28)
 PASSED = (1 << 12, 1 << 26)
 LIMIT, AIM = 1.05, 1.7
+LAYERS = 32  # in a row, as a Llama of 8 billion parameters has
 MICRO_BATCHES, ROWS = 4, 8192
 HIDDEN, INNER, HEADS = 4096, 14336, 32
 SETTLE_S = 30.0
@@ -142,7 +143,7 @@ class Rank:
                 torch.testing.assert_close(way().float(), expected, rtol=5e-2, atol=0.1)
             self.settle(ways["one"], lambda: one.explain().counters["replays"])
             self.settle(ways["split"], lambda: split.explain().replays)
-            found = self.us(ways, 10)
+            found = self.us(ways, LAYERS)
         if self.rank == 0:
             print(split.explain(), one.explain(), sep="\n", file=sys.stderr, flush=True)
         return found

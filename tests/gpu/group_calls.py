@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 import layerzero as lz
+from layerzero.groups import joint_graph, one_shot_trial
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "uint8", "bool")
 LONG_CYCLES = 1 << 34  # eight seconds of a GPU
@@ -153,8 +155,8 @@ def split(group: lz.Group) -> list[Any]:
 
 
 def split_and_lifted(group: lz.Group) -> list[Any]:
-    """A split plan until it is one CUDA graph on all ranks: whether it is, for how many inputs it gave what torch
-    gives then, and its calls of all ranks."""
+    """A split plan that is one CUDA graph on all ranks: for how many inputs it gives what torch gives, its calls of all
+    ranks, and what it says of the graph."""
     block = layer(1, group.rank)
     plan = lz.split_plan(block, group)
 
@@ -162,16 +164,7 @@ def split_and_lifted(group: lz.Group) -> list[Any]:
         return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(device(group))
 
     with torch.no_grad():
-        x, end_s = some(0), time.monotonic() + 60
-        while True:
-            before = plan.explain().replays if plan.phase == "FROZEN" else 0
-            for _ in range(30):
-                plan(x)
-            torch.cuda.synchronize(x.device)
-            is_one = plan.explain().replays - before == 30
-            here, late = group.all_reduce(np.array([int(is_one), int(time.monotonic() > end_s)]))
-            if here == group.size or late:
-                break
+        settle(group, plan, some(0))
         right = 0
         for seed in range(40):
             x = some(seed)
@@ -181,7 +174,61 @@ def split_and_lifted(group: lz.Group) -> list[Any]:
         for seed, result in enumerate(results):
             torch.testing.assert_close(result, block(some(seed), torch), rtol=2e-3, atol=2e-3)
     group.synchronize()
-    return [bool(is_one), right, [one.partition(", ")[2] for one in plan.explain().collectives]]
+    told = plan.explain()
+    return [right, [one.partition(", ")[2] for one in told.collectives], told.graph]
+
+
+def sums_in_a_graph(group: lz.Group, dtype: str, rows: int, sums: int) -> list[Any]:
+    """A function with so many sums, as one CUDA graph: in how many runs, on two streams, with arguments that stay where
+    they are and others, it gave what its graph with NCCL's sums gives, to the bit; and what it says of them."""
+    kind, width, here = getattr(torch, dtype), 256, device(group)
+    ups, downs = (
+        [(of_rank(9, (width, width), dtype, first + n) - 2).to(here) / 16 for n in range(sums)] for first in (0, 10)
+    )
+
+    def function(x: Any) -> Any:
+        for up, down in zip(ups, downs, strict=True):
+            x = lz.silu(lz.matmul(lz.silu(lz.matmul(x, up)), down))
+        return x
+
+    def some(seed: int) -> Any:
+        return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(here, kind)
+
+    plan, by_nccl = (lz.split_plan(function, group) for _ in range(2))
+    with torch.no_grad():
+        with mock.patch.object(one_shot_trial, "_timed", return_value=(1.0, 2.0, "")):  # else it may be NCCL's, too
+            settle(group, plan, some(0))
+        with mock.patch.object(joint_graph, "tried", return_value=one_shot_trial.Trial(None, "")):
+            settle(group, by_nccl, some(0))
+        streams, x, same = [torch.cuda.Stream(here) for _ in range(2)], some(1), 0
+        for seed in range(60):
+            given = some(seed) if seed % 3 else x
+            torch.cuda.synchronize(here)
+            with torch.cuda.stream(streams[seed % 2]):
+                results = [plan(given) for _ in range(4)]
+            torch.cuda.synchronize(here)
+            right = by_nccl(given)
+            assert right.isfinite().all()
+            assert right.abs().max() > 0
+            for one in results:
+                assert torch.equal(one, right), (seed, float((one - right).abs().max()))
+            same += len(results)
+    return [same, plan.explain().graph]
+
+
+def settle(group: lz.Group, plan: Any, x: Any) -> None:
+    """Until all its runs are one CUDA graph on all ranks."""
+    end_s = time.monotonic() + 60
+    while True:
+        before = plan.explain().replays if plan.phase == "FROZEN" else 0
+        for _ in range(30):
+            plan(x)
+        torch.cuda.synchronize(x.device)
+        is_one = plan.explain().replays - before == 30
+        here, late = group.all_reduce(np.array([int(is_one), int(time.monotonic() > end_s)]))
+        if here == group.size:
+            return
+        assert not late, str(plan.explain())
 
 
 def die_in_a_graph(group: lz.Group) -> None:
@@ -207,6 +254,32 @@ def replay_beside_the_dying(group: lz.Group) -> list[Any]:
             group.synchronize()
         except lz.GroupBroken as exc:
             reason = exc.facts["reason"]
+    took_s = time.monotonic() - begun_s
+    return [reason, took_s, float((torch.ones(1000, device=x.device) * 2).sum())]
+
+
+def die_in_a_flood(group: lz.Group, runs: int) -> None:
+    """While its GPU, and the other one's, are in the midst of runs."""
+    plan = one_graph(group)
+    group.barrier()
+    with torch.no_grad():
+        for _ in range(runs):
+            plan(torch.ones(TOKENS, HIDDEN, device=device(group)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def flood_beside_the_dying(group: lz.Group) -> list[Any]:
+    """As `replay_beside_the_dying`, of many runs, none waited for."""
+    plan, x, reason = one_graph(group), torch.ones(TOKENS, HIDDEN, device=device(group)), ""
+    group.barrier()
+    with torch.no_grad():
+        while not reason:
+            begun_s = time.monotonic()
+            try:
+                plan(x)
+            except lz.GroupBroken as exc:
+                reason = exc.facts["reason"]
+    torch.cuda.synchronize(x.device)
     took_s = time.monotonic() - begun_s
     return [reason, took_s, float((torch.ones(1000, device=x.device) * 2).sum())]
 

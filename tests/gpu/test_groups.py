@@ -3,7 +3,9 @@ while a GPU waits for another, and plans and pipelines that go over two."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,8 +63,18 @@ def test_a_plan_is_split_over_two_gpus(both: list[Rank]) -> None:
 
 def test_a_split_plan_is_one_graph_on_each_gpu(both: list[Rank]) -> None:
     """What was lifted for one rank is lifted for the other's GPU, too."""
-    first, second = on_all(both, "split_and_lifted")
-    assert first == second == [True, 40, ["float32[6, 64]"] * 2]
+    for right, collectives, told in on_all(both, "split_and_lifted"):
+        assert (right, collectives) == (40, ["float32[6, 64]"] * 2)
+        assert re.search(r"summands: 1 KiB took \d+ us, NCCL \d+", told), told
+
+
+@pytest.mark.parametrize("sums", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 1), ("float16", 4096), ("float32", 1000)])
+def test_sums_of_a_graph_are_nccls_to_the_bit(both: list[Rank], dtype: str, rows: int, sums: int) -> None:
+    (first, told), (second, other) = on_all(both, "sums_in_a_graph", dtype, rows, sums)
+    assert first == second == 240
+    assert "each GPU reads the other's summands" in told
+    assert "each GPU reads the other's summands" in other
 
 
 def test_two_ranks_on_one_gpu_are_refused(site: Site) -> None:
@@ -268,3 +280,22 @@ def test_a_rank_dies_while_another_gpus_graph_waits_for_its(site: Site) -> None:
     assert on_all(ranks, "run_again", name="graph") == ["FROZEN"] * 2
     for rank in ranks:
         rank.close()
+
+
+def test_a_rank_dies_in_a_flood_of_runs(tmp_path: Path) -> None:
+    """Its memory is there for as long as the other GPU reads it."""
+    site = gpu_site(tmp_path, "one", isolation="lifted")
+    site.start()
+    try:
+        ranks = [Rank(site) for _ in range(2)]
+        assert form(ranks, "flood") == [1, 1]
+        ranks[1].ask("on", f"{CALLS}:die_in_a_flood", 300, name="flood")
+        ranks[0].ask("on", f"{CALLS}:flood_beside_the_dying", name="flood")
+        reason, took_s, total = ranks[0].told()
+        assert (reason, total) == ("RANK_DIED", 2000.0)
+        assert took_s < 1.5
+        print(f"told after {took_s:.2f} s")
+        for rank in ranks:
+            rank.close()
+    finally:
+        site.stop()

@@ -7,6 +7,7 @@ them to capture together, too, and to launch graphs of one such capture.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,14 +18,19 @@ from layerzero.client.facade import default_session
 from layerzero.client.plans.counting import GRAPH, count_steps, counter_rows
 from layerzero.client.plans.execution_plan import ExecutionPlan
 from layerzero.client.plans.graph_library import LIBRARIES, Fence, Graph
+from layerzero.client.plans.graph_plan import LOST, SAMPLED
 from layerzero.client.plans.graph_steps import NotCapturable
 from layerzero.client.plans.verifying import largest_difference
 from layerzero.client.session.session import Session
 from layerzero.groups import choices
 from layerzero.groups.group import Group
 from layerzero.groups.joint import Captured, launch, meet, nccl_of, turn
+from layerzero.groups.one_shot import retire
+from layerzero.groups.one_shot_trial import Sum, Trial, tried
+from layerzero.groups.products import Product
 from layerzero.groups.split_run import Item, Part, go, runs_here
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.groups.splitting import Collective
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 
 STEPS, READY, CAPTURED, PROVED, SAME, DIRECT = range(6)
 """How far a rank is: it runs the steps; may capture its graph; has one; whose result was that of the steps; may capture
@@ -83,6 +89,8 @@ class JointGraph:
         self._rows: list[tuple[Row, int]] = []
         self._last_at: tuple[int, ...] = ()
         self._same = self._failed = 0
+        self._trial: Trial | None = None
+        self._retire: Callable[[], object] = lambda: None
         self.problem, self.failure, self.waits_for = "", "", ""
         self.runs = self.replays = 0
         self.difference: float | None = None  # of the first replay from the steps
@@ -92,7 +100,8 @@ class JointGraph:
             return f"no graph of all of it: {self.problem or self.failure or self.waits_for or 'not run yet'}"
         nodes = self._made.graph.nodes
         told = f"one CUDA graph of {nodes} nodes, with the calls of all ranks: {self.replays} of {self.runs} runs"
-        return told + (f"; the last was none: {self.waits_for}" if self.waits_for else "")
+        told += f"; the last was none: {self.waits_for}" if self.waits_for else ""
+        return told + (f"\n    {self._trial.told}" if self._trial is not None and self._trial.told else "")
 
     def run(self, known: dict[int, Any]) -> None:
         """`known`: the arguments by value, which gets the results. Raises as the group's calls do, and as steps do."""
@@ -114,7 +123,13 @@ class JointGraph:
             if least == CAPTURED:
                 self._prove(inputs, known)
             elif least == READY:
+                self._try_sums(known)
                 self._capture_first(inputs)
+
+    def end(self) -> None:
+        """The group's. By who has its turn."""
+        self.let_go()
+        self._retire()
 
     def let_go(self) -> None:
         """Destroy its graphs, whose last replay is over. By who has the group's turn."""
@@ -137,6 +152,9 @@ class JointGraph:
             return STEPS
         if not runs_here(self._items):
             self.waits_for = "a worker has a part in it, or it was not run yet"
+            return STEPS
+        if session.sampler.is_on or session.link.lost is not None:
+            self.waits_for = SAMPLED if session.sampler.is_on else LOST
             return STEPS
         if self._made is not None and (self._session is not session or self._epoch != self._page_epoch(session)):
             self._group.synchronize()
@@ -172,6 +190,30 @@ class JointGraph:
 
     # --- capturing
 
+    def _try_sums(self, known: dict[int, Any]) -> None:
+        """Once, which way sums go. `known`: values of a run, by all ranks."""
+        found = [_sum_of(known, item) for item in self._items if not isinstance(item, Part)]
+        sums = [one for one in found if one is not None]
+        if self._trial is not None or not sums:
+            return
+        self._hold()
+        memory = default_session.session().gpus.gpu(self._device).memory
+        self._trial = tried(self._group, memory, sums)
+        if self._trial.one_shot is not None:
+            nccl = nccl_of(self._group)
+            assert nccl is not None
+            # The garbage collector is no time to close it: a graph may be captured then.
+            self._retire = weakref.finalize(self, retire, self._trial.one_shot, nccl.is_done)
+            self._retire.atexit = False
+
+    def _hold(self) -> None:
+        """Have the group say when it ends."""
+        nccl = nccl_of(self._group)
+        assert nccl is not None
+        if not self._is_held:
+            nccl.hold(weakref.WeakMethod(self.end))
+            self._is_held = True
+
     def _capture_first(self, inputs: Sequence[Any]) -> None:
         """By all ranks, also those that have one."""
         if self._made is not None:
@@ -201,14 +243,15 @@ class JointGraph:
         session, nccl = default_session.session(), nccl_of(self._group)
         assert nccl is not None
         driver = session.gpus.gpu(self._device).memory.context.driver
-        if not self._is_held:
-            nccl.hold(weakref.WeakMethod(self.let_go))
-            self._is_held = True
+        self._hold()
+        one_shot = None if self._trial is None else self._trial.one_shot
         kernels: list[tuple[str, str]] = []
 
         def work() -> dict[int, Any]:
             known = dict(zip(self._inputs, inputs, strict=True))
-            kernels.extend(go(self._head, known, Captured(nccl)))
+            ranks = Captured(nccl, one_shot)
+            kernels.extend(go(self._head, known, ranks))
+            ranks.end()
             return {number: known[number] for number in self._kept}
 
         plans = [item.run for item in self._items if isinstance(item, Part) and isinstance(item.run, ExecutionPlan)]
@@ -216,7 +259,7 @@ class JointGraph:
         beside = self._made.graph if self._made is not None else max(graphs, key=lambda one: one.nbytes, default=None)
         try:
             graph, kept = self._library.capture(work, self._device, driver, beside, is_timed=False)
-        except RuntimeError as exc:  # torch's, at the capture's end
+        except (LayerZeroError, RuntimeError) as exc:  # torch's, at the capture's end
             raise NotCapturable(f"no CUDA graph can hold it: {str(exc).splitlines()[0][:300]}") from exc
         self._rows = counter_rows(session, kernels, GRAPH)
         own = [] if addresses else inputs
@@ -260,5 +303,17 @@ class JointGraph:
         count_steps(self._session, self._rows, time.perf_counter_ns() - start_ns)
 
 
+def _sum_of(known: dict[int, Any], item: Product | Collective) -> Sum | None:
+    """Of torch's tensors; None where nothing is added up."""
+    collective = item.collective if isinstance(item, Product) else item
+    if collective.dim is not None:
+        return None
+    arrays = [known[number] for number in collective.values]
+    shape = tuple(arrays[0].shape) if len(arrays) == 1 else (sum(math.prod(array.shape) for array in arrays),)
+    return Sum(str(arrays[0].dtype).removeprefix("torch."), shape, isinstance(item, Product))
+
+
 def _made_by(item: Item) -> tuple[int, ...]:
+    if isinstance(item, Product):
+        return item.collective.values
     return item.makes if isinstance(item, Part) else item.values

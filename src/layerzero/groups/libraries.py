@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ class Libraries:
         self._runtime, self._gloo_env, self._token = runtime, gloo_env, token
         self._running: dict[str, Gloo | Nccl] = {}  # by path
         self._by_all: set[str] = set()  # of which all ranks know that all can start them
+        self.numbers = itertools.count(1)  # of what all ranks make in one order
 
     def get(self, name: str) -> Gloo | Nccl | None:
         """None where it does not run."""

@@ -7,7 +7,6 @@ again, and one of them is the next.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import os
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerzero.groups import faults
+from layerzero.groups import descriptors, faults
 from layerzero.groups.faults import broken, named
 from layerzero.ipc.errors import ConfigError, InvalidArgument, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.transport import control, unwanted
@@ -241,7 +240,7 @@ def _seat(table: _Table, guest: socket.socket) -> None:
     guest.setblocking(False)
     fds: list[int] = []
     try:
-        data, fds = _receive(guest)
+        data, fds = descriptors.receive(guest, _BYTES, _FDS)
         if uid != os.geteuid() or not data or len(fds) != 1:
             raise ProtocolError("not a rank of this user's")
         hello = Hello.from_wire(data)
@@ -335,7 +334,7 @@ def _attend(sock: socket.socket, hello: Hello, memory: int, until_s: float) -> R
         if not control.is_readable(sock.fileno(), until_s - time.monotonic()):
             raise incomplete(hello, missing)
         try:
-            data, fds = _receive(sock)
+            data, fds = descriptors.receive(sock, _BYTES, _FDS)
         except OSError:
             return missing
         if not data:
@@ -369,16 +368,6 @@ def _send(sock: socket.socket, body: bytes, fds: list[int] | None = None) -> Non
     """As far as it is there to hear it."""
     with contextlib.suppress(OSError):
         socket.send_fds(sock, [body], fds or [], socket.MSG_NOSIGNAL)
-
-
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """As socket.recv_fds, whose descriptors children would inherit."""
-    fds = array.array("i")
-    data, ancillary, _, _ = sock.recvmsg(_BYTES, socket.CMSG_SPACE(_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, value in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(value[: len(value) - len(value) % fds.itemsize])
-    return data, list(fds)
 
 
 def incomplete(hello: Hello, missing: list[int]) -> LayerZeroError:

@@ -10,36 +10,36 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 import os
-import select
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.client.connection.report import Copy
 from layerzero.groups import calls, faults
 from layerzero.groups.choices import START_S
-from layerzero.groups.ending import LOOK_MS
+from layerzero.groups.nccl_watch import GRACE_S, Watch
 from layerzero.groups.peers import Peers
 from layerzero.ipc.errors import GroupBroken, LayerZeroError, OutOfMemory
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
+if TYPE_CHECKING:
+    from layerzero.groups.one_shot import OneShot
+
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
-NAP_S = 0.0001  # then with so much time between
-GRACE_S = 0.1  # for calls whose ranks may all have done their part when one goes
+NAP_S, MAX_NAP_S = 0.0001, 0.01  # then with so much time between; and where that may take very long
+ABORT_S = 1.0  # so long is waited for its kernels' end; NCCL's take 0.004
 _BLAME_S = 0.5  # so long a rank whose NCCL failed waits for the one that knows why
 _ALL = -1  # in the place of a rank: the communicator of all
 _END_S = 5.0  # so long the end of the process waits for that
 _teardowns: list[threading.Thread] = []  # of what was aborted: the driver takes half a second for each
 _made: weakref.WeakSet[Nccl] = weakref.WeakSet()
-_log = logging.getLogger("layerzero.groups")
 
 
 class Nccl:
@@ -54,8 +54,10 @@ class Nccl:
         self._connected: set[tuple[int, bool]] = set()  # with all or one, and whether this rank sends to it
         self._latest: Any = None  # an event behind the last call
         self._open: dict[Any, tuple[Any, int]] = {}  # by stream, of those not waited for: that, how many of all ranks
-        self._watch: _Watch | None = None
+        self._left: list[Any] = []  # events of those that were given up
+        self._watch: Watch | None = None
         self._held: list[weakref.WeakMethod[Callable[[], None]]] = []  # let go of graphs with its calls in them
+        self._one_shots: list[weakref.ref[OneShot]] = []  # in such graphs
 
     def why_not(self) -> str:
         """Why it cannot be started here; empty where it can."""
@@ -140,15 +142,30 @@ class Nccl:
     def launch(self, peers: Peers, work: Callable[[], None]) -> None:
         """What enqueues calls of all ranks by itself: a CUDA graph with them. Raises GroupBroken."""
         try:
-            work()
-            self._latest = self._recorded()
-            self._leave_open(self._latest, peers, is_of_all=True)
+            try:
+                work()
+            finally:  # what it has enqueued until then may wait for a rank that does not come
+                self._latest = self._recorded()
+                self._leave_open(self._latest, peers, is_of_all=True)
         except RuntimeError as exc:  # such as of a graph that was destroyed a moment ago, since a rank has gone
             raise self._failed(peers, exc) from exc
 
     def hold(self, let_go: weakref.WeakMethod[Callable[[], None]]) -> None:
         """`let_go` destroys a graph with its calls, before which NCCL cannot be taken down."""
         self._held = [one for one in self._held if one() is not None] + [let_go]
+
+    def release_by(self, one_shot: OneShot) -> None:
+        """When a rank has gone, let the GPU go on past what that waits for."""
+        self._one_shots = [one for one in self._one_shots if one() is not None] + [weakref.ref(one_shot)]
+
+    def is_done(self) -> bool:
+        """Whether the GPU has done all that was launched. False where it tells an error."""
+        return all(map(_has_ended_well, self._events()))
+
+    def _events(self) -> list[Any]:
+        """Behind all that may be under way, also once it was given up."""
+        latest = [] if self._latest is None else [self._latest]
+        return [*latest, *self._left, *(event for event, _ in list(self._open.values()))]
 
     def _leave_open(self, event: Any, peers: Peers, *, is_of_all: bool) -> None:
         stream, watch = self._stream(), self._watch
@@ -160,7 +177,7 @@ class Nccl:
                 raise RuntimeError("a rank has gone")
             watch.close()
             watch = None
-        self._watch = watch or _Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
+        self._watch = watch or Watch(peers.ends(), self._is_done, self._abort, peers.is_ending)
 
     def wait(self, peers: Peers, until_s: float) -> None:
         """Until the GPU has done all calls. Raises GroupBroken."""
@@ -183,6 +200,7 @@ class Nccl:
             watch.close()
         self._abort()
         self._let_go()
+        self._left = self._events()
         self._open.clear()
 
     def close(self) -> None:
@@ -257,6 +275,7 @@ class Nccl:
         """Until its kernels have ended, some milliseconds; by any thread. What else there is of it is taken down behind
         that, once its graphs are gone, which may go on for half a second: the next one that is started waits for that,
         and the end of the process."""
+        releasing = self._releasing()  # also of what was launched after another thread had aborted it
         group, self._group = self._group, None
         if group is None:
             return
@@ -265,9 +284,31 @@ class Nccl:
         teardown.start()
         if self._latest is None:  # its first call may be about to be enqueued
             teardown.join()
+        end_s = time.monotonic() + ABORT_S
         with contextlib.suppress(RuntimeError):
-            while teardown.is_alive() and self._latest is not None and not (self._latest.query() and self._is_done()):
+            while any(one.is_alive() for one in [teardown, *releasing]) and time.monotonic() < end_s:
+                if all(event.query() for event in self._events()):
+                    break
                 time.sleep(NAP_S)
+
+    def _releasing(self) -> list[threading.Thread]:
+        """Who lets the GPU go on until it is through, however long something else keeps it."""
+        one_shots = [found for one in self._one_shots if (found := one()) is not None]
+        events = self._events()
+
+        def release() -> None:
+            nap_s = NAP_S
+            with contextlib.suppress(RuntimeError):
+                while not all(event.query() for event in events):
+                    for one in one_shots:
+                        one.release()
+                    time.sleep(nap_s)
+                    nap_s = min(1.01 * nap_s, MAX_NAP_S)
+
+        threads = [threading.Thread(target=release, name="nccl-release", daemon=True)] if one_shots else []
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _let_go(self) -> None:
         """Destroy the graphs. By the thread that would launch them."""
@@ -362,57 +403,6 @@ class Nccl:
     def _copies(call: calls.Call) -> tuple[Copy, ...]:
         is_copied = call.op in (calls.ALL_REDUCE, calls.BROADCAST) and call.result.value is not call.given.keep
         return (Copy("x", call.given.nbytes, "client", "nccl works in place"),) if is_copied else ()
-
-
-class _Watch:
-    """Aborts NCCL's calls that nobody waits for once a rank has gone, if they do not end by themselves: a thread that
-    sleeps meanwhile, but for looks now and then."""
-
-    def __init__(
-        self,
-        ends: Iterable[tuple[int, int]],
-        is_done: Callable[[], bool],
-        abort: Callable[[], None],
-        is_ending: Callable[[], bool],
-    ) -> None:
-        """`ends`: descriptors that tell of a rank's end, with what they are polled for; they are this one's own.
-        `is_ending`: whether a rank's process is about to, which those tell of late."""
-        self.has_aborted = self.is_over = False
-        self._is_done, self._abort, self._is_ending = is_done, abort, is_ending
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
-        self._ends = list(ends)
-        self._thread = threading.Thread(target=self._run, name="nccl-watch", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Where `is_over`."""
-        self._thread.join()
-
-    def close(self) -> None:
-        os.eventfd_write(self._bell, 1)
-        self._thread.join()
-        for fd in (self._bell, *(fd for fd, _ in self._ends)):
-            os.close(fd)
-
-    def _run(self) -> None:
-        gone, bell = select.poll(), select.poll()
-        for poll in (gone, bell):
-            poll.register(self._bell, select.POLLIN)
-        for fd, events in self._ends:
-            gone.register(fd, events)
-        while not (told := gone.poll(LOOK_MS)) and not self._is_ending():
-            pass
-        if any(fd == self._bell for fd, _ in told):
-            return
-        end_s = time.monotonic() + GRACE_S
-        while not self._is_done() and time.monotonic() < end_s:
-            if bell.poll(1):
-                return
-        self.is_over = True  # before the last look: what is left open behind that has another watch
-        if not self._is_done():
-            self.has_aborted = True
-            self._abort()
-            _log.error("a rank went during calls that nobody has waited for: what they gave is void")
 
 
 def _end() -> None:

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from layerzero.groups import faults
+from layerzero.groups import descriptors, faults
 from layerzero.groups.ending import LOOK_MS, is_ending
 from layerzero.groups.faults import broken, named
 from layerzero.ipc.errors import GroupBroken, LayerZeroError, ProtocolError, RanksDisagree, from_wire
 from layerzero.ipc.spinning import Spin
+from layerzero.ipc.transport import unwanted
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MESSAGE_BYTES = 1 << 17  # the most that is received at once
@@ -28,6 +29,7 @@ COLLECTIVE, POINT = b"C", b"P"  # first bytes of messages: of calls of all ranks
 _FAULT, _LEFT = b"X", b"L"
 OFFER = b"PO"  # a send that waits for its recv
 HEAD = b"CH"  # of a call of all ranks: what it is
+_DESCRIPTOR = b"CD"  # one comes along
 
 
 class Peers:
@@ -56,6 +58,7 @@ class Peers:
         self._inbox = {kind: {rank: deque[bytes]() for rank in self.ranks} for kind in (COLLECTIVE, POINT)}
         self._lost: dict[int, str] = {}
         self._fault: LayerZeroError | None = None
+        self._fds: list[int] | None = None  # that have come, while one is expected
         self._look_at_s = 0.0
         self._spin = Spin(spin_ns)
         for rank, sock in self._sockets.items():
@@ -69,12 +72,15 @@ class Peers:
 
     # --- messages
 
-    def send(self, rank: int, message: bytes, until_s: float) -> None:
-        """Raises GroupBroken."""
+    def send(self, rank: int, message: bytes, until_s: float, fd: int | None = None) -> None:
+        """`fd`: a descriptor that goes along. Raises GroupBroken."""
         sock = self._sockets[rank]
         while True:
             try:
-                sock.send(message, socket.MSG_NOSIGNAL)
+                if fd is None:
+                    sock.send(message, socket.MSG_NOSIGNAL)
+                else:
+                    socket.send_fds(sock, [message], [fd], socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:  # it has not read for long
                 self._wait_for_room(rank, sock, until_s)
@@ -107,6 +113,31 @@ class Peers:
             finally:
                 self.waited_ns += time.perf_counter_ns() - start_ns
         return {rank: boxes[rank].popleft() for rank in wanted}
+
+    def give_descriptor(self, rank: int, fd: int, until_s: float) -> None:
+        """To a rank that has said that it expects one. Raises GroupBroken."""
+        self.send(rank, _DESCRIPTOR, until_s, fd)
+
+    def expect_descriptor(self) -> None:
+        """To be called before this rank says so, until it is taken, or forgotten. At other times what comes along with
+        a message is closed unseen."""
+        self._fds = []
+
+    def take_descriptor(self, rank: int, until_s: float) -> int:
+        """The caller's own from now on. Raises GroupBroken."""
+        assert self._fds is not None
+        try:
+            said = self.take(COLLECTIVE, [rank], until_s)[rank]
+            if said != _DESCRIPTOR or len(self._fds) != 1:
+                raise self._error(faults.FAILED, f"rank {rank} has given no descriptor", [rank])
+            return self._fds.pop()
+        finally:
+            self.forget_descriptors()
+
+    def forget_descriptors(self) -> None:
+        """None is expected."""
+        fds, self._fds = self._fds or (), None
+        unwanted.close_all(fds)
 
     def wait_for(self, fds: Iterable[int], until_s: float) -> None:
         """Until one of these can be read, or was closed by its writer. Raises GroupBroken where a rank is lost
@@ -162,6 +193,7 @@ class Peers:
             os.close(fd)
         for sock in self._sockets.values():
             sock.close()
+        self.forget_descriptors()
         self._pidfds, self._sockets, self.ranks = {}, {}, []
 
     def _say(self, message: bytes) -> None:
@@ -217,7 +249,7 @@ class Peers:
     def _receive(self, rank: int) -> bool:
         """One message; False where there is none."""
         try:
-            data = self._sockets[rank].recv(MESSAGE_BYTES)
+            data = self._read(self._sockets[rank])
         except BlockingIOError:
             return False
         except ConnectionResetError:  # it has closed without reading all; what it has sent is still to be read
@@ -234,6 +266,13 @@ class Peers:
         elif not data:
             self._lose(rank, faults.RANK_DIED)
         return bool(data)
+
+    def _read(self, sock: socket.socket) -> bytes:
+        if self._fds is None:
+            return sock.recv(MESSAGE_BYTES)
+        data, fds = descriptors.receive(sock, MESSAGE_BYTES)
+        self._fds += fds
+        return data
 
     def _drain(self, rank: int) -> None:
         """All that one has sent which may have ended."""

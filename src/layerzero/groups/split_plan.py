@@ -23,7 +23,9 @@ from layerzero.client.plans.traced import map_leaves
 from layerzero.client.plans.verifying import largest_difference
 from layerzero.groups.choices import SHARED_MEMORY
 from layerzero.groups.group import Group
+from layerzero.groups.joint import next_number
 from layerzero.groups.joint_graph import JointGraph
+from layerzero.groups.products import Product, Summed, with_products
 from layerzero.groups.split_run import Item, Part, go
 from layerzero.groups.splitting import Collective, Split, Stretch, dtype_of, shape_of, split
 from layerzero.groups.stretches import LocalStretch, Weights
@@ -38,8 +40,9 @@ _OTHER_OPTIONS = ("warmup", "bake_constants", "fixed_weights", "timed")
 class SplitExplanation:
     """What became of a split plan. `weights`: steps whose weights are in parts, a line each; `collectives`: calls of
     all ranks in one run; `whole`: steps with weights that every rank makes whole, and why; `difference`: of its first
-    run from the function, relative to the largest number; `stretches`: of the plans between them; `graph`: on GPUs, the
-    CUDA graph of all of it, and `replays` of that."""
+    run from the function, relative to the largest number; `stretches`: of the plans between them; `products`: on two
+    GPUs, calls whose results are added up, and what made them last; `graph`: on GPUs, the CUDA graph of all of it, and
+    `replays` of that."""
 
     phase: str
     arguments: str
@@ -51,6 +54,7 @@ class SplitExplanation:
     weight_bytes: int
     difference: float
     stretches: tuple[PlanExplanation, ...]
+    products: tuple[str, ...]
     graph: str
     replays: int
 
@@ -65,6 +69,7 @@ class SplitExplanation:
             lines.append(f"  differed from the function by {self.difference:.1e} of the largest number")
         if self.graph:
             lines.append(f"  {self.graph}")
+        lines += [f"  product {line}" for line in self.products]
         for stretch in self.stretches:
             first, *rest = str(stretch).splitlines()
             lines += [f"  a plan, {first}", *(f"  {line}" for line in rest)]
@@ -195,17 +200,23 @@ class SplitPlan:
         variant.recording = None
         weights = variant.weights = Weights(made.recording, self._group.rank, self._group.size)
         device = made.recording.device
-        variant.items = [self._item(item, weights) for item in made.items]
+        is_joint = device not in (None, CPU) and self._group.size > 1
+        # Options are those of plans, which products leave.
+        items = with_products(made) if is_joint and self._group.size == 2 and not self._options else made.items
+        variant.items = [self._item(item, made, weights) for item in items]
         has_calls = any(not isinstance(item, Part) for item in variant.items)  # of all ranks
-        if device not in (None, CPU) and self._group.size > 1 and has_calls:
+        if is_joint and has_calls:
+            assert device is not None
             values = made.recording.inputs, made.outputs()
-            what = what_of(made, getattr(self, "__qualname__", "a function"))
+            what = what_of(made, getattr(self, "__qualname__", "a function"), next_number(self._group))
             variant.graph = JointGraph(self._group, variant.items, values, what, device)
         variant.phase = FROZEN
 
-    def _item(self, item: Stretch | Collective, weights: Weights) -> Item:
+    def _item(self, item: Stretch | Collective | Summed, made: Split, weights: Weights) -> Item:
         if isinstance(item, Collective):
             return item
+        if isinstance(item, Summed):
+            return Product(made, item, weights, self._group.rank)
         return Part(self._plan(LocalStretch(item, weights, self._group.rank)), item.takes, item.makes)
 
     def _plan(self, stretch: LocalStretch) -> ExecutionPlan | LocalStretch:
@@ -248,19 +259,20 @@ class SplitPlan:
         return map_leaves(made.recording.output, filled)
 
 
-def what_of(made: Split, name: str) -> tuple[str, str, tuple[int, ...]]:
-    """What all ranks are to agree on in each run: the split, of these arguments, since ranks that launch graphs of two
-    would wait for each other for ever; and for texts the function's name, and what its first argument is."""
+def what_of(made: Split, name: str, number: int) -> tuple[str, str, tuple[int, ...]]:
+    """What all ranks are to agree on in each run: the split, of these arguments, and which of the group's it is, since
+    ranks that launch graphs of two would wait for each other for ever; and for texts the function's name, and what its
+    first argument is."""
     inputs = made.recording.inputs
     first = made.recording.values[inputs[0]] if inputs else None
     dtype, shape = ("", ()) if first is None else (dtype_of(first), shape_of(first))
-    return f"{name}, split {made.digest.hex()[:12]}", dtype, shape
+    return f"{name}, split {made.digest.hex()[:12]}, number {number}", dtype, shape
 
 
 def _explained(variant: _Variant, group: Group) -> SplitExplanation:
     made, weights = variant.split, variant.weights
     if made is None or weights is None or variant.phase != FROZEN:
-        facts: tuple[Any, ...] = ((), (), (), 0, 0.0, (), "", 0)
+        facts: tuple[Any, ...] = ((), (), (), 0, 0.0, (), (), "", 0)
         return SplitExplanation(variant.phase, variant.label, group.rank, group.size, *facts)
     names = {step.number: f"{step.number} {step.name} at {step.where}" for step in made.recording.steps}
     split_ones = [one for one in made.steps() if one.applied.how]
@@ -271,7 +283,8 @@ def _explained(variant: _Variant, group: Group) -> SplitExplanation:
     plans = [item.run for item in variant.items if isinstance(item, Part)]
     stretches = tuple(plan.explain() for plan in plans if isinstance(plan, ExecutionPlan))
     graph = ("", 0) if variant.graph is None else (str(variant.graph), variant.graph.replays)
-    facts = (lines, collectives, whole, weights.nbytes, variant.difference, stretches, *graph)
+    products = tuple(str(item) for item in variant.items if isinstance(item, Product))
+    facts = (lines, collectives, whole, weights.nbytes, variant.difference, stretches, products, *graph)
     return SplitExplanation(variant.phase, variant.label, group.rank, group.size, *facts)
 
 

@@ -12,6 +12,7 @@ from layerzero.client.arrays.recognition import CPU, describe
 from layerzero.client.facade.memory import empty
 from layerzero.client.plans.execution_plan import ExecutionPlan
 from layerzero.groups.joint import Captured, Collectives
+from layerzero.groups.products import Product
 from layerzero.groups.splitting import Collective
 from layerzero.groups.stretches import LocalStretch, joined
 
@@ -42,7 +43,7 @@ class Part(NamedTuple):
         return kernels
 
 
-Item = Part | Collective
+Item = Part | Product | Collective
 
 
 def runs_here(items: Sequence[Item]) -> bool:
@@ -56,6 +57,8 @@ def go(items: Sequence[Item], known: dict[int, Any], ranks: Collectives) -> list
     for item in items:
         if isinstance(item, Collective):
             known.update(collect(ranks, item, [known[number] for number in item.values]))
+        elif isinstance(item, Product):
+            kernels += item(known, ranks)
         else:
             kernels += item(known, is_captured=isinstance(ranks, Captured))
     return kernels

@@ -76,13 +76,17 @@ class LocalStretch:
             _keep(one.step.result, result, known)
         return tuple(known[number] for number in self._stretch.makes)
 
-    def _run(self, one: LocalStep, known: dict[int, Any]) -> Any:
+    def arguments(self, one: LocalStep, known: dict[int, Any]) -> list[Any]:
+        """Of a step, as this rank gives them."""
         step, applied = one.step, one.applied
         parts = {place: (dim, blocks) for place, dim, blocks in applied.parts}
-        args = [
+        return [
             self._argument(arg, known, parts.get(place), place in applied.first_alone)
             for place, arg in enumerate(step.args if applied.args is None else applied.args)
         ]
+
+    def _run(self, one: LocalStep, known: dict[int, Any]) -> Any:
+        step, args = one.step, self.arguments(one, known)
         if step.request is not None:
             return perform(replace(step.request, args=tuple(args)))
         assert step.function is not None

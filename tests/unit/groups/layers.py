@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import layerzero as lz
 from layerzero.client.connection.call import Request
-from layerzero.client.facade import running
+from layerzero.client.facade import default_session, running
 from layerzero.client.plans.recording import Recording, Use, record
 from layerzero.client.plans.traced import map_leaves
-from layerzero.groups.splitting import Collective, Split, split
+from layerzero.groups import products
+from layerzero.groups.products import Product, Summed, with_products
+from layerzero.groups.splitting import Collective, Split, Stretch, split
 from layerzero.groups.stretches import LocalStretch, Weights
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, INNER = 5, 16, 4, 2, 4, 24
@@ -73,26 +76,51 @@ class Session:
     last_record: Any = None
 
     def run(self, request: Request) -> Any:
-        self.last_record = SimpleNamespace(kernel_id="numpy", attempts=())
-        return COMPUTE[request.op](*request.args, **request.params)
+        self.last_record = SimpleNamespace(kernel_id="numpy", path="worker", attempts=())
+        result = COMPUTE[request.op](*request.args, **request.params)
+        if request.out is None:
+            return result
+        request.out[...] = result
+        return request.out
+
+
+class Unsummed:
+    """Ranks whose sums are to be made later."""
+
+    def all_reduce(self, x: Any, *, out: Any = None) -> Any:
+        assert out is x
+        return x
+
+    def all_gather(self, x: Any) -> Any:
+        raise NotImplementedError
 
 
 def recorded(function: Callable[..., Any], *args: Any) -> Recording:
     return record(Session(), function, args, {})[1]  # type: ignore[arg-type]
 
 
-def ran(made: Split, *inputs: Any) -> list[Any]:
+def ran(made: Split, items: Sequence[Stretch | Collective | Summed], *inputs: Any) -> list[Any]:
     """The result on each rank."""
     ranks = range(made.size)
     weights = [Weights(made.recording, rank, made.size) for rank in ranks]
     known = [dict(zip(made.recording.inputs, inputs, strict=True)) for _ in ranks]
-    token = running.handler.set(Session().run)
+    session = Session()
+    token = running.handler.set(session.run)
     try:
-        for item in made.items:
-            if isinstance(item, Collective):
-                for number in item.values:
+        for item in items:
+            if isinstance(item, Summed):
+                with (
+                    mock.patch.object(default_session, "session", return_value=session),
+                    mock.patch.object(products, "_new", lambda like, dtype, shape: np.empty(shape, dtype)),
+                ):
+                    for rank in ranks:
+                        ((op, _),) = Product(made, item, weights[rank], rank)(known[rank], Unsummed())
+                        assert op in ("matmul", "linear")
+            if not isinstance(item, Stretch):
+                collective = item.collective if isinstance(item, Summed) else item
+                for number in collective.values:
                     given = [known[rank][number] for rank in ranks]
-                    met = sum(given) if item.dim is None else np.concatenate(given, item.dim)
+                    met = sum(given) if collective.dim is None else np.concatenate(given, collective.dim)
                     for rank in ranks:
                         known[rank][number] = met
                 continue
@@ -116,9 +144,10 @@ def agree(function: Callable[..., Any], size: int, *args: Any) -> Split:
         expected = function(*args)
     finally:
         running.handler.reset(token)
-    for result in ran(made, *args):
-        for one, other in zip(_flat(result), _flat(expected), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    for items in (made.items, with_products(made)):  # as on the CPU, and on GPUs
+        for result in ran(made, items, *args):
+            for one, other in zip(_flat(result), _flat(expected), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from layerzero.client.plans.graph_steps import NotCapturable
 from layerzero.groups import joint_graph
 from layerzero.groups.joint import Captured
 from layerzero.groups.joint_graph import CAPTURED, DIRECT, PROVED, READY, SAME, SAME_RUNS, STEPS, JointGraph
+from layerzero.groups.one_shot_trial import Trial
 from layerzero.groups.split_run import Part
 from layerzero.groups.splitting import Collective
 
@@ -123,9 +125,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     gpu = SimpleNamespace(
         order=SimpleNamespace(page=page), memory=SimpleNamespace(context=SimpleNamespace(driver=None))
     )
-    session = SimpleNamespace(gpus=SimpleNamespace(gpu=lambda device: gpu))
+    its: dict[str, Any] = {"sampler": SimpleNamespace(is_on=False), "link": SimpleNamespace(lost=None)}
+    session = SimpleNamespace(gpus=SimpleNamespace(gpu=lambda device: gpu), **its)
     monkeypatch.setattr(joint_graph, "meet", meet)
     monkeypatch.setattr(joint_graph, "launch", launch)
+    monkeypatch.setattr(joint_graph, "tried", lambda *_: Trial(None, ""))
     monkeypatch.setattr(joint_graph, "turn", lambda group: group.lock)
     monkeypatch.setattr(joint_graph, "nccl_of", lambda group: group.nccl)
     monkeypatch.setattr(joint_graph, "counter_rows", lambda *_: [])
@@ -287,6 +291,22 @@ def test_what_asks_a_worker_goes_step_by_step_until_it_does_not(
     assert len(library.made) == 1
 
 
+def test_calls_that_are_sampled_go_step_by_step_as_do_those_of_a_lost_connection(library: Library) -> None:
+    """Also where all between the sums is the caller's own code, of which no plan asks that."""
+    group = Group()
+    made = joint(group)
+    x, session = np.arange(4.0), default_session.session()
+    for _ in range(3):
+        ran(made, x)
+    for name, field, value, text in (("sampler", "is_on", True, "are sampled"), ("link", "lost", "gone", "is lost")):
+        with mock.patch.object(getattr(session, name), field, value):
+            ran(made, x)
+        assert group.launches == 2
+        assert made.waits_for.endswith(text)
+    ran(made, x)
+    assert group.launches == 3
+
+
 def test_another_leave_to_launch_kernels_wants_another_graph(library: Library) -> None:
     group = Group()
     made = joint(group)
@@ -313,6 +333,48 @@ def test_a_group_that_ends_destroys_the_graph(library: Library) -> None:
     library.made.clear()
     del made
     assert let_go() is None, "the group keeps what nobody else has"
+
+
+class OneShot:
+    """Whose sums are those with the other rank; noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def add_up(self, x: Any, out: Any) -> Any:
+        self.calls.append("add up")
+        return x + OTHER
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+def test_sums_are_one_shot_where_that_was_found_to_be_faster(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried once, on the largest sum, and retired with the group or the plan, never closed by the garbage
+    collector, which may come in a capture."""
+    group, its, tries, retired = Group(), OneShot(), list[Any](), list[Any]()
+    group.nccl.is_done = lambda: True  # type: ignore[attr-defined]
+    monkeypatch.setattr(joint_graph, "tried", lambda *args: tries.append(args[2]) or Trial(its, "4 KiB took 6 us"))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(joint_graph, "retire", lambda one, is_done: retired.append((one, is_done())))
+    monkeypatch.setattr(Nccl, "add_up", None)
+    made, x = joint(group), np.arange(4.0)
+    for _ in range(2 * SAME_RUNS):
+        ran(made, x)
+    assert tries == [[("float64", (4,), False)]]
+    assert its.calls[:3] == ["begin", "add up", "end"]
+    assert its.calls.count("begin") == its.calls.count("end") > 1
+    assert str(made).endswith("runs\n    4 KiB took 6 us")
+    (let_go,) = group.nccl.held
+    let_go()()
+    assert (library.made[0].is_destroyed, retired) == (True, [(its, True)])
+    ran(made := joint(group), x)
+    del made
+    library.made.clear()
+    gc.collect()
+    assert retired == [(its, True)] * 2
 
 
 def test_what_cannot_be_captured_goes_step_by_step(library: Library) -> None:

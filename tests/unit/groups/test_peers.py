@@ -54,3 +54,38 @@ def test_bytes_that_are_no_error_break_the_group_and_no_more(pair: tuple[Peers, 
     assert caught.value.facts["reason"] == "FAILED"
     other.close()
     peers.close()
+
+
+def test_a_descriptor_comes_along_where_one_is_expected(pair: tuple[Peers, socket.socket]) -> None:
+    """At other times it is closed unseen: nobody fills this process with them."""
+    peers, other = pair
+    until_s = time.monotonic() + 5
+    given = os.memfd_create("given")
+    before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(other, [b"C unasked"], [given])
+    assert peers.take(COLLECTIVE, [1], until_s) == {1: b"C unasked"}
+    assert len(os.listdir("/proc/self/fd")) == before
+    peers.expect_descriptor()
+    socket.send_fds(other, [b"CD"], [given])
+    taken = peers.take_descriptor(1, until_s)
+    assert not os.get_inheritable(taken)
+    os.write(taken, b"here")
+    assert os.pread(given, 10, 0) == b"here"
+    os.close(taken)
+    peers.give_descriptor(1, given, until_s)
+    data, (another,), _, _ = socket.recv_fds(other, 10, 1)
+    assert (data, os.pread(another, 10, 0)) == (b"CD", b"here")
+    os.close(another)
+    for message, fds in ((b"CD", []), (b"C other", [given]), (b"CD", [given, given])):
+        peers.expect_descriptor()
+        socket.send_fds(other, [message], fds)
+        with pytest.raises(GroupBroken, match="rank 1 has given no descriptor"):
+            peers.take_descriptor(1, until_s)
+    peers.expect_descriptor()
+    socket.send_fds(other, [b"C early"], [given])
+    assert peers.take(COLLECTIVE, [1], until_s) == {1: b"C early"}
+    peers.forget_descriptors()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(given)
+    other.close()
+    peers.close()

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.groups.layers import HIDDEN, INNER, TOKENS, Layer, agree, recorded, some
 
 import layerzero as lz
+from layerzero.groups.products import with_products
 from layerzero.groups.split_plan import SplitPlan, what_of
 from layerzero.groups.splitting import JOINED_BYTES, Collective, Split, split
 from layerzero.ipc.errors import BackendError, InvalidArgument
@@ -37,6 +38,14 @@ def test_a_llama_layer_has_two_sums_and_each_weight_in_parts(size: int) -> None:
     assert hows(made) == [column] * 3 + [row] + [column] * 2 + [row]
     assert collectives(made) == [(1, None), (1, None)]
     assert not made.whole
+
+
+def test_products_of_a_layer_that_are_added_up_are_made_apart() -> None:
+    """As one item with their sum: each where that wants it."""
+    made = agree(Layer(), 2, X)
+    kinds = [type(item).__name__ for item in with_products(made)]
+    assert kinds == ["Stretch", "Summed", "Stretch", "Summed", "Stretch"]
+    assert sum(isinstance(item, Collective) for item in made.items) == kinds.count("Summed")
 
 
 def test_what_ranks_do_not_divide_stays_whole_and_says_why() -> None:
@@ -80,8 +89,9 @@ def test_ranks_that_run_splits_of_other_arguments_are_told_apart() -> None:
         return lz.linear(lz.linear(x, UP), DOWN) + lz.linear(lz.linear(y, UP), DOWN)
 
     one, other, again = (split(recorded(block, X, some(rows, HIDDEN)), 2) for rows in (TOKENS, 1, TOKENS))
-    assert what_of(one, "block")[1:] == what_of(other, "block")[1:] == ("float64", (TOKENS, HIDDEN))
-    assert what_of(one, "block") == what_of(again, "block") != what_of(other, "block")
+    assert what_of(one, "block", 1)[1:] == what_of(other, "block", 1)[1:] == ("float64", (TOKENS, HIDDEN))
+    assert what_of(one, "block", 1) == what_of(again, "block", 1) != what_of(other, "block", 1)
+    assert what_of(one, "block", 1) != what_of(one, "block", 2), "as of arrays that lie otherwise, or another layer"
 
 
 def test_sums_that_could_be_one_are() -> None:

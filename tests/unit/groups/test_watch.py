@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from layerzero.groups import nccl
-from layerzero.groups.nccl import Nccl, _Watch
+from layerzero.groups.nccl import Nccl
+from layerzero.groups.nccl_watch import Watch
 from layerzero.ipc.errors import OutOfMemory
 
 PATIENCE_S = 60.0
@@ -23,10 +24,10 @@ PATIENCE_S = 60.0
 
 def watching(
     is_done: Callable[[], bool], abort: Callable[[], None], is_ending: Callable[[], bool] = bool
-) -> tuple[_Watch, socket.socket]:
+) -> tuple[Watch, socket.socket]:
     """A watch, and the other rank's end of the socket that it looks at."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    watch = _Watch([(os.dup(ours.fileno()), 0)], is_done, abort, is_ending)
+    watch = Watch([(os.dup(ours.fileno()), 0)], is_done, abort, is_ending)
     ours.close()
     return watch, theirs
 
@@ -124,6 +125,63 @@ def test_who_is_told_of_a_death_waits_for_kernels_and_not_for_the_rest(tmp_path:
     one.may_end.set()
     nccl._end()  # as at the end of the process
     assert not nccl._teardowns
+
+
+def test_a_gpu_is_let_go_on_until_all_its_streams_are_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: behind something else of the program's one may come to wait only later. Until then what
+    they work with is not let go of."""
+    made, one = Nccl(tmp_path, "group", 1, 0, 0), Communicator()
+    released, is_through = [0], threading.Event()
+
+    class OneShot:
+        def release(self) -> None:
+            released[0] += 1
+            if released[0] == 5:
+                is_through.set()
+
+    one_shot = OneShot()
+    made.release_by(one_shot)  # type: ignore[arg-type]
+    made._group, made._latest = one, SimpleNamespace(query=lambda: True)
+    made._open = {"another stream": (SimpleNamespace(query=is_through.is_set), 1)}
+    monkeypatch.setattr(nccl, "ABORT_S", 0.0)
+    one.may_end.set()
+    assert not made.is_done()
+    made.drop()
+    for thread in threading.enumerate():
+        if thread.name == "nccl-release":
+            thread.join()
+    assert released[0] >= 5
+    assert made.is_done()
+    is_through.clear()
+    assert not made.is_done()
+    nccl.finish_teardowns()
+
+
+def test_what_was_launched_after_the_watch_had_aborted_is_let_go_on_too(tmp_path: Path) -> None:
+    made, is_through = Nccl(tmp_path, "group", 1, 0, 0), threading.Event()
+    one_shot = SimpleNamespace(release=is_through.set)
+    made._one_shots = [lambda: one_shot]  # type: ignore[list-item]
+    made._latest = SimpleNamespace(query=is_through.is_set)
+    made.drop()
+    assert is_through.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_what_was_enqueued_before_an_error_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    """It may wait for a rank that met the same, and does not come."""
+    made, event = Nccl(tmp_path, "group", 1, 0, 0), SimpleNamespace(query=lambda: False)
+    monkeypatch.setattr(made, "_recorded", lambda: event)
+    monkeypatch.setattr(made, "_leave_open", lambda event, peers, is_of_all: None)
+    monkeypatch.setattr(made, "_failed", lambda peers, exc: exc)
+
+    def work() -> None:
+        raise kind
+
+    with pytest.raises(kind):
+        made.launch(None, work)  # type: ignore[arg-type]
+    assert not made.is_done()
 
 
 def test_graphs_are_destroyed_by_who_launches_them_and_at_the_end_of_the_process(tmp_path: Path) -> None:

@@ -340,17 +340,23 @@ class Driver(Kernels, GraphNodes):
         self._call("cuStreamBatchMemOp_v2", stream, 2, buffer, 0)
 
     def ring_and_wait(self, stream: int, graph_slot: int, done: int) -> None:
-        """Store 0 at `done` and 1 at `graph_slot`, then hold the stream until `done` is 1; in one call, as above. Of
-        a stream that is captured: one node."""
-        if not self._has_batches:
-            self.write_value(stream, done, 0)
-            self.write_value(stream, graph_slot, 1)
-            self.wait_value(stream, done, 1, equal=True)
-            return
-        ops, buffer = abi.THREE_WORD_OPS, self._batch.buffer
+        """Store 0 at `done` and 1 at `graph_slot`, then hold the stream until `done` is 1; as one node of a graph."""
         write, wait = abi.WRITE_32, abi.WAIT_32
-        ops.pack_into(buffer, 0, write, done, 0, 0, 0, write, graph_slot, 1, 0, 0, wait, done, 1, abi.EQ, 0)
-        self._call("cuStreamBatchMemOp_v2", stream, 3, buffer, 0)
+        self._three_words(stream, (write, done, 0, 0), (write, graph_slot, 1, 0), (wait, done, 1, abi.EQ))
+
+    def tell_and_take(self, stream: int, told: int, taken: int) -> None:
+        """Store 1 at `told`, hold the stream until `taken` is 1, and store 0 there; as one node of a graph."""
+        write, wait = abi.WRITE_32, abi.WAIT_32
+        self._three_words(stream, (write, told, 1, 0), (wait, taken, 1, abi.EQ), (write, taken, 0, 0))
+
+    def _three_words(self, stream: int, *ops: tuple[int, int, int, int]) -> None:
+        """Each: what, address, value, flags."""
+        if self._has_batches:
+            abi.THREE_WORD_OPS.pack_into(self._batch.buffer, 0, *(field for op in ops for field in (*op, 0)))
+            self._call("cuStreamBatchMemOp_v2", stream, 3, self._batch.buffer, 0)
+            return
+        for kind, *rest in ops:
+            self._call("cuStreamWaitValue32_v2" if kind == abi.WAIT_32 else "cuStreamWriteValue32_v2", stream, *rest)
 
     # Graphs
 

@@ -171,11 +171,12 @@ def test_words_are_written_and_waited_for_in_one_call(tmp_path: Path) -> None:
     driver = cuda.Driver(library._name)
     driver.write_and_wait(7, 1 << 40, 0xFFFFFFFF, (1 << 40) + 128, 5)
     driver.ring_and_wait(8, 4096, 8192)
+    driver.tell_and_take(8, 128, 256)
     driver.write_and_wait(9, 16, 1, 32, 2)
     told = ctypes.c_char.in_dll(library, "words")
     assert ctypes.string_at(ctypes.addressof(told)).decode() == (
         "[7: 1099511627776 = 4294967295; 7: 1099511627904 >= 5; ]"
-        "[8: 8192 = 0; 8: 4096 = 1; 8: 8192 == 1; ][9: 16 = 1; 9: 32 >= 2; ]"
+        "[8: 8192 = 0; 8: 4096 = 1; 8: 8192 == 1; ][8: 128 = 1; 8: 256 == 1; 8: 256 = 0; ][9: 16 = 1; 9: 32 >= 2; ]"
     )
 
 
@@ -183,9 +184,10 @@ def test_driver_without_that_call_is_told_one_by_one(library: ctypes.CDLL, drive
     """In the same order."""
     driver.write_and_wait(7, 16, 5, 32, 5)
     driver.ring_and_wait(8, 4096, 8192)
+    driver.tell_and_take(8, 128, 256)
     told = ctypes.c_char.in_dll(library, "words")
     assert ctypes.string_at(ctypes.addressof(told)).decode() == (
-        "7: 16 = 5; 7: 32 >= 5; 8: 8192 = 0; 8: 4096 = 1; 8: 8192 == 1; "
+        "7: 16 = 5; 7: 32 >= 5; 8: 8192 = 0; 8: 4096 = 1; 8: 8192 == 1; 8: 128 = 1; 8: 256 == 1; 8: 256 = 0; "
     )
 
 
