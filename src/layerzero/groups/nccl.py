@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
 NAP_S, MAX_NAP_S = 0.0001, 0.01  # then with so much time between; and where that may take very long
-ABORT_S = 1.0  # so long is waited for its kernels' end; NCCL's take 0.004
+ABORT_S = 1.0  # so long is waited for the end of what is let go on
 _BLAME_S = 0.5  # so long a rank whose NCCL failed waits for the one that knows why
 _ALL = -1  # in the place of a rank: the communicator of all
 _END_S = 5.0  # so long the end of the process waits for that
@@ -142,13 +142,22 @@ class Nccl:
     def launch(self, peers: Peers, work: Callable[[], None]) -> None:
         """What enqueues calls of all ranks by itself: a CUDA graph with them. Raises GroupBroken."""
         try:
-            try:
-                work()
-            finally:  # what it has enqueued until then may wait for a rank that does not come
-                self._latest = self._recorded()
-                self._leave_open(self._latest, peers, is_of_all=True)
-        except RuntimeError as exc:  # such as of a graph that was destroyed a moment ago, since a rank has gone
-            raise self._failed(peers, exc) from exc
+            work()
+            self._note(peers)
+        except BaseException as exc:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # what was enqueued until then may wait for a rank that does not come
+                self._note(peers)
+            if isinstance(
+                exc, RuntimeError
+            ):  # such as of a graph that was destroyed a moment ago, since a rank has gone
+                raise self._failed(peers, exc) from exc
+            raise
+
+    def _note(self, peers: Peers) -> None:
+        self._latest = self._recorded()
+        self._leave_open(self._latest, peers, is_of_all=True)
 
     def hold(self, let_go: weakref.WeakMethod[Callable[[], None]]) -> None:
         """`let_go` destroys a graph with its calls, before which NCCL cannot be taken down."""
@@ -190,7 +199,7 @@ class Nccl:
 
     def void(self) -> int:
         """Of how many calls that nobody has waited for there is no result, as they ended or will end with others."""
-        has_aborted = self._watch is not None and self._watch.has_aborted
+        has_aborted = (self._watch is not None and self._watch.has_aborted) or self._is_void()
         return sum(count for event, count in self._open.values() if has_aborted or not _has_ended_well(event))
 
     def drop(self) -> None:
@@ -225,9 +234,13 @@ class Nccl:
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(NAP_S)
-        if self._watch is not None and self._watch.has_aborted:
+        if (self._watch is not None and self._watch.has_aborted) or self._is_void():
             peers.look(until_s)
             raise RuntimeError("a rank went while it ran")
+
+    def _is_void(self) -> bool:
+        """Whether a rank, which may live, has let its GPU go on past what it waited for, and so the others' too."""
+        return any(found.is_void() for one in self._one_shots if (found := one()) is not None)
 
     def _in_thread(self, peers: Peers, work: Callable[[], object], until_s: float) -> None:
         """It may wait for other ranks in C++, while this thread sees whether they are there. Raises GroupBroken, and
@@ -286,7 +299,7 @@ class Nccl:
             teardown.join()
         end_s = time.monotonic() + ABORT_S
         with contextlib.suppress(RuntimeError):
-            while any(one.is_alive() for one in [teardown, *releasing]) and time.monotonic() < end_s:
+            while teardown.is_alive() or (any(map(threading.Thread.is_alive, releasing)) and time.monotonic() < end_s):
                 if all(event.query() for event in self._events()):
                     break
                 time.sleep(NAP_S)
@@ -294,12 +307,11 @@ class Nccl:
     def _releasing(self) -> list[threading.Thread]:
         """Who lets the GPU go on until it is through, however long something else keeps it."""
         one_shots = [found for one in self._one_shots if (found := one()) is not None]
-        events = self._events()
 
         def release() -> None:
             nap_s = NAP_S
             with contextlib.suppress(RuntimeError):
-                while not all(event.query() for event in events):
+                while not all(event.query() for event in self._events()):
                     for one in one_shots:
                         one.release()
                     time.sleep(nap_s)

@@ -174,6 +174,8 @@ class OneShot:
         """A rank has read all of its last graph."""
         return (4 + rank) * _LINE
 
+    _VOID = 6 * _LINE  # a rank was let go on: sums since are void, on both
+
     def _tensor(self, base: int, dtype: str, shape: tuple[int, ...]) -> Any:
         """The next sum's place in one of both ranks' memory."""
         address = base + self._count % 2 * self.nbytes
@@ -183,13 +185,19 @@ class OneShot:
     # --- its end
 
     def release(self) -> None:
-        """Let this GPU go on past what it waits for now. By any thread, again and again, once the other is gone."""
+        """Let this GPU go on past what it waits for now, with sums that are void. By any thread, again and again, once
+        the other is gone."""
         other = 1 - self._rank
         with self._lock:
             if self._page is not None:
                 words = self._page.cast("I")
-                for at in (self._there(other, 0), self._there(other, 1), self._read(other)):
+                for at in (self._VOID, self._there(other, 0), self._there(other, 1), self._read(other)):
                     words[at // 4] = 1
+
+    def is_void(self) -> bool:
+        """Whether either GPU was: what both have given since is void."""
+        with self._lock:
+            return self._page is not None and bool(self._page.cast("I")[self._VOID // 4])
 
     def is_read(self) -> bool:
         """Whether the other rank has read all that this one, whose GPU is through, has launched; true without any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,12 +13,13 @@ from layerzero.client.gpu.memory import GpuMemory
 from layerzero.client.plans.graph_library import LIBRARIES, Graph
 from layerzero.groups.group import Group
 from layerzero.groups.joint import exchange, expect_none, launch, nccl_of, pass_descriptor
-from layerzero.groups.nccl import Nccl
+from layerzero.groups.nccl import NAP_S, Nccl
 from layerzero.groups.one_shot import OneShot, retire, sweep
 from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 ROUNDS = 6  # that are timed; an even number
+RELEASE_S = 5.0  # so long a GPU is let go on at most that the other one has left waiting
 TRIED = 1 << 20  # elements, of which it is seen whether sums are right
 _HERE = (LayerZeroError, OSError, RuntimeError, BufferError)  # what this process may meet, torch and the driver
 
@@ -55,7 +57,7 @@ def tried(group: Group, memory: GpuMemory, sums: list[Sum]) -> Trial:
         return Trial(None, f"NCCL adds up: {why}")
     nccl.release_by(made)
     try:
-        why = _wrong(group, made, largest)
+        why = _wrong(group, nccl, made, largest)
         own_us = nccl_us = 0.0
         if not why:
             own_us, nccl_us, why = _timed(group, memory, nccl, made, largest)
@@ -107,8 +109,7 @@ def _opened(group: Group, memory: GpuMemory, largest: Sum) -> tuple[OneShot | No
 
 
 def _agreed(group: Group, work: Callable[[], Any], *, expects: bool = False) -> tuple[list[Any], str]:
-    """What it gives on each rank, in order, and why it fails on one. It asks no other rank, and nothing of the GPU that
-    waits for one."""
+    """What it gives on each rank, in order, and why it fails on one. It waits for no other rank."""
     value, why = None, ""
     try:
         value = work()
@@ -119,7 +120,7 @@ def _agreed(group: Group, work: Callable[[], Any], *, expects: bool = False) -> 
     return [one[0] for _, one in told], "; ".join(whys)
 
 
-def _wrong(group: Group, one_shot: OneShot, largest: Sum) -> str:
+def _wrong(group: Group, nccl: Nccl, one_shot: OneShot, largest: Sum) -> str:
     """Of small whole numbers, in both places. Empty where its sums are right on both ranks."""
     torch, count = sys.modules["torch"], min(math.prod(largest.shape), TRIED)
     given: list[Any] = []
@@ -139,6 +140,19 @@ def _wrong(group: Group, one_shot: OneShot, largest: Sum) -> str:
             one_shot.add_up(x, out)
         one_shot.end()
 
+    def enqueue() -> None:
+        problem: list[Exception] = []
+
+        def kept() -> None:
+            try:
+                work()
+            except _HERE as exc:
+                problem.append(exc)
+
+        launch(group, kept)
+        if problem:
+            raise problem[0]
+
     def compare() -> None:
         if not all(map(torch.equal, found, right)):
             raise EnvError("sums of what was read in the other GPU's memory were wrong")
@@ -146,7 +160,13 @@ def _wrong(group: Group, one_shot: OneShot, largest: Sum) -> str:
     _, why = _agreed(group, prepare)
     if why:
         return why
-    launch(group, work)
+    _, why = _agreed(group, enqueue)
+    if why:  # one GPU may wait for what the other one will never say
+        end_s = time.monotonic() + RELEASE_S
+        while not nccl.is_done() and time.monotonic() < end_s:
+            one_shot.release()
+            time.sleep(NAP_S)
+        return why
     group.synchronize()
     return _agreed(group, compare)[1]
 
@@ -195,8 +215,10 @@ def _timed(group: Group, memory: GpuMemory, nccl: Nccl, one_shot: OneShot, large
                 launch(group, graph.replay)
         group.synchronize()
         told, why = _agreed(group, times)
+        if why:
+            return 0.0, 0.0, why
         own_us, nccl_us = (max(float(one[place]) for one in told) for place in range(2))
-        return own_us, nccl_us, why
+        return own_us, nccl_us, ""
     finally:
         for graph in graphs:
             graph.destroy()

@@ -217,13 +217,16 @@ def test_who_waits_for_a_rank_that_is_gone_is_let_go(both: list[OneShot]) -> Non
     memory: dict[Any, Any] = {(1, 0): 5, (1, both[0].nbytes): 5}
     ops = [op for op in ops_of(both[0], 0, 5, runs=3) if op[0] != "check"]
     rank = Simulated(0, ops, memory, both[0])
+    assert not both[1].is_void()
     rounds = itertools.count()
     while rank.at < len(ops):
         if not rank.step():
             both[0].release()
             assert next(rounds) < 100
+    assert [one.is_void() for one in both] == [True, True], "also for a rank that lives, which has got such sums"
     both[0].close()
     both[0].release()  # nobody is there any more
+    assert not both[0].is_void()
 
 
 # --- what it works on
@@ -444,11 +447,11 @@ def real_trial(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("arange", "device", "float32", "int32"):
         monkeypatch.setattr(Torch, name, mock.MagicMock(), raising=False)
     monkeypatch.setattr(Torch, "equal", staticmethod(lambda one, other: True), raising=False)
-    monkeypatch.setattr(one_shot_trial, "launch", lambda *_: None)
+    monkeypatch.setattr(one_shot_trial, "launch", lambda group, work: work())
     monkeypatch.setattr(Group, "synchronize", lambda _: None)
 
 
-@pytest.mark.parametrize("step", ["zeros", "empty_like", "capture"])
+@pytest.mark.parametrize("step", ["zeros", "empty_like", "begin", "capture", "time_us"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_meets_in_a_trial_leaves_all_to_nccl(
     ranks: Ranks, rank: int, step: str, monkeypatch: pytest.MonkeyPatch, real_trial: None
@@ -460,7 +463,7 @@ def test_what_one_rank_meets_in_a_trial_leaves_all_to_nccl(
         def call(*_: Any, **__: Any) -> Any:
             if name == step and me.rank == rank:
                 raise exc
-            return (Graph(), None) if name == "capture" else mock.MagicMock()
+            return (Graph(), None) if name == "capture" else 1.0 if name == "time_us" else mock.MagicMock()
 
         return call
 
@@ -468,13 +471,15 @@ def test_what_one_rank_meets_in_a_trial_leaves_all_to_nccl(
         monkeypatch.setattr(Torch, name, staticmethod(fails(name, RuntimeError("CUDA out of memory"))), raising=False)
     refused = CudaError("no word", call="cuStreamBatchMemOp_v2", number=801, name="", sticky=False)
     library = SimpleNamespace(capture=fails("capture", refused))
+    monkeypatch.setattr(Graph, "time_us", fails("time_us", RuntimeError("an illegal address")), raising=False)
+    monkeypatch.setattr(OneShot, "begin", fails("begin", refused))
     monkeypatch.setitem(one_shot_trial.LIBRARIES, "torch", library)  # type: ignore[arg-type]
 
     def tried(number: int) -> Any:
         me.rank = number
         return one_shot_trial.tried(ranks.groups[number], ranks.memories[number], [SUM])
 
-    what = "no word" if step == "capture" else "CUDA out of memory"
+    what = {"capture": "no word", "begin": "no word", "time_us": "an illegal address"}.get(step, "CUDA out of memory")
     assert [tuple(one) for one in ranks._on_both(tried)] == [(None, f"NCCL adds up: {what} (rank {rank})")] * 2
     assert ranks.are_whole()
 

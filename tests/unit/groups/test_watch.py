@@ -184,6 +184,53 @@ def test_what_was_enqueued_before_an_error_is_known(
     assert not made.is_done()
 
 
+def test_an_interrupt_is_told_though_a_rank_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Nccl(tmp_path, "group", 1, 0, 0)
+
+    def record() -> None:
+        raise RuntimeError("a rank has gone")
+
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "_recorded", record)
+    with pytest.raises(KeyboardInterrupt):
+        made.launch(None, work)  # type: ignore[arg-type]
+
+
+def test_what_a_rank_that_gave_up_has_let_go_on_is_void(tmp_path: Path) -> None:
+    """It told this GPU that summands were there which were none; both GPUs are through."""
+    made, done = Nccl(tmp_path, "group", 1, 0, 0), SimpleNamespace(query=lambda: True)
+    one_shot = SimpleNamespace(is_void=lambda: False, release=lambda: None)
+    made._one_shots = [lambda: one_shot]  # type: ignore[list-item]
+    peers: Any = SimpleNamespace(look=lambda until_s: None)
+    made._open = {"stream": (done, 3)}
+    made._wait_for(done, peers, 0.0)
+    assert made.void() == 0
+    one_shot.is_void = lambda: True
+    assert made.void() == 3
+    with pytest.raises(RuntimeError, match="a rank went"):
+        made._wait_for(done, peers, 0.0)
+
+
+def test_what_is_launched_while_a_thread_lets_the_gpu_go_on_is_let_go_on_too(tmp_path: Path) -> None:
+    made, ends = Nccl(tmp_path, "group", 1, 0, 0), [threading.Event() for _ in range(2)]
+    later = SimpleNamespace(query=ends[1].is_set)
+
+    def release() -> None:
+        if made._latest is later:
+            ends[1].set()
+        made._latest = later
+        ends[0].set()
+
+    one_shot = SimpleNamespace(release=release)
+    made._one_shots = [lambda: one_shot]  # type: ignore[list-item]
+    made._latest = SimpleNamespace(query=ends[0].is_set)
+    (thread,) = made._releasing()
+    thread.join(PATIENCE_S)
+    assert ends[1].is_set()
+
+
 def test_graphs_are_destroyed_by_who_launches_them_and_at_the_end_of_the_process(tmp_path: Path) -> None:
     """A thread that aborts may meet a launch; and NCCL cannot be taken down before they are gone."""
     made, one = Nccl(tmp_path, "group", 1, 0, 0), Communicator()
