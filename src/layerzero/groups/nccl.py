@@ -167,6 +167,10 @@ class Nccl:
         """When a rank has gone, let the GPU go on past what that waits for."""
         self._one_shots = [one for one in self._one_shots if one() is not None] + [weakref.ref(one_shot)]
 
+    def forget(self, one_shot: OneShot) -> None:
+        """The GPU is through with it, and nobody launches with it any more."""
+        self._one_shots = [one for one in self._one_shots if one() not in (None, one_shot)]
+
     def is_done(self) -> bool:
         """Whether the GPU has done all that was launched. False where it tells an error."""
         return all(map(_has_ended_well, self._events()))

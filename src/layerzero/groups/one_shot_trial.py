@@ -70,6 +70,8 @@ def tried(group: Group, memory: GpuMemory, sums: list[Sum]) -> Trial:
         return Trial(None, f"NCCL adds up: GPUs that read each other's summands: {sizes}")
     finally:
         if made is not None:
+            if nccl.is_done():
+                nccl.forget(made)  # its sums, which may be void, are nobody's
             retire(made, nccl.is_done)
             sweep()
 

@@ -482,6 +482,7 @@ def test_what_one_rank_meets_in_a_trial_leaves_all_to_nccl(
     what = {"capture": "no word", "begin": "no word", "time_us": "an illegal address"}.get(step, "CUDA out of memory")
     assert [tuple(one) for one in ranks._on_both(tried)] == [(None, f"NCCL adds up: {what} (rank {rank})")] * 2
     assert ranks.are_whole()
+    assert not any(one._is_void() or one._one_shots for one in ranks.nccl), "later calls are none of the trial's"
 
 
 WRONG, TIMED = one_shot_trial._wrong, one_shot_trial._timed
