@@ -118,13 +118,13 @@ def expect_none(group: Group) -> None:
         peers.forget_descriptors()
 
 
-def launch(group: Group, work: Callable[[], None]) -> None:
-    """What has calls of all ranks within, onto the current stream, behind `meet`: as a call that is not waited for.
-    Raises GroupBroken."""
+def launch(group: Group, work: Callable[[], None], *, is_counted: bool = True) -> None:
+    """What has calls of all ranks within, onto the current stream: as the call that `meet` began, which is not waited
+    for; or as none. Raises GroupBroken."""
     with _giving_up(group) as peers:
         nccl = nccl_of(group)
         assert nccl is not None
-        nccl.launch(peers, work)
+        nccl.launch(peers, work, is_counted=is_counted)
 
 
 @contextmanager

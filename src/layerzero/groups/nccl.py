@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from layerzero.groups.one_shot import OneShot
 
 SPIN_S = 0.002  # so long is asked again and again whether the GPU is through
-NAP_S, MAX_NAP_S = 0.0001, 0.01  # then with so much time between; and where that may take very long
+NAP_S, MAX_NAP_S = 0.0001, 0.001  # then with so much time between; and where that may take long
 ABORT_S = 1.0  # so long is waited for the end of what is let go on
 _BLAME_S = 0.5  # so long a rank whose NCCL failed waits for the one that knows why
 _ALL = -1  # in the place of a rank: the communicator of all
@@ -57,7 +57,7 @@ class Nccl:
         self._left: list[Any] = []  # events of those that were given up
         self._watch: Watch | None = None
         self._held: list[weakref.WeakMethod[Callable[[], None]]] = []  # let go of graphs with its calls in them
-        self._one_shots: list[weakref.ref[OneShot]] = []  # in such graphs
+        self._one_shots: list[OneShot] = []  # in such graphs, also closed ones: what was void stays so
 
     def why_not(self) -> str:
         """Why it cannot be started here; empty where it can."""
@@ -139,25 +139,23 @@ class Nccl:
         except RuntimeError as exc:  # torch's, and NCCL's
             raise self._failed(peers, exc) from exc
 
-    def launch(self, peers: Peers, work: Callable[[], None]) -> None:
-        """What enqueues calls of all ranks by itself: a CUDA graph with them. Raises GroupBroken."""
+    def launch(self, peers: Peers, work: Callable[[], None], *, is_counted: bool = True) -> None:
+        """What enqueues calls of all ranks by itself: a CUDA graph with them. `is_counted`: as one call. Raises
+        GroupBroken."""
         try:
-            work()
-            self._note(peers)
-        except BaseException as exc:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # what was enqueued until then may wait for a rank that does not come
-                self._note(peers)
-            if isinstance(
-                exc, RuntimeError
-            ):  # such as of a graph that was destroyed a moment ago, since a rank has gone
-                raise self._failed(peers, exc) from exc
-            raise
+            try:
+                work()
+            except BaseException:  # what was enqueued until then may wait for a rank that does not come
+                with contextlib.suppress(RuntimeError):
+                    self._note(peers, is_counted=is_counted)
+                raise
+            self._note(peers, is_counted=is_counted)
+        except RuntimeError as exc:  # such as of a graph that was destroyed a moment ago, since a rank has gone
+            raise self._failed(peers, exc) from exc
 
-    def _note(self, peers: Peers) -> None:
+    def _note(self, peers: Peers, *, is_counted: bool) -> None:
         self._latest = self._recorded()
-        self._leave_open(self._latest, peers, is_of_all=True)
+        self._leave_open(self._latest, peers, is_of_all=is_counted)
 
     def hold(self, let_go: weakref.WeakMethod[Callable[[], None]]) -> None:
         """`let_go` destroys a graph with its calls, before which NCCL cannot be taken down."""
@@ -165,11 +163,12 @@ class Nccl:
 
     def release_by(self, one_shot: OneShot) -> None:
         """When a rank has gone, let the GPU go on past what that waits for."""
-        self._one_shots = [one for one in self._one_shots if one() is not None] + [weakref.ref(one_shot)]
+        self._one_shots.append(one_shot)
 
     def forget(self, one_shot: OneShot) -> None:
-        """The GPU is through with it, and nobody launches with it any more."""
-        self._one_shots = [one for one in self._one_shots if one() not in (None, one_shot)]
+        """Its sums are nobody's. Its GPU, which may wait for what the other rank does not say, is let go on."""
+        self._one_shots.remove(one_shot)
+        self._releasing([one_shot])
 
     def is_done(self) -> bool:
         """Whether the GPU has done all that was launched. False where it tells an error."""
@@ -244,7 +243,7 @@ class Nccl:
 
     def _is_void(self) -> bool:
         """Whether a rank, which may live, has let its GPU go on past what it waited for, and so the others' too."""
-        return any(found.is_void() for one in self._one_shots if (found := one()) is not None)
+        return any(one.is_void() for one in self._one_shots)
 
     def _in_thread(self, peers: Peers, work: Callable[[], object], until_s: float) -> None:
         """It may wait for other ranks in C++, while this thread sees whether they are there. Raises GroupBroken, and
@@ -292,7 +291,7 @@ class Nccl:
         """Until its kernels have ended, some milliseconds; by any thread. What else there is of it is taken down behind
         that, once its graphs are gone, which may go on for half a second: the next one that is started waits for that,
         and the end of the process."""
-        releasing = self._releasing()  # also of what was launched after another thread had aborted it
+        releasing = self._releasing(self._one_shots)  # also of what was launched after another thread had aborted it
         group, self._group = self._group, None
         if group is None:
             return
@@ -303,20 +302,19 @@ class Nccl:
             teardown.join()
         end_s = time.monotonic() + ABORT_S
         with contextlib.suppress(RuntimeError):
-            while teardown.is_alive() or (any(map(threading.Thread.is_alive, releasing)) and time.monotonic() < end_s):
+            while teardown.is_alive() and (not releasing or time.monotonic() < end_s):
                 if all(event.query() for event in self._events()):
                     break
                 time.sleep(NAP_S)
 
-    def _releasing(self) -> list[threading.Thread]:
+    def _releasing(self, one_shots: list[OneShot]) -> list[threading.Thread]:
         """Who lets the GPU go on until it is through, however long something else keeps it."""
-        one_shots = [found for one in self._one_shots if (found := one()) is not None]
 
         def release() -> None:
             nap_s = NAP_S
             with contextlib.suppress(RuntimeError):
                 while not all(event.query() for event in self._events()):
-                    for one in one_shots:
+                    for one in list(one_shots):
                         one.release()
                     time.sleep(nap_s)
                     nap_s = min(1.01 * nap_s, MAX_NAP_S)

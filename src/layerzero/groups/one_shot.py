@@ -75,7 +75,7 @@ class OneShot:
         self._page: memoryview | None = None
         self._words = 0  # the page's address for the GPU
         self._count = 0
-        self._is_closed = False
+        self._is_closed = self._was_void = False
 
     @property
     def ordinal(self) -> int:
@@ -195,9 +195,11 @@ class OneShot:
                     words[at // 4] = 1
 
     def is_void(self) -> bool:
-        """Whether either GPU was: what both have given since is void."""
+        """Whether either GPU was: what both have given since is void. Also once it is closed."""
         with self._lock:
-            return self._page is not None and bool(self._page.cast("I")[self._VOID // 4])
+            if self._page is not None:
+                self._was_void = bool(self._page.cast("I")[self._VOID // 4])
+            return self._was_void
 
     def is_read(self) -> bool:
         """Whether the other rank has read all that this one, whose GPU is through, has launched; true without any."""
@@ -214,6 +216,7 @@ class OneShot:
         if os.getpid() != self._pid or self._is_closed:
             return
         self._is_closed = True
+        self.is_void()
         with self._lock:
             page, self._page = self._page, None
         if page is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,13 +12,12 @@ from layerzero.client.gpu.memory import GpuMemory
 from layerzero.client.plans.graph_library import LIBRARIES, Graph
 from layerzero.groups.group import Group
 from layerzero.groups.joint import exchange, expect_none, launch, nccl_of, pass_descriptor
-from layerzero.groups.nccl import NAP_S, Nccl
+from layerzero.groups.nccl import Nccl
 from layerzero.groups.one_shot import OneShot, retire, sweep
 from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 ROUNDS = 6  # that are timed; an even number
-RELEASE_S = 5.0  # so long a GPU is let go on at most that the other one has left waiting
 TRIED = 1 << 20  # elements, of which it is seen whether sums are right
 _HERE = (LayerZeroError, OSError, RuntimeError, BufferError)  # what this process may meet, torch and the driver
 
@@ -57,7 +55,7 @@ def tried(group: Group, memory: GpuMemory, sums: list[Sum]) -> Trial:
         return Trial(None, f"NCCL adds up: {why}")
     nccl.release_by(made)
     try:
-        why = _wrong(group, nccl, made, largest)
+        why = _wrong(group, made, largest)
         own_us = nccl_us = 0.0
         if not why:
             own_us, nccl_us, why = _timed(group, memory, nccl, made, largest)
@@ -70,8 +68,7 @@ def tried(group: Group, memory: GpuMemory, sums: list[Sum]) -> Trial:
         return Trial(None, f"NCCL adds up: GPUs that read each other's summands: {sizes}")
     finally:
         if made is not None:
-            if nccl.is_done():
-                nccl.forget(made)  # its sums, which may be void, are nobody's
+            nccl.forget(made)
             retire(made, nccl.is_done)
             sweep()
 
@@ -122,7 +119,7 @@ def _agreed(group: Group, work: Callable[[], Any], *, expects: bool = False) -> 
     return [one[0] for _, one in told], "; ".join(whys)
 
 
-def _wrong(group: Group, nccl: Nccl, one_shot: OneShot, largest: Sum) -> str:
+def _wrong(group: Group, one_shot: OneShot, largest: Sum) -> str:
     """Of small whole numbers, in both places. Empty where its sums are right on both ranks."""
     torch, count = sys.modules["torch"], min(math.prod(largest.shape), TRIED)
     given: list[Any] = []
@@ -151,7 +148,7 @@ def _wrong(group: Group, nccl: Nccl, one_shot: OneShot, largest: Sum) -> str:
             except _HERE as exc:
                 problem.append(exc)
 
-        launch(group, kept)
+        launch(group, kept, is_counted=False)
         if problem:
             raise problem[0]
 
@@ -163,11 +160,7 @@ def _wrong(group: Group, nccl: Nccl, one_shot: OneShot, largest: Sum) -> str:
     if why:
         return why
     _, why = _agreed(group, enqueue)
-    if why:  # one GPU may wait for what the other one will never say
-        end_s = time.monotonic() + RELEASE_S
-        while not nccl.is_done() and time.monotonic() < end_s:
-            one_shot.release()
-            time.sleep(NAP_S)
+    if why:
         return why
     group.synchronize()
     return _agreed(group, compare)[1]
@@ -214,7 +207,7 @@ def _timed(group: Group, memory: GpuMemory, nccl: Nccl, one_shot: OneShot, large
                 return 0.0, 0.0, why
         for _ in range(2):
             for graph in graphs:
-                launch(group, graph.replay)
+                launch(group, graph.replay, is_counted=False)
         group.synchronize()
         told, why = _agreed(group, times)
         if why:

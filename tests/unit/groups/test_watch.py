@@ -160,7 +160,7 @@ def test_a_gpu_is_let_go_on_until_all_its_streams_are_through(tmp_path: Path, mo
 def test_what_was_launched_after_the_watch_had_aborted_is_let_go_on_too(tmp_path: Path) -> None:
     made, is_through = Nccl(tmp_path, "group", 1, 0, 0), threading.Event()
     one_shot = SimpleNamespace(release=is_through.set)
-    made._one_shots = [lambda: one_shot]  # type: ignore[list-item]
+    made.release_by(one_shot)  # type: ignore[arg-type]
     made._latest = SimpleNamespace(query=is_through.is_set)
     made.drop()
     assert is_through.wait(PATIENCE_S)
@@ -173,15 +173,31 @@ def test_what_was_enqueued_before_an_error_is_known(
     """It may wait for a rank that met the same, and does not come."""
     made, event = Nccl(tmp_path, "group", 1, 0, 0), SimpleNamespace(query=lambda: False)
     monkeypatch.setattr(made, "_recorded", lambda: event)
-    monkeypatch.setattr(made, "_leave_open", lambda event, peers, is_of_all: None)
+    monkeypatch.setattr(nccl, "Watch", lambda *_: SimpleNamespace(is_over=False, has_aborted=False))
+    monkeypatch.setattr(made, "_stream", lambda: "stream")
+    peers: Any = SimpleNamespace(ends=lambda: [], is_ending=bool)
     monkeypatch.setattr(made, "_failed", lambda peers, exc: exc)
 
     def work() -> None:
         raise kind
 
     with pytest.raises(kind):
-        made.launch(None, work)  # type: ignore[arg-type]
+        made.launch(peers, work)
     assert not made.is_done()
+    made.launch(peers, lambda: None)
+    made.launch(peers, lambda: None, is_counted=False)
+    assert made.void() == 2
+
+
+def test_a_run_behind_the_watchs_abort_is_void_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Nccl(tmp_path, "group", 1, 0, 0)
+    monkeypatch.setattr(made, "_recorded", lambda: SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(made, "_stream", lambda: "stream")
+    monkeypatch.setattr(made, "_failed", lambda peers, exc: exc)
+    made._watch = SimpleNamespace(is_over=True, has_aborted=True, join=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="a rank has gone"):
+        made.launch(None, lambda: None)  # type: ignore[arg-type]
+    assert made.void() == 1
 
 
 def test_an_interrupt_is_told_though_a_rank_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +218,7 @@ def test_what_a_rank_that_gave_up_has_let_go_on_is_void(tmp_path: Path) -> None:
     """It told this GPU that summands were there which were none; both GPUs are through."""
     made, done = Nccl(tmp_path, "group", 1, 0, 0), SimpleNamespace(query=lambda: True)
     one_shot = SimpleNamespace(is_void=lambda: False, release=lambda: None)
-    made._one_shots = [lambda: one_shot]  # type: ignore[list-item]
+    made.release_by(one_shot)  # type: ignore[arg-type]
     peers: Any = SimpleNamespace(look=lambda until_s: None)
     made._open = {"stream": (done, 3)}
     made._wait_for(done, peers, 0.0)
@@ -224,9 +240,9 @@ def test_what_is_launched_while_a_thread_lets_the_gpu_go_on_is_let_go_on_too(tmp
         ends[0].set()
 
     one_shot = SimpleNamespace(release=release)
-    made._one_shots = [lambda: one_shot]  # type: ignore[list-item]
+    made.release_by(one_shot)  # type: ignore[arg-type]
     made._latest = SimpleNamespace(query=ends[0].is_set)
-    (thread,) = made._releasing()
+    (thread,) = made._releasing(made._one_shots)
     thread.join(PATIENCE_S)
     assert ends[1].is_set()
 
