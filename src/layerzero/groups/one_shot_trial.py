@@ -44,7 +44,8 @@ class Trial(NamedTuple):
 def tried(group: Group, memory: GpuMemory, sums: list[Sum]) -> Trial:
     """By all ranks at once, outside of captures; the same on all. `sums`: of the plan. Raises GroupBroken."""
     nccl, fit = nccl_of(group), [one for one in sums if OneShot.takes(one.dtype, one.shape)]
-    if group.size != 2 or nccl is None:
+    assert nccl is not None, "a run has added up"
+    if group.size != 2:
         return Trial(None, "NCCL adds up, as for all groups of more than two ranks")
     if not fit:
         return Trial(None, f"NCCL adds up {', '.join(sorted({one.dtype for one in sums}))}")

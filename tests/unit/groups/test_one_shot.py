@@ -326,7 +326,7 @@ class Ranks:
         self.groups = [Group(folder, "tp", rank, 2, None, 10.0, None) for rank in range(2)]
         self.nccl = [Nccl(folder, "tp", 1, rank, 0) for rank in range(2)]
         self.times, self.wrong = (5.0, 9.0), ""
-        self._on_both(lambda rank: self.groups[rank]._form(10.0))
+        assert self._on_both(lambda rank: self.groups[rank]._form(10.0)) == [None, None]
         monkeypatch.setattr(one_shot_trial, "nccl_of", lambda group: self.nccl[group.rank])
         monkeypatch.setattr(one_shot_trial, "_wrong", lambda *_: self.wrong)
         monkeypatch.setattr(one_shot_trial, "_timed", lambda *_: (*self.times, ""))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.groups.layers import HIDDEN, INNER, TOKENS, Layer, agree, recorded, some
+from tests.unit.groups.layers import HEADS, HIDDEN, INNER, TOKENS, Layer, Unsummed, agree, recorded, some
 
 import layerzero as lz
-from layerzero.groups.products import with_products
-from layerzero.groups.split_plan import SplitPlan, what_of
+from layerzero.client.plans.execution_plan import ExecutionPlan
+from layerzero.client.plans.graph_steps import NotCapturable
+from layerzero.groups import products
+from layerzero.groups.joint import Captured
+from layerzero.groups.products import Product, Summed, with_products
+from layerzero.groups.split_plan import SplitPlan, _explained, _Variant, what_of
 from layerzero.groups.splitting import JOINED_BYTES, Collective, Split, split
-from layerzero.ipc.errors import BackendError, InvalidArgument
+from layerzero.groups.stretches import Weights
+from layerzero.ipc.errors import BackendError, CudaGraphUnsafe, InvalidArgument
 
 X = some(TOKENS, HIDDEN)
 UP, DOWN = some(INNER, HIDDEN), some(HIDDEN, INNER)
@@ -46,6 +53,43 @@ def test_products_of_a_layer_that_are_added_up_are_made_apart() -> None:
     kinds = [type(item).__name__ for item in with_products(made)]
     assert kinds == ["Stretch", "Summed", "Stretch", "Summed", "Stretch"]
     assert sum(isinstance(item, Collective) for item in made.items) == kinds.count("Summed")
+
+
+def test_a_product_that_a_capture_refuses_leaves_the_run_to_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step of a plan does; in steps themselves the error is the caller's."""
+    made = agree(Layer(), 2, X)
+    summed = next(item for item in with_products(made) if isinstance(item, Summed))
+    product = Product(made, summed, Weights(made.recording, 0, 2), 0)
+    known = {number: np.ones((TOKENS, HIDDEN // 2)) for number in summed.step.step.reads}
+    monkeypatch.setattr(products, "_new", lambda like, dtype, shape: np.empty(shape, dtype))
+    error = CudaGraphUnsafe("make the call once outside of the capture")
+
+    def refuse(request: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(products, "perform", refuse)
+    with pytest.raises(CudaGraphUnsafe):
+        product(known, Unsummed())
+    with pytest.raises(NotCapturable, match=r"linear: no CUDA graph can hold it: make the call once outside"):
+        product(known, Captured(None))  # type: ignore[arg-type]
+    assert (product.runs_here, str(product)) == (False, f"{summed.step.step.number} linear: not run yet")
+
+
+@pytest.mark.parametrize(("size", "options", "apart"), [(2, {}, 2), (2, {"keep_choice": True}, 0), (4, {}, 0)])
+def test_products_are_apart_for_two_gpus_and_no_options_of_plans(
+    monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any], apart: int
+) -> None:
+    """Which say how a plan's calls are chosen, and a product is in none; of more ranks no sum wants a place."""
+    made = agree(Layer(HEADS, HEADS), size, X)
+    monkeypatch.setattr(made.recording, "device", 0)
+    group = SimpleNamespace(rank=0, size=size, _libraries=SimpleNamespace(numbers=itertools.count(1)))
+    plan, variant = SplitPlan(Layer(), group, options), _Variant("x")  # type: ignore[arg-type]
+    variant.split = made
+    plan._freeze(variant)
+    monkeypatch.setattr(ExecutionPlan, "explain", lambda _: "FROZEN")  # none has run
+    assert sum(isinstance(item, Product) for item in variant.items) == apart
+    assert len(_explained(variant, group).products) == apart  # type: ignore[arg-type]
+    assert str(_explained(variant, group)).count("\n  product ") == apart  # type: ignore[arg-type]
 
 
 def test_what_ranks_do_not_divide_stays_whole_and_says_why() -> None:
